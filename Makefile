@@ -1,0 +1,42 @@
+# Everything runs in .venv, made here on first use. `make` alone lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+PAGE := steplab-run/report.html
+export STEPLAB_STORE := steplab-run/store.db
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: .venv/installed ## Measure a tiny model's training step on this machine, end to end: a table and a page
+	$(BIN)/steplab doctor
+	$(BIN)/steplab sweep quick
+	$(BIN)/steplab report --output $(PAGE)
+
+test: .venv/tested check ## Lint, type-check and run the tests
+	$(BIN)/pytest -n 2
+
+check: .venv/tested ## Lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/tested ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and what `make run` made
+	rm -rf .venv steplab-run
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "steplab needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable . --constraint constraints.txt
+	touch $@
+
+.venv/tested: .venv/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@

@@ -1,0 +1,71 @@
+"""The program: its commands, and the one place where errors become a line and an exit code."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from steplab import __version__
+from steplab.cli.doctor import doctor
+from steplab.cli.export import export
+from steplab.cli.import_ import import_
+from steplab.cli.list import list_
+from steplab.cli.report import report
+from steplab.cli.run import run
+from steplab.cli.show import show
+from steplab.cli.sweep import sweep
+from steplab.errors import SteplabError, UserError
+
+INTERRUPTED = 130
+
+app = App(
+    name="steplab",
+    help="A laboratory for the training step of Transformer language models: measure it, keep it, report it.",
+    version=__version__,
+    help_epilogue="Begin with: steplab run",
+    help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
+    result_action="return_value",
+)
+app.command(run)
+app.command(sweep)
+app.command(list_, name="list")
+app.command(show)
+app.command(report)
+app.command(export)
+app.command(import_, name="import")
+app.command(doctor)
+
+
+def console() -> None:
+    """Entry point of the installed program."""
+    sys.exit(main())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and give its exit code; every error is one line on standard error."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+        return code or 0
+    except CycloptsError as error:
+        return _fail(" ".join(str(error).split()), UserError.exit_code, given)
+    except SteplabError as error:
+        return _fail(str(error), error.exit_code, given)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # a defect of steplab's
+        return _fail(f"internal error: {type(error).__name__}: {error}; --debug shows where", 1, given)
+
+
+def _fail(message: str, code: int, arguments: list[str]) -> int:
+    if "--debug" in arguments:
+        traceback.print_exc()
+    print(f"steplab: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,41 @@
+"""steplab export"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from steplab.cli.options import StoreOptions
+
+
+def export(
+    ids: Annotated[tuple[str, ...], Parameter(help="Records; all of them if none is named")] = (),
+    /,
+    *,
+    study: Annotated[str | None, Parameter(help="Only this study's")] = None,
+    format: Annotated[
+        Literal["jsonl", "csv"] | None,
+        Parameter(help="jsonl: whole records, for import; csv: a row of figures a run [default: by --output's ending, else jsonl]"),
+    ] = None,
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
+    store: StoreOptions = StoreOptions(),  # noqa: B008
+) -> None:
+    """Write records out, for another machine or another program."""
+    from steplab.cli.output import chosen_format, emit
+    from steplab.errors import UserError
+    from steplab.lab.keeping import open_store
+    from steplab.records.codec import encode
+    from steplab.records.rows import run_row
+    from steplab.records.run import Run
+    from steplab.report.formats import render_rows
+
+    chosen = chosen_format(format, output, default="jsonl")
+    if chosen not in ("jsonl", "csv"):
+        raise UserError(f"export writes jsonl or csv, not {chosen}; `steplab report` writes the other formats")
+    with open_store(store.store, write=False) as opened:
+        study_id = opened.study_id(study) if study else None
+        records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)
+        if chosen == "jsonl":
+            emit("".join(encode(record).decode() + "\n" for record in records), output)
+        else:
+            emit(render_rows([run_row(record) for record in records if isinstance(record, Run)], "csv"), output)

@@ -1,0 +1,36 @@
+"""steplab list"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions
+
+
+def list_(
+    *,
+    study: Annotated[str | None, Parameter(help="Only this study's runs (the beginning of its id will do)")] = None,
+    name: Annotated[str | None, Parameter(help="Only runs of this name")] = None,
+    limit: Annotated[int, Parameter(help="The newest N")] = 40,
+    studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
+    out: OutputOptions = OutputOptions(),  # noqa: B008
+) -> None:
+    """List stored measurements, the newest first."""
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.errors import UserError
+    from steplab.lab.keeping import open_store
+    from steplab.report.formats import render_rows
+
+    if limit < 1:
+        raise UserError(f"--limit must be at least 1, not {limit}")
+    with open_store(out.store, write=False) as store:
+        if studies:
+            rows, more = store.studies()[:limit], False
+        else:
+            study_id = store.study_id(study) if study else None
+            rows = store.rows(study=study_id, name=name, limit=limit + 1)
+            rows, more = rows[:limit], len(rows) > limit
+    chosen = chosen_format(out.format, out.output)
+    emit(render_rows(rows, chosen, color=stdout_color() and out.output is None), out.output)
+    if more:
+        say(f"the newest {limit}; --limit shows more")

@@ -1,0 +1,64 @@
+"""Data to standard output or to a file, words about it to standard error."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from steplab.errors import SteplabError
+
+_ENDINGS = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".md": "md",
+    ".tex": "latex",
+    ".html": "html",
+    ".htm": "html",
+    ".txt": "table",
+}
+
+
+def chosen_format(format: str | None, output: Path | None, default: str = "table") -> str:
+    """The format asked for; else the one the file's ending stands for; else the default."""
+    if format:
+        return format
+    return _ENDINGS.get(output.suffix.lower(), default) if output else default
+
+
+def emit(text: str, output: Path | None) -> None:
+    """Print the text, or replace the file with it: whole, or not at all. Raises SteplabError if it cannot."""
+    if not text.endswith("\n"):
+        text += "\n"
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            # mkstemp makes files for their owner alone; a report is to be as readable as any file made here.
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+            os.replace(temporary, output)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise SteplabError(f"cannot write {output}: {error.strerror}") from error
+    say(f"wrote {output}")
+
+
+def say(text: str) -> None:
+    """A remark for the person at the terminal."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def stdout_color() -> bool:
+    """Whether what goes to standard output may be coloured."""
+    from steplab.report.terminal import wants_color
+
+    return wants_color(sys.stdout)

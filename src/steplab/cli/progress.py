@@ -1,0 +1,105 @@
+"""Progress on standard error: a live line at a terminal, a line a cell anywhere else."""
+
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from steplab.cli.output import say
+from steplab.lab.sweeping import SweepProgress
+from steplab.measurement.launch import Progress
+from steplab.records.rows import run_row
+from steplab.report.run_text import describe
+from steplab.units import format_clock, format_time
+
+_STAGES = {
+    "starting": "starting a process",
+    "build": "building the model",
+    "compile": "compiling",
+    "warmup": "warming up",
+    "measure": "measuring",
+    "phases": "measuring each phase alone",
+}
+
+
+def _is_live() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("CI") and os.environ.get("TERM") != "dumb"
+
+
+def _words(progress: Progress) -> str:
+    stage = _STAGES.get(progress.stage, progress.stage)
+    return f"{stage}, step {progress.done} of {progress.total}" if progress.total and progress.done else stage
+
+
+class ProgressLine:
+    """Shows what is under way, how far it is, the time it took and, in a sweep, the time that is left."""
+
+    def __enter__(self) -> Self:
+        self._started_s = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+        if _is_live():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[counted]}"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[left]}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None, counted="", left="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def within(self, progress: Progress) -> None:
+        """One measurement on its own."""
+        if self._bar:
+            total = progress.total or None
+            self._bar.update(self._task, description=_words(progress), total=total, completed=progress.done)
+
+    def sweep(self, progress: SweepProgress) -> None:
+        """A cell of a sweep: under way, or ended."""
+        number = progress.index + (1 if progress.run else 0)
+        if self._bar and progress.within:
+            self._bar.update(
+                self._task,
+                description=f"{describe(progress.cell)}: {_words(progress.within)}",
+                total=progress.to_run,
+                completed=number,
+                counted=f"{progress.index + 1}/{progress.to_run}",
+                left=self._left(progress),
+            )
+        if progress.run:
+            line = f"[{number}/{progress.to_run}] {describe(progress.cell)}: {_result(progress)}"
+            if self._bar:
+                self._bar.console.print(line, markup=False, highlight=False)
+            else:
+                say(f"{line}  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})")
+
+    def _left(self, progress: SweepProgress, before: str = "") -> str:
+        """Time left, if the cells to come take as long as those behind on average."""
+        done = progress.index + (1 if progress.run else 0)
+        if not done or done == progress.to_run:
+            return ""
+        per_cell_s = (time.monotonic() - self._started_s) / done
+        return f"{before}about {format_clock(per_cell_s * (progress.to_run - done))} left"
+
+
+def _result(progress: SweepProgress) -> str:
+    assert progress.run is not None
+    step_s = run_row(progress.run)["step_time_s"]
+    if isinstance(step_s, float):
+        return f"{format_time(step_s)} a step"
+    return progress.run.status.replace("_", " ")

@@ -1,0 +1,43 @@
+"""steplab report"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from steplab.cli.options import StoreOptions
+
+
+def report(
+    ids: Annotated[tuple[str, ...], Parameter(help="Runs to report")] = (),
+    /,
+    *,
+    study: Annotated[str | None, Parameter(help="Report this study")] = None,
+    title: Annotated[str | None, Parameter(help="Title of the page")] = None,
+    format: Annotated[
+        Literal["table", "json", "csv", "md", "latex", "html"] | None,
+        Parameter(help="[default: by --output's ending, else table]"),
+    ] = None,
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
+    store: StoreOptions = StoreOptions(),  # noqa: B008
+) -> None:
+    """Report runs as tables, or as one self-contained page with pictures.
+
+    Without ids or a study: the study that the newest run belongs to, or, if it belongs to none, all such runs.
+
+    For example: steplab report --output page.html
+    """
+    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.lab.reporting import runs_to_report
+    from steplab.records.rows import run_row
+    from steplab.report.formats import render_rows
+
+    selection = runs_to_report(ids, study=study, store=store.store)
+    chosen = chosen_format(format, output)
+    if chosen == "html":
+        from steplab.report.html import render_page
+
+        emit(render_page(selection.runs, title=title or selection.title, description=selection.description), output)
+    else:
+        color = stdout_color() and output is None
+        emit(render_rows([run_row(run) for run in selection.runs], chosen, color=color), output)

@@ -1,0 +1,49 @@
+"""steplab run"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+from steplab.errors import UserError
+
+
+def run(
+    *,
+    step: StepOptions = StepOptions(),  # noqa: B008
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
+    out: OutputOptions = OutputOptions(),  # noqa: B008
+) -> int:
+    """Measure one training step and store the record.
+
+    For example: steplab run --model small --context 256 --precision bf16
+    """
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.measuring import measure
+    from steplab.records.rows import run_row
+    from steplab.report.formats import render_rows
+    from steplab.report.run_text import render_run
+    from steplab.specs.resolve import resolve_step
+    from steplab.units import parse_duration
+
+    spec = resolve_step(step.fields())
+    with ProgressLine() as line:
+        record = measure(
+            spec,
+            name=name,
+            store=out.store,
+            timeout_s=parse_duration(timeout) if timeout else None,
+            on_progress=line.within,
+        )
+    chosen = chosen_format(out.format, out.output)
+    if chosen == "html":
+        raise UserError("a page is made by `steplab report --output page.html`; here choose table, json, csv, md or latex")
+    color = stdout_color() and out.output is None
+    text = render_run(record, color=color) if chosen == "table" else render_rows([run_row(record)], chosen)
+    emit(text, out.output)
+    if record.failure:
+        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+        return 1
+    return 0

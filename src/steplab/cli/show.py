@@ -1,0 +1,32 @@
+"""steplab show"""
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from steplab.cli.options import StoreOptions
+
+
+def show(
+    id: Annotated[str, Parameter(help="The record's id, or the beginning of it")],
+    /,
+    *,
+    format: Annotated[Literal["table", "json"], Parameter(help="json gives the whole record, raw samples included")] = "table",
+    store: StoreOptions = StoreOptions(),  # noqa: B008
+) -> None:
+    """Show one record in full."""
+    from steplab.cli.output import emit, stdout_color
+    from steplab.lab.keeping import open_store
+    from steplab.records.codec import encode
+    from steplab.records.run import Run
+    from steplab.report.ceilings_text import render_ceilings
+    from steplab.report.run_text import render_run
+
+    with open_store(store.store, write=False) as opened:
+        record = opened.get(id)
+    if format == "json":
+        emit(encode(record).decode(), None)
+    elif isinstance(record, Run):
+        emit(render_run(record, color=stdout_color()), None)
+    else:
+        emit(render_ceilings(record, color=stdout_color()), None)

@@ -1,0 +1,60 @@
+"""steplab sweep"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+
+def sweep(
+    study: Annotated[
+        str | None, Parameter(help="A preset (quick, sizes, compiled, warmup) or a TOML file; options replace its fields")
+    ] = None,
+    /,
+    *,
+    step: StepOptions = StepOptions(),  # noqa: B008
+    resume: Annotated[
+        bool, Parameter(help="Continue the newest sweep over the same cells: run only what is missing", negative="")
+    ] = False,
+    timeout: Annotated[str, Parameter(help="Give a cell up after this time")] = "1h",
+    dry_run: Annotated[bool, Parameter(help="List the cells and measure none", negative="")] = False,
+    out: OutputOptions = OutputOptions(),  # noqa: B008
+) -> int:
+    """Measure every combination of the given values, each in a process of its own.
+
+    Every cell is in the store as soon as it has ended; out of memory, a crash and a timeout are rows too.
+
+    For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
+    """
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.errors import UserError
+    from steplab.lab.sweeping import sweep as run_sweep
+    from steplab.records.rows import run_row
+    from steplab.report.formats import render_rows
+    from steplab.report.run_text import describe
+    from steplab.specs.study import load_study, study_from_grids
+    from steplab.units import parse_duration
+
+    grid = step.grid()
+    if study is None and not grid:
+        raise UserError("nothing to sweep; name a preset (`steplab sweep quick`) or fields (`--context 128,256`)")
+    asked = load_study(study, grid) if study else study_from_grids("sweep", "", [grid])
+    if dry_run:
+        emit("\n".join(describe(cell) for cell in asked.cells), out.output)
+        return 0
+    with ProgressLine() as line:
+        try:
+            result = run_sweep(
+                asked, store=out.store, resume=resume, timeout_s=parse_duration(timeout), on_progress=line.sweep
+            )
+        except KeyboardInterrupt:
+            say("steplab: interrupted; the finished cells are stored, and the same command with --resume continues")
+            raise
+    chosen = chosen_format(out.format, out.output)
+    color = stdout_color() and out.output is None
+    emit(render_rows([run_row(run) for run in result.runs], chosen, color=color), out.output)
+    failed = sum(run.failure is not None for run in result.runs)
+    say(f"study {result.study_id}: {len(result.runs)} cells, {failed} of them failed; `steplab report --output page.html` draws it")
+    return 1 if failed == len(result.runs) else 0

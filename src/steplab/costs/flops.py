@@ -1,0 +1,71 @@
+"""FLOPs of a training step, under each convention in use. A multiply-add counts as two.
+
+Notation: N parameters, E of them in the embedding look-up, L layers, d attention width, T context. Forward
+takes a third of forward + backward: the backward pass computes two products for each of the forward's one.
+
+    causal   6 (N - E) +  6 L d T   a token: only the work a causal model needs (the default here)
+    full     6 (N - E) + 12 L d T   the whole T x T square of scores (torchtitan, nanoGPT)
+    params   6 N                    the rule of thumb (Kaplan et al. 2020)
+
+Elementwise work, norms, softmax and the optimizer are not counted: they use no matrix unit.
+"""
+
+from typing import Literal
+
+from steplab.specs.step import StepSpec
+
+Convention = Literal["causal", "full", "params"]
+
+_MATERIALISING = ("plain", "sdpa_math")
+"""Attention implementations that compute the whole square, and keep it rather than recompute it."""
+
+DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "bf16_pure": "bf16"}
+"""Precision of a step -> data type of its matrix multiplications, whose peak an MFU is measured against."""
+
+
+def model_flops_per_token(
+    convention: Convention,
+    *,
+    num_parameters: int,
+    num_embedding_parameters: int | None,
+    num_layers: int | None,
+    attention_width: int | None,
+    context: int,
+    backward: bool,
+) -> float | None:
+    """FLOPs a token needs under a convention; None where the model's sizes it takes are not known."""
+    passes = 3 if backward else 1
+    if convention == "params":
+        return passes * 2.0 * num_parameters
+    if num_embedding_parameters is None or num_layers is None or attention_width is None:
+        return None
+    square = 4.0 * num_layers * attention_width * context
+    attention = square if convention == "full" else square / 2
+    return passes * (2.0 * (num_parameters - num_embedding_parameters) + attention)
+
+
+def executed_flops_per_token(
+    spec: StepSpec,
+    *,
+    num_parameters: int,
+    num_embedding_parameters: int | None,
+    num_layers: int | None,
+    attention_width: int | None,
+) -> float | None:
+    """Matmul FLOPs the implementation executes for a token, recomputation included: the numerator of HFU.
+
+    Materialised scores: two products forward and four backward, each over the whole square. A fused kernel
+    skips the masked half but recomputes the scores in its backward: two products forward, five backward
+    (Dao 2023, section 3.1). `sdpa` is taken to choose a fused kernel.
+    """
+    if num_embedding_parameters is None or num_layers is None or attention_width is None:
+        return None
+    product = 2.0 * num_layers * attention_width * spec.context
+    linear = 2.0 * (num_parameters - num_embedding_parameters)
+    materialised = spec.attention in _MATERIALISING
+    if not materialised:
+        product /= 2
+    flops = linear + 2 * product
+    if spec.pass_name != "forward":
+        flops += 2 * linear + (4 if materialised else 5) * product
+    return flops

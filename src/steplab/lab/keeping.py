@@ -1,0 +1,32 @@
+"""Opening the store, and not losing a measurement when the store fails under it."""
+
+import tempfile
+from pathlib import Path
+
+from steplab.errors import SteplabError
+from steplab.records.codec import Record, encode
+from steplab.store.database import Store
+from steplab.store.location import default_path
+
+
+def open_store(path: Path | str | None = None, *, write: bool) -> Store:
+    """The store at `path`, or at the place the XDG rules give. Raises SteplabError as Store.open does."""
+    return Store.open(Path(path) if path else default_path(), write=write)
+
+
+def keep(store: Store, record: Record) -> None:
+    """Add a record to the store; where that fails, write it beside and say so.
+
+    Raises SteplabError naming the file that holds the record, or, if nothing can be written, why.
+    """
+    try:
+        store.add(record)
+    except SteplabError as error:
+        for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+            rescued = folder / f"steplab-unsaved-{record.id}.jsonl"
+            try:
+                rescued.write_bytes(encode(record) + b"\n")
+            except OSError:
+                continue  # the next folder may be on another disk
+            raise SteplabError(f"{error}; the record is in {rescued}: `steplab import` it later") from error
+        raise

@@ -1,0 +1,24 @@
+"""What this machine is and what it can reach: measured ceilings, for the devices no data sheet is kept of."""
+
+from pathlib import Path
+
+from steplab.lab.keeping import keep, open_store
+from steplab.measurement.launch import OnProgress, ceilings_in_child
+from steplab.records.ceilings import Ceilings
+
+
+def doctor(
+    *,
+    device: str = "auto",
+    store: Path | str | None = None,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Ceilings:
+    """Look at the machine, measure its matmul and copy ceilings, and store them for later MFU figures.
+
+    Raises UserError for a device that is not there, SteplabError where the store cannot be written.
+    """
+    with open_store(store, write=True) as opened:
+        ceilings = ceilings_in_child(device, timeout_s=timeout_s, on_progress=on_progress)
+        keep(opened, ceilings)
+        return ceilings

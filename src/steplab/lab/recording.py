@@ -1,0 +1,47 @@
+"""Record the user's own training loop into the same store as everything else."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steplab.lab.keeping import keep, open_store
+
+if TYPE_CHECKING:
+    from steplab.measurement.recorder import Recorder
+
+
+@contextmanager
+def recorder(
+    name: str,
+    *,
+    tokens_per_step: int | None = None,
+    warmup: int = 5,
+    device: str = "auto",
+    store: Path | str | None = None,
+) -> "Iterator[Recorder]":
+    """Time the steps of a loop, and store them as one record when the loop is over.
+
+        with steplab.recorder("my loop", tokens_per_step=4096) as rec:
+            for batch in loader:
+                with rec.step():
+                    with rec.phase("forward"):  # phases are optional
+                        loss = model(batch)
+                    ...
+
+    The first `warmup` steps are kept apart. Nothing is synchronised before the end, so the loop runs as it does
+    alone. A loop that raises is stored with what it had measured, and the exception passes on. Raises
+    SteplabError before the loop begins if the store cannot be written.
+    """
+    from steplab.measurement.recorder import Recorder
+
+    with open_store(store, write=True) as opened:
+        recording = Recorder(name, tokens_per_step=tokens_per_step, warmup=warmup, device=device)
+        try:
+            yield recording
+        except Exception as error:
+            keep(opened, recording.finish(error))
+            raise
+        recording.run = recording.finish()
+        keep(opened, recording.run)

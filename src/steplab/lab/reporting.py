@@ -1,0 +1,57 @@
+"""Which runs a report is about."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.lab.keeping import open_store
+from steplab.records.run import Run
+
+_MOST_SINGLE_RUNS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Runs, and what they have in common."""
+
+    runs: tuple[Run, ...]
+    """At least one, in the order they were measured."""
+    title: str
+    """The study's name, or what the selection is."""
+    description: str
+    """The study's description, if it has one."""
+
+
+def runs_to_report(ids: Sequence[str] = (), *, study: str | None = None, store: Path | str | None = None) -> Selection:
+    """The runs named; else the study named; else the newest run's study; else the newest runs of no study.
+
+    Raises UserError where there is nothing to report.
+    """
+    with open_store(store, write=False) as opened:
+        if ids:
+            runs = tuple(record for record in opened.records(ids) if isinstance(record, Run))
+            if not runs:
+                raise UserError("none of these records is a run; `steplab list` shows the runs there are")
+            return Selection(runs=runs, title="Measured steps", description="")
+        newest = next(iter(opened.rows(limit=1)), None)
+        if newest is None:
+            raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
+        if study is None:
+            first = opened.get(str(newest["id"]))
+            study_id = first.study if isinstance(first, Run) else None
+        else:
+            study_id = opened.study_id(study)
+        if study_id is not None:
+            row = next((row for row in opened.studies() if row["id"] == study_id), {})
+            return Selection(
+                runs=_runs(opened.iterate(kind="run", study=study_id)),
+                title=str(row.get("name") or "Study"),
+                description=str(row.get("description") or ""),
+            )
+        single = [run for run in _runs(opened.iterate(kind="run")) if run.study is None]
+        return Selection(runs=tuple(single[-_MOST_SINGLE_RUNS:]), title="Measured steps", description="")
+
+
+def _runs(records: object) -> tuple[Run, ...]:
+    return tuple(record for record in records if isinstance(record, Run))  # type: ignore[attr-defined]

@@ -1,0 +1,80 @@
+"""The measuring process: one request in on standard input, messages out on a pipe, the record last.
+
+Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure, or a device
+whose ceilings are wanted. Standard input stays open for as long as the
+parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
+"""
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from steplab.errors import SteplabError
+from steplab.records.codec import encode
+from steplab.records.environment import Environment
+from steplab.specs.step import StepSpec
+
+_STEP_MESSAGES_EVERY_S = 0.1
+
+
+class Request(msgspec.Struct):
+    """What the parent wants measured."""
+
+    step: StepSpec | None = None
+    """A step; or, without one, the ceilings of"""
+    device: str = "auto"
+    """this device."""
+
+
+def main() -> None:
+    pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def send(kind: str, value: Any) -> None:
+        pipe.write(encode({"kind": kind, "value": value}) + b"\n")
+
+    last_sent_s = 0.0
+
+    def on_step(iteration: int) -> None:
+        nonlocal last_sent_s
+        now_s = time.monotonic()
+        if now_s - last_sent_s >= _STEP_MESSAGES_EVERY_S:
+            last_sent_s = now_s
+            send("step", iteration + 1)
+
+    def on_environment(environment: Environment) -> None:
+        send("environment", environment)
+
+    def on_stage(stage: str, num_steps: int) -> None:
+        send("stage", [stage, num_steps])
+
+    try:
+        if request.step is not None:
+            from steplab.measurement import compat
+            from steplab.measurement.session import Observer, measure_here
+
+            compat.watch_refused_allocations()
+            observer = Observer(on_environment=on_environment, on_stage=on_stage, on_step=on_step)
+            send("record", measure_here(request.step, observer))
+        else:
+            from steplab.measurement.ceilings import measure_ceilings_here
+
+            send("record", measure_ceilings_here(request.device, on_stage))
+    except SteplabError as error:
+        send("refused", [error.exit_code, str(error)])
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of standard input (by its descriptor: a daemon thread must hold no lock of Python's)."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

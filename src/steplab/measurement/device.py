@@ -1,0 +1,127 @@
+"""The device behind a small interface: a clock, a barrier and a memory gauge.
+
+The measuring loop knows only this, so that its order of events and its statistics are tested with a fake.
+"""
+
+import sys
+import time
+from typing import Any, Protocol
+
+import torch
+
+from steplab.errors import Unsupported
+from steplab.records.memory import PeakMemory
+from steplab.units import KIB, NS_PER_S
+
+
+class Device(Protocol):
+    """What a measurement asks of a device."""
+
+    asynchronous: bool
+    """Whether work goes on after a call returns: then marks lie on the device's own timeline."""
+    torch_device: torch.device
+    """Where tensors go."""
+
+    def mark(self) -> Any:
+        """A point on the device's timeline, after all work given to it so far."""
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Seconds from one mark to a later one; the device must have been synchronised since."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+
+    def reset_peak(self) -> None:
+        """Start a new high-water mark at what is allocated now."""
+
+    def peak(self, phase: str) -> PeakMemory | None:
+        """The high-water mark since the last reset; None where the device keeps none."""
+
+
+class CudaDevice:
+    """A CUDA GPU: marks are events on the current stream."""
+
+    asynchronous = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak(self, phase: str) -> PeakMemory:
+        return PeakMemory(
+            phase=phase,
+            peak_allocated_bytes=torch.cuda.max_memory_allocated(self.torch_device),
+            peak_reserved_bytes=torch.cuda.max_memory_reserved(self.torch_device),
+        )
+
+
+class HostClockDevice:
+    """A CPU, or MPS: marks are the host's clock, taken with the device idle."""
+
+    asynchronous = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def mark(self) -> int:
+        self.synchronize()
+        return time.perf_counter_ns()
+
+    def seconds_between(self, start: int, end: int) -> float:
+        return (end - start) / NS_PER_S
+
+    def synchronize(self) -> None:
+        if self.torch_device.type == "mps":
+            torch.mps.synchronize()
+
+    def reset_peak(self) -> None:
+        """Neither allocator keeps a high-water mark."""
+
+    def peak(self, phase: str) -> None:
+        return None
+
+
+def open_device(name: str) -> Device:
+    """The device a spec names; `auto` is cuda, else mps, else cpu.
+
+    Raises Unsupported if it was named and is not there.
+    """
+    kind, _, index = name.partition(":")
+    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+            raise Unsupported(f"device {name}", f"{why} on this machine", "use --device cpu")
+        if int(index or 0) >= torch.cuda.device_count():
+            raise Unsupported(
+                f"device {name}", f"the machine has {torch.cuda.device_count()}", "use --device cuda:0"
+            )
+        torch.cuda.set_device(int(index or 0))
+        return CudaDevice(torch.device("cuda", int(index or 0)))
+    if kind == "mps" or (kind == "auto" and torch.backends.mps.is_available()):
+        if not torch.backends.mps.is_available():
+            raise Unsupported("device mps", "torch sees no Metal GPU on this machine", "use --device cpu")
+        return HostClockDevice(torch.device("mps"))
+    return HostClockDevice(torch.device("cpu"))
+
+
+def host_peak_bytes() -> int | None:
+    """Largest resident set of this process so far; None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows has no getrusage
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * KIB  # macOS counts bytes, Linux KiB

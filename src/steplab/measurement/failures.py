@@ -1,0 +1,41 @@
+"""From an exception in the middle of a measurement to a row that says what happened."""
+
+import re
+
+import torch
+
+from steplab.measurement import compat
+from steplab.measurement.device import Device
+from steplab.records.run import Failure
+from steplab.specs.step import StepSpec
+
+_LAST_LINES = 12
+
+
+def failure_from(error: Exception, stage: str, spec: StepSpec, device: Device) -> Failure:
+    """The failure that `error` is: out of memory with its sizes, or the error's own first line."""
+    message = _first_line(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        peak = device.peak("step")
+        return Failure(
+            kind="out_of_memory",
+            message=message,
+            phase=stage,
+            requested_bytes=compat.last_refused_bytes() or compat.bytes_in_message(message),
+            peak_allocated_bytes=peak.peak_allocated_bytes if peak else None,
+        )
+    if "DefaultCPUAllocator: can't allocate memory" in str(error):
+        refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
+        size = int(refused[1]) if refused else None
+        return Failure(kind="out_of_memory", message=message, phase=stage, requested_bytes=size)
+    if "No available kernel" in str(error) or "No viable backend" in str(error):
+        message = (
+            f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
+            "choose --attention sdpa, or another precision"
+        )
+    return Failure(kind="error", message=message, phase=stage, last_lines=tuple(str(error).splitlines()[-_LAST_LINES:]))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

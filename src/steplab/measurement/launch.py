@@ -1,0 +1,217 @@
+"""Measure a cell in a process of its own, and turn whatever happens to that process into a record.
+
+The child gets the spec on standard input and answers over a pipe (child.py). It leads a session of its own, so
+that Ctrl-C reaches the parent alone, which then ends the child with everything the child started.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any
+
+import msgspec
+
+from steplab import __version__
+from steplab.errors import SteplabError, UserError
+from steplab.measurement.child import Request
+from steplab.records.ceilings import Ceilings
+from steplab.records.codec import Record, decode, encode, new_id, now_utc
+from steplab.records.environment import Environment
+from steplab.records.run import Failure, Run
+from steplab.specs.step import StepSpec
+from steplab.units import format_time
+
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far the cell under way is."""
+
+    stage: str
+    """starting, build, compile, warmup, measure or phases."""
+    done: int
+    """Steps done of this stage."""
+    total: int
+    """Steps of this stage; 0 where it has none."""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+class _Message(msgspec.Struct):
+    kind: str
+    value: msgspec.Raw
+
+
+def measure_in_child(
+    spec: StepSpec, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
+) -> Run:
+    """Measure one cell in a new process and give its record, which may be a failure.
+
+    Raises UserError (or the SteplabError the child named) for a request that cannot be served: that is no
+    measurement. KeyboardInterrupt ends the child and passes on.
+    """
+    answer = _ask(Request(step=spec), timeout_s, on_progress)
+    if isinstance(answer.result, Run):
+        return answer.result
+    assert isinstance(answer.result, Failure)
+    return Run(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        spec=spec,
+        environment=answer.environment,
+        failure=answer.result,
+    )
+
+
+def ceilings_in_child(
+    device: str, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
+) -> Ceilings:
+    """Measure a device's ceilings in a new process. Raises SteplabError where it does not come to an end."""
+    result = _ask(Request(device=device), timeout_s, on_progress).result
+    if isinstance(result, Ceilings):
+        return result
+    assert isinstance(result, Failure)
+    raise SteplabError(f"the ceilings of device {device} could not be measured: {result.message}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    result: Record | Failure
+    environment: Environment | None
+
+
+def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress) -> _Answer:
+    read_fd, write_fd = os.pipe()
+    with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "steplab.measurement.child", str(write_fd)],
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            pass_fds=[write_fd],
+            start_new_session=True,
+        )
+        os.close(write_fd)
+        watchdog = _Watchdog(child, timeout_s)
+        listener = _Listener(on_progress)
+        try:
+            assert child.stdin is not None
+            # A child that dies at once leaves nobody to read: its exit is what gets reported.
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(encode(request) + b"\n")
+                child.stdin.flush()
+            listener.listen(pipe)
+            child.wait()
+        finally:
+            watchdog.cancel()
+            _end(child)
+        return _Answer(result=listener.result(child.returncode, watchdog, errors), environment=listener.environment)
+
+
+class _Watchdog:
+    """Ends the child once its time is up."""
+
+    def __init__(self, child: subprocess.Popen[bytes], timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.fired = False
+        self._child = child
+        self._timer = threading.Timer(timeout_s, self._fire) if timeout_s is not None else None
+        if self._timer:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _fire(self) -> None:
+        self.fired = True
+        _kill_group(self._child)
+
+    def cancel(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+
+
+class _Listener:
+    """Reads the child's messages and keeps the last word on each matter."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self.on_progress = on_progress
+        self.progress = Progress(stage="starting", done=0, total=0)
+        self.environment: Environment | None = None
+        self.record: Record | None = None
+        self.refusal: SteplabError | None = None
+
+    def listen(self, pipe: IO[bytes]) -> None:
+        self.on_progress(self.progress)
+        for line in pipe:
+            if not line.endswith(b"\n"):
+                return  # the child died in the middle of a message
+            message = msgspec.json.decode(line, type=_Message)
+            if message.kind == "stage":
+                stage, total = msgspec.json.decode(message.value, type=tuple[str, int])
+                self._tell(Progress(stage=stage, done=0, total=total))
+            elif message.kind == "step":
+                done = msgspec.json.decode(message.value, type=int)
+                self._tell(Progress(stage=self.progress.stage, done=done, total=self.progress.total))
+            elif message.kind == "environment":
+                self.environment = msgspec.json.decode(message.value, type=Environment)
+            elif message.kind == "record":
+                self.record = decode(bytes(message.value))
+            elif message.kind == "refused":
+                exit_code, text = msgspec.json.decode(message.value, type=tuple[int, str])
+                self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
+
+    def _tell(self, progress: Progress) -> None:
+        self.progress = progress
+        self.on_progress(progress)
+
+    def result(self, returncode: int, watchdog: _Watchdog, errors: IO[bytes]) -> Record | Failure:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.record is not None:
+            return self.record
+        if watchdog.fired:
+            assert watchdog.timeout_s is not None
+            message = f"did not end within {format_time(watchdog.timeout_s)}"
+            return Failure(kind="timeout", message=message, phase=self.progress.stage, last_lines=_tail(errors))
+        return _crash(returncode, self.progress.stage, _tail(errors))
+
+
+def _crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+        message = f"the process was ended by {name} during {stage}{hint}"
+    else:
+        name = None
+        message = f"the process ended during {stage} with exit code {returncode}"
+    return Failure(kind="crashed", message=message, phase=stage, signal=name, last_lines=last_lines)
+
+
+def _end(child: subprocess.Popen[Any]) -> None:
+    """No child outlives the call that made it, nor does what the child started."""
+    if child.poll() is None:
+        _kill_group(child)
+    child.wait()
+    if child.stdin:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+
+
+def _kill_group(child: subprocess.Popen[Any]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _tail(errors: IO[bytes]) -> tuple[str, ...]:
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - 16_384))
+    text = errors.read().decode("utf-8", errors="replace")
+    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]

@@ -1,0 +1,98 @@
+"""The measuring loop: run a step again and again, and know when each part began and ended.
+
+Two ways of timing the same step answer two questions.
+
+Back to back: nothing waits between steps, as in training. Marks (CUDA events) are put on the device's
+timeline at the borders of the phases and read only once the loop is over, so that the host may run ahead of
+the device exactly as it does without steplab. This is the step time people mean.
+
+Synchronised: the device is idle before and after every phase, and both clocks run, the host's and the
+device's. The phase is alone, so its times do not hide in a neighbour's; where the host's figure is much the
+larger of the two, launching kernels costs more than running them.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from steplab.measurement.device import Device
+from steplab.records.memory import PeakMemory
+from steplab.records.timing import PhaseSamples
+
+OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A named part of the step."""
+
+    name: str
+    run: Callable[[], None]
+
+
+def run_back_to_back(
+    phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep, before_drain: Callable[[], None] = lambda: None
+) -> tuple[tuple[PhaseSamples, ...], float]:
+    """Time `iterations` steps without waiting between them.
+
+    Gives the samples of each phase and of the whole step, and the host's seconds for the whole loop.
+    `before_drain` is called when the last step was given to the device and may still be running there.
+    """
+    device.synchronize()
+    marks = []
+    started = time.perf_counter()
+    for iteration in range(iterations):
+        borders = [device.mark()]
+        for phase in phases:
+            phase.run()
+            borders.append(device.mark())
+        marks.append(borders)
+        on_step(iteration)
+    before_drain()
+    device.synchronize()
+    host_s = time.perf_counter() - started
+
+    def column(start: int, end: int) -> tuple[float, ...]:
+        return tuple(device.seconds_between(borders[start], borders[end]) for borders in marks)
+
+    columns = {phase.name: column(index, index + 1) for index, phase in enumerate(phases)}
+    if "step" not in columns:
+        columns["step"] = column(0, len(phases))
+    return tuple(_samples(name, seconds, device) for name, seconds in columns.items()), host_s
+
+
+def run_synchronised(
+    phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
+) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
+    """Time each phase with the device idle before and after it, by both clocks; and its peak memory.
+
+    The peak of a phase is the largest of all iterations.
+    """
+    host_s: dict[str, list[float]] = {phase.name: [] for phase in phases}
+    device_s: dict[str, list[float]] = {phase.name: [] for phase in phases}
+    peaks: dict[str, PeakMemory] = {}
+    for iteration in range(iterations):
+        for phase in phases:
+            device.synchronize()
+            device.reset_peak()
+            started = time.perf_counter()
+            start = device.mark()
+            phase.run()
+            end = device.mark()
+            device.synchronize()
+            host_s[phase.name].append(time.perf_counter() - started)
+            device_s[phase.name].append(device.seconds_between(start, end))
+            peak = device.peak(phase.name)
+            if peak is not None:
+                peaks[phase.name] = max(peak, peaks.get(phase.name, peak), key=lambda p: p.peak_allocated_bytes)
+        on_step(iteration)
+    samples = tuple(
+        PhaseSamples(phase=name, device_s=tuple(device_s[name]), host_s=tuple(host_s[name])) for name in host_s
+    )
+    return samples, tuple(peaks.values())
+
+
+def _samples(name: str, seconds: tuple[float, ...], device: Device) -> PhaseSamples:
+    if device.asynchronous:
+        return PhaseSamples(phase=name, device_s=seconds)
+    return PhaseSamples(phase=name, host_s=seconds)

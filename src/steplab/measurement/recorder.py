@@ -1,0 +1,103 @@
+"""Times the steps of a loop that somebody else wrote."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from steplab import __version__
+from steplab.errors import UserError
+from steplab.measurement.device import host_peak_bytes, open_device
+from steplab.measurement.environment import read_clocks, read_environment
+from steplab.records.codec import new_id, now_utc
+from steplab.records.memory import Memory
+from steplab.records.run import Failure, Run
+from steplab.records.timing import PhaseSamples, Timing
+
+Span = tuple[Any, Any]
+
+
+class Recorder:
+    """Collects marks on the device's timeline; they become seconds when the loop is over.
+
+    Keeps two marks a step and two a phase, so it is meant for hundreds or thousands of steps, not for weeks.
+    """
+
+    def __init__(self, name: str, *, tokens_per_step: int | None, warmup: int, device: str) -> None:
+        if warmup < 0:
+            raise UserError(f"warmup must be at least 0, not {warmup}")
+        self.run: Run | None = None
+        """The record, once the loop is over."""
+        self._name, self._tokens_per_step, self._warmup = name, tokens_per_step, warmup
+        self._device = open_device(device)
+        self._environment = read_environment(self._device.torch_device)
+        self._steps: list[dict[str, list[Span]]] = []
+        self._current: dict[str, list[Span]] | None = None
+        self._device.reset_peak()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the loop. A step that raises is not counted."""
+        if self._current is not None:
+            raise UserError("rec.step() inside another step; close the first one before the next begins")
+        self._current = {}
+        start = self._device.mark()
+        try:
+            yield
+            self._current["step"] = [(start, self._device.mark())]
+            self._steps.append(self._current)
+        finally:
+            self._current = None
+        if len(self._steps) == self._warmup:
+            self._device.reset_peak()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the step, by any name; one that occurs several times in a step is summed."""
+        if self._current is None:
+            raise UserError(f"rec.phase('{name}') outside a step; open it inside `with rec.step():`")
+        if name == "step":
+            raise UserError("'step' is the name of the whole; call the phase something else")
+        start = self._device.mark()
+        yield
+        self._current.setdefault(name, []).append((start, self._device.mark()))
+
+    def finish(self, error: Exception | None = None) -> Run:
+        """The record of all complete steps; with `error`, as a failure."""
+        self._device.synchronize()
+        peak = self._device.peak("step")
+        measured = self._steps[self._warmup :]
+        notes = ["MFU: a loop of one's own has no FLOP count that steplab could know"]
+        if not measured:
+            notes.append(f"step time: the loop ran {len(self._steps)} steps, {self._warmup} of them are warm-up")
+        if peak is None:
+            notes.append("peak device memory: torch keeps no high-water mark on this device")
+        return Run(
+            id=new_id(),
+            created_utc=now_utc(),
+            steplab_version=__version__,
+            name=self._name,
+            tokens_per_step=self._tokens_per_step,
+            environment=read_clocks(self._environment, self._device.torch_device),
+            timing=Timing(warmup=self._samples(self._steps[: self._warmup]), back_to_back=self._samples(measured)),
+            memory=Memory(
+                peaks=(peak,) if peak else (),
+                total_bytes=self._environment.device.memory_bytes,
+                host_peak_bytes=host_peak_bytes(),
+            ),
+            failure=Failure(kind="error", message=f"{type(error).__name__}: {error}") if error else None,
+            notes=tuple(notes),
+        )
+
+    def _samples(self, steps: list[dict[str, list[Span]]]) -> tuple[PhaseSamples, ...]:
+        names = dict.fromkeys(name for step in steps for name in step)
+        columns = {
+            name: tuple(
+                sum(self._device.seconds_between(start, end) for start, end in step[name])
+                for step in steps
+                if name in step
+            )
+            for name in names
+        }
+        if self._device.asynchronous:
+            return tuple(PhaseSamples(phase=name, device_s=seconds) for name, seconds in columns.items())
+        return tuple(PhaseSamples(phase=name, host_s=seconds) for name, seconds in columns.items())

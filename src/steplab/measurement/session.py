@@ -1,0 +1,146 @@
+"""One cell, measured in this process: build, compile, warm up, repeat.
+
+Runs in a child process of its own (see launch.py), because peak memory, process-wide torch settings and
+whatever a failed allocation keeps alive must not reach the next cell.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from steplab import __version__
+from steplab.errors import SteplabError
+from steplab.measurement.device import Device, host_peak_bytes, open_device
+from steplab.measurement.environment import read_clocks, read_environment
+from steplab.measurement.failures import failure_from
+from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
+from steplab.measurement.step import step_phases
+from steplab.model.build import build_workload
+from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
+from steplab.records.codec import new_id, now_utc
+from steplab.records.environment import Environment
+from steplab.records.memory import Memory
+from steplab.records.run import ModelFacts, Run
+from steplab.records.timing import Timing
+from steplab.specs.step import StepSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observer:
+    """Who is told how far the measurement is; measuring itself never prints."""
+
+    on_environment: Callable[[Environment], None] = lambda environment: None
+    on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
+    """Called with the name of what begins (build, compile, warmup, measure, phases) and its number of steps."""
+    on_step: Callable[[int], None] = lambda iteration: None
+
+
+def measure_here(spec: StepSpec, observer: Observer) -> Run:
+    """Measure one cell in this process; a failure of the model or of its memory is part of the record.
+
+    Raises UserError or Unsupported for a request that cannot be served at all.
+    """
+    device = open_device(spec.device)
+    environment = read_environment(device.torch_device)
+    observer.on_environment(environment)
+    run = _Cell(spec, device, environment, observer)
+    try:
+        return run.measure()
+    except SteplabError:
+        raise
+    except Exception as error:
+        failure = failure_from(error, run.stage, spec, device)
+        return run.record(failure=failure)
+
+
+class _Cell:
+    """The measurement of one cell, and how far it has come."""
+
+    def __init__(self, spec: StepSpec, device: Device, environment: Environment, observer: Observer) -> None:
+        self.spec, self.device, self.environment, self.observer = spec, device, environment, observer
+        self.stage = "build"
+        self.model: ModelFacts | None = None
+        self.notes: list[str] = []
+
+    def measure(self) -> Run:
+        spec, device, on_step = self.spec, self.device, self.observer.on_step
+        self.begin("build", 0)
+        workload = build_workload(spec, device.torch_device)
+        self.model = _facts(workload)
+        phases = step_phases(workload, spec, device.torch_device)
+        first_step_s = self.compile(phases) if spec.compile != "off" else None
+        self.begin("warmup", spec.warmup)
+        clocks: list[Environment] = []
+
+        def note_clocks() -> None:
+            clocks.append(read_clocks(self.environment, device.torch_device))
+
+        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=note_clocks)
+        self.begin("measure", spec.steps)
+        device.reset_peak()
+        measured, host_s = run_back_to_back(phases, device, spec.steps, on_step)
+        step_peak = device.peak("step")
+        synchronised, phase_peaks = (), ()
+        if device.asynchronous:
+            self.begin("phases", spec.steps)
+            synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
+        else:
+            self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
+        self.environment = clocks[0]
+        peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
+        return self.record(
+            timing=Timing(
+                warmup=warmup,
+                back_to_back=measured,
+                synchronised=synchronised,
+                back_to_back_host_s=host_s,
+                first_step_s=first_step_s,
+            ),
+            memory=Memory(
+                peaks=peaks,
+                total_bytes=self.environment.device.memory_bytes,
+                host_peak_bytes=host_peak_bytes(),
+            ),
+        )
+
+    def begin(self, stage: str, num_steps: int) -> None:
+        self.stage = stage
+        self.observer.on_stage(stage, num_steps)
+
+    def compile(self, phases: list[Phase]) -> float:
+        """Run the step that compiles, by itself: its time is no step time."""
+        self.begin("compile", 1)
+        self.device.synchronize()
+        started = time.perf_counter()
+        for phase in phases:
+            phase.run()
+        self.device.synchronize()
+        return time.perf_counter() - started
+
+    def record(self, *, timing: Timing | None = None, memory: Memory | None = None, failure: object = None) -> Run:
+        return Run(
+            id=new_id(),
+            created_utc=now_utc(),
+            steplab_version=__version__,
+            spec=self.spec,
+            tokens_per_step=self.spec.tokens,
+            environment=self.environment,
+            model=self.model,
+            timing=timing,
+            memory=memory,
+            failure=failure,  # type: ignore[arg-type]
+            notes=tuple(self.notes),
+        )
+
+
+def _facts(workload: Workload) -> ModelFacts | None:
+    if workload.module is None:
+        return None
+    return ModelFacts(
+        num_parameters=num_parameters(workload.module),
+        num_embedding_parameters=num_lookup_parameters(workload.module),
+        num_layers=workload.num_layers,
+        attention_width=workload.attention_width,
+    )

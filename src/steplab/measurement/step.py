@@ -1,0 +1,127 @@
+"""The training step taken apart into phases: forward, backward, optimizer, under the spec's precision.
+
+zero_grad belongs to the phase that ends the use of the gradients: the optimizer's when training, the
+backward's when only gradients are asked for.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steplab.errors import UserError
+from steplab.measurement.loop import Phase
+from steplab.model.workload import Workload, call, loss_of
+from steplab.specs.step import StepSpec
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BATCHES = 2
+LEARNING_RATE = 1e-4
+
+
+def step_phases(workload: Workload, spec: StepSpec, device: torch.device) -> list[Phase]:
+    """The phases of the spec's pass over the workload, in order. A user's whole step is one phase, `step`."""
+    if workload.step is not None:
+        whole_step = workload.step
+        return [Phase(name="step", run=lambda: _discard(whole_step()))]
+    step = _Step(workload, spec, device)
+    phases = [Phase(name="forward", run=step.forward)]
+    if spec.pass_name != "forward":
+        phases.append(Phase(name="backward", run=step.backward))
+    if spec.pass_name == "train":
+        phases.append(Phase(name="optimizer", run=step.optimizer_step))
+    return phases
+
+
+class _Step:
+    """One model, its batches and its optimizer; each phase leaves what the next one needs."""
+
+    def __init__(self, workload: Workload, spec: StepSpec, device: torch.device) -> None:
+        assert workload.module is not None
+        assert workload.make_batch is not None
+        module = workload.module
+        if spec.precision == "bf16_pure":
+            module = module.to(torch.bfloat16)
+        _set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
+        module.train(spec.pass_name != "forward")
+        self._module: Callable[..., Any] = module
+        if spec.compile != "off":
+            self._module = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
+        # Made before any timing, and swapped between steps: the loader is not what is measured here.
+        self._batches = [workload.make_batch() for _ in range(_BATCHES)]
+        if spec.precision == "bf16_pure":
+            self._batches = [_to_bf16(batch) for batch in self._batches]
+        self._steps_begun = 0
+        self._loss: Tensor | None = None
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._gradients = spec.pass_name != "forward"
+        self._keeps_gradients = spec.pass_name == "train"
+        self._autocast = _autocast(spec, device)
+        self._scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
+        self._optimizer = _optimizer(spec, self._parameters) if spec.pass_name == "train" else None
+        self._cuda_graphs = device.type == "cuda" and spec.compile in ("reduce-overhead", "max-autotune")
+
+    def forward(self) -> None:
+        if self._cuda_graphs:
+            # The static buffers of the last replay may be overwritten from here on.
+            torch.compiler.cudagraph_mark_step_begin()
+        batch = self._batches[self._steps_begun % len(self._batches)]
+        self._steps_begun += 1
+        with torch.set_grad_enabled(self._gradients), self._autocast():
+            output = call(self._module, batch)
+        if self._gradients:
+            self._loss = loss_of(output)
+
+    def backward(self) -> None:
+        assert self._loss is not None
+        self._scaler.scale(self._loss).backward()
+        self._loss = None
+        if not self._keeps_gradients:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def optimizer_step(self) -> None:
+        assert self._optimizer is not None
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    dtype = _AUTOCAST_DTYPES.get(spec.precision)
+    if dtype is None:
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype=dtype)
+
+
+def _set_fp32_matmuls(precision: str) -> None:
+    """TF32 or IEEE fp32 for matmuls of fp32 tensors. Process-wide in torch: one process measures one cell."""
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision == "high"
+
+
+def _optimizer(spec: StepSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    how = {"adamw_fused": {"fused": True}, "adamw_foreach": {"foreach": True}, "adamw_loop": {"foreach": False}}
+    try:
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, **how[spec.optimizer])
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{spec.optimizer} cannot take this model's parameters: {error}") from error
+
+
+def _to_bf16(batch: Any) -> Any:
+    """Floating-point inputs in the weights' type; token ids stay what they are."""
+    if isinstance(batch, Tensor):
+        return batch.to(torch.bfloat16) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: _to_bf16(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_to_bf16(value) for value in batch)
+    return batch
+
+
+def _discard(_: object) -> None:
+    """A step's return value is the user's business."""

@@ -1,0 +1,49 @@
+"""From a ModelSpec to a Workload: the one place that knows the three kinds of model."""
+
+import torch
+
+from steplab.errors import Unsupported
+from steplab.model.workload import Workload, random_tokens
+from steplab.ops.attention.api import attention_named
+from steplab.specs.model import PLANNING_ONLY
+from steplab.specs.step import StepSpec
+
+
+def build_workload(spec: StepSpec, device: torch.device) -> Workload:
+    """Build the spec's model on the device, with random weights from the spec's seed.
+
+    Raises Unsupported for a planning-only size, UserError for a factory or configuration that does not serve.
+    """
+    torch.manual_seed(spec.seed)
+    if spec.model.kind == "hf":
+        from steplab.model.hf import build_hf
+
+        return build_hf(spec, device)
+    if spec.model.kind == "factory":
+        from steplab.model.factory import build_factory
+
+        return build_factory(spec, device)
+    return _build_transformer(spec, device)
+
+
+def _build_transformer(spec: StepSpec, device: torch.device) -> Workload:
+    from steplab.model.transformer import Transformer
+
+    shape = spec.model.shape
+    assert shape is not None
+    if shape.num_heads == 0:
+        raise Unsupported(
+            f"measuring '{spec.model.name}'",
+            "it is a size for planning only, feed-forward blocks without attention",
+            f"choose a model other than {', '.join(PLANNING_ONLY)}",
+        )
+    with device:
+        module = Transformer(shape, context=spec.context, attention=attention_named(spec.attention))
+    return Workload(
+        module=module,
+        make_batch=lambda: tuple(
+            random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)
+        ),
+        num_layers=shape.num_layers,
+        attention_width=shape.num_heads * shape.head_dim,
+    )

@@ -1,0 +1,62 @@
+"""Models of the transformers library: their configuration, random weights."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+
+from steplab.errors import Unsupported, UserError
+from steplab.model.workload import Workload, random_tokens
+from steplab.ops.attention.sdpa import SDPA_BACKENDS
+from steplab.specs.step import StepSpec
+
+
+def build_hf(spec: StepSpec, device: torch.device) -> Workload:
+    """The causal language model a config.json describes; raises Unsupported without transformers."""
+    if importlib.util.find_spec("transformers") is None:
+        raise Unsupported(
+            f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'"
+        )
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = dict(spec.model.hf_config or {})
+    attention = "eager" if spec.attention == "plain" else "sdpa"
+    try:
+        config = AutoConfig.for_model(content.pop("model_type"), **content)
+        config.use_cache = False
+        with device:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"transformers cannot build {spec.model.name}: {first_line}") from error
+    backend = spec.attention.removeprefix("sdpa_")
+    module: nn.Module = WithSdpaBackend(model, backend) if backend in SDPA_BACKENDS else model
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+
+    def make_batch() -> dict[str, Tensor]:
+        tokens_BT = random_tokens(text.vocab_size, spec.batch, spec.context, device)
+        return {"input_ids": tokens_BT, "labels": tokens_BT}
+
+    return Workload(
+        module=module,
+        make_batch=make_batch,
+        num_layers=getattr(text, "num_hidden_layers", None),
+        attention_width=heads * head_dim if heads and head_dim else None,
+    )
+
+
+class WithSdpaBackend(nn.Module):
+    """A model whose scaled_dot_product_attention calls may use one kernel alone."""
+
+    def __init__(self, model: nn.Module, backend: str) -> None:
+        super().__init__()
+        self.model = model
+        self.backend = SDPA_BACKENDS[backend]
+
+    def forward(self, **batch: Tensor) -> Any:
+        with sdpa_kernel(self.backend):
+            return self.model(**batch)

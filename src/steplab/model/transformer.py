@@ -1,0 +1,116 @@
+"""The plain Transformer under test, to be read in one sitting.
+
+Pre-norm blocks with RMSNorm, rotary position embedding, SwiGLU, and an untied output head; no biases, no
+dropout. How attention and the loss are computed is passed in, so that the model stays the same while they are
+swapped and compared.
+
+Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, F d_ff, H heads, D head dimension.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, silu
+
+from steplab.ops.attention.api import AttentionFn
+from steplab.specs.model import TransformerShape
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""(logits_NV, targets_N) -> scalar"""
+
+ROPE_BASE = 10_000.0
+INIT_STD = 0.02
+
+
+class Transformer(nn.Module):
+    """Tokens and targets in, scalar loss out; without targets, logits out."""
+
+    def __init__(
+        self, shape: TransformerShape, *, context: int, attention: AttentionFn, loss: LossFn = cross_entropy
+    ) -> None:
+        super().__init__()
+        self.loss = loss
+        self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.blocks = nn.ModuleList(Block(shape, attention) for _ in range(shape.num_layers))
+        self.norm = nn.RMSNorm(shape.d_model, eps=1e-5)
+        self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
+        cos_TD, sin_TD = rotary_table(context, shape.head_dim)
+        self.register_buffer("cos_TD", cos_TD, persistent=False)
+        self.register_buffer("sin_TD", sin_TD, persistent=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=INIT_STD)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        num_tokens = tokens_BT.shape[1]
+        rotary = (self.cos_TD[:num_tokens], self.sin_TD[:num_tokens])
+        x_BTC = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, rotary)
+        logits_BTV = self.head(self.norm(x_BTC))
+        if targets_BT is None:
+            return logits_BTV
+        return self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy of the residual stream and added to it."""
+
+    def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
+        self.attention = SelfAttention(shape, attention)
+        self.feed_forward_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
+        self.feed_forward = SwiGLU(shape.d_model, shape.d_ff)
+
+    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
+        return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.attend = attention
+        self.query = nn.Linear(shape.d_model, shape.d_model, bias=False)
+        self.key = nn.Linear(shape.d_model, shape.d_model, bias=False)
+        self.value = nn.Linear(shape.d_model, shape.d_model, bias=False)
+        self.output = nn.Linear(shape.d_model, shape.d_model, bias=False)
+
+    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        q_BHTD, k_BHTD, v_BHTD = (
+            project(x_BTC).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        o_BHTD = self.attend(rotate(q_BHTD, *rotary), rotate(k_BHTD, *rotary), v_BHTD, causal=True)
+        return self.output(o_BHTD.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU Variants Improve Transformer")."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down(silu(self.gate(x_BTC)) * self.up(x_BTC))
+
+
+def rotary_table(context: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position x frequency, [context, head_dim / 2] each (Su et al. 2021, section 3.4)."""
+    frequency_D = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle_TD = torch.outer(torch.arange(context, dtype=torch.float32), frequency_D)
+    return angle_TD.cos(), angle_TD.sin()
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision."""
+    a, b = x_BHTD.chunk(2, dim=-1)
+    return torch.cat((a * cos_TD - b * sin_TD, b * cos_TD + a * sin_TD), dim=-1).to(x_BHTD.dtype)

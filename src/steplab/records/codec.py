@@ -1,0 +1,65 @@
+"""Records to and from JSON: one encoder, one decoder, and the rule for formats from other versions.
+
+Unknown fields are ignored, so that an older steplab reads what a newer one of the same major format wrote;
+a newer major format is refused, because its fields may mean something else.
+"""
+
+import secrets
+from datetime import UTC, datetime
+
+import msgspec
+
+from steplab.errors import SteplabError
+from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
+from steplab.records.run import RUN_SCHEMA, Run
+
+Record = Run | Ceilings
+_TYPES: dict[str, type[Run] | type[Ceilings]] = {RUN_SCHEMA: Run, CEILINGS_SCHEMA: Ceilings}
+
+
+def new_id() -> str:
+    """Identity of a new record: twelve random hexadecimal digits."""
+    return secrets.token_hex(6)
+
+
+def now_utc() -> str:
+    """The time as records carry it: 2026-11-21T07:30:00Z."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def encode(record: object) -> bytes:
+    """JSON of a record or spec, on one line."""
+    return msgspec.json.encode(record)
+
+
+def kind_of(record: Record) -> str:
+    """run, ceilings, ...: the middle of the schema's name."""
+    return record.schema.removeprefix("steplab.").partition("/")[0]
+
+
+class _Head(msgspec.Struct):
+    schema: str
+
+
+def decode(text: bytes | str) -> Record:
+    """The record in a line of JSON.
+
+    Raises SteplabError if it is not JSON, is no record of steplab's, or was written by a newer major format.
+    """
+    try:
+        schema = msgspec.json.decode(text, type=_Head).schema
+        record_type = _TYPES.get(schema)
+        if record_type is None:
+            raise SteplabError(_refusal(schema))
+        return msgspec.json.decode(text, type=record_type)
+    except msgspec.DecodeError as error:
+        raise SteplabError(f"not a steplab record: {error}") from error
+
+
+def _refusal(schema: str) -> str:
+    kind, _, major = schema.partition("/")
+    for known in _TYPES:
+        known_kind, _, known_major = known.partition("/")
+        if kind == known_kind and major.isdigit() and int(major) > int(known_major):
+            return f"the record has format {schema}, newer than the {known} this version reads; upgrade steplab"
+    return f"'{schema}' is not a record format of steplab's"

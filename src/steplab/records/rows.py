@@ -1,0 +1,62 @@
+"""A record as one flat row: what tables, listings and CSV show. Fields end in their unit; absent is None."""
+
+from statistics import median
+
+from steplab.records.run import Run, Utilization
+from steplab.records.timing import PhaseSamples, find_phase
+
+Scalar = str | int | float | None
+Row = dict[str, Scalar]
+
+
+def run_row(run: Run) -> Row:
+    """One row of figures: medians of the raw samples, peaks, utilization under the default convention."""
+    spec, env = run.spec, run.environment
+    row: Row = {"id": run.id, "created_utc": run.created_utc, "name": run.name, "status": run.status}
+    row |= {
+        "model": spec.model.label if spec else None,
+        "batch": spec.batch if spec else None,
+        "context": spec.context if spec else None,
+        "pass": spec.pass_name if spec else None,
+        "precision": spec.precision if spec else None,
+        "compile": spec.compile if spec else None,
+        "attention": spec.attention if spec else None,
+        "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
+        "warmup": spec.warmup if spec else None,
+        "steps": spec.steps if spec else None,
+        "device": env.device.name if env else None,
+    }
+    timing, memory = run.timing, run.memory
+    phases = timing.back_to_back if timing else ()
+    step_s = _median(find_phase(phases, "step"))
+    peak = memory.peak("step") if memory else None
+    mfu, hfu = utilization(run, "mfu", "causal"), utilization(run, "hfu", "as_executed")
+    row |= {
+        "step_time_s": step_s,
+        "forward_s": _median(find_phase(phases, "forward")),
+        "backward_s": _median(find_phase(phases, "backward")),
+        "optimizer_s": _median(find_phase(phases, "optimizer")),
+        "compile_s": timing.first_step_s - step_s if timing and timing.first_step_s and step_s else None,
+        "tokens_per_s": run.tokens_per_step / step_s if run.tokens_per_step and step_s else None,
+        "mfu": mfu.value if mfu else None,
+        "mfu_convention": mfu.convention if mfu else None,
+        "hfu": hfu.value if hfu else None,
+        "peak_flops_per_s": mfu.peak_flops_per_s if mfu else None,
+        "peak_source": mfu.peak_source if mfu else None,
+        "peak_allocated_bytes": peak.peak_allocated_bytes if peak else None,
+        "peak_reserved_bytes": peak.peak_reserved_bytes if peak else None,
+        "host_peak_bytes": memory.host_peak_bytes if memory else None,
+        "failure": run.failure.message if run.failure else None,
+    }
+    return row
+
+
+def utilization(run: Run, kind: str, convention: str) -> Utilization | None:
+    """The stored utilization of a kind under a convention; the rule of thumb `params` where causal is unknown."""
+    of_kind = [u for u in run.utilizations if u.kind == kind]
+    exact = [u for u in of_kind if u.convention == convention]
+    return (exact or of_kind or [None])[0]
+
+
+def _median(samples: PhaseSamples | None) -> float | None:
+    return median(samples.best_s) if samples and samples.best_s else None

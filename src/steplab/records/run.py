@@ -1,0 +1,108 @@
+"""One measurement of one step: what was asked, where it ran, what came out."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from steplab.records.environment import Environment
+from steplab.records.memory import Memory
+from steplab.records.timing import Timing
+from steplab.specs.step import StepSpec
+
+RUN_SCHEMA = "steplab.run/1"
+
+FailureKind = Literal["out_of_memory", "crashed", "timeout", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a cell has no timing: a result of its own, not the absence of one."""
+
+    kind: FailureKind
+    """out_of_memory; crashed: the process died; timeout; error: the model or torch raised."""
+    message: str
+    """One line."""
+    phase: str | None = None
+    """What was under way: build, compile, warmup, measure."""
+    requested_bytes: int | None = None
+    """Size of the allocation that did not fit, where the allocator said it."""
+    peak_allocated_bytes: int | None = None
+    """Most bytes in live tensors before that."""
+    signal: str | None = None
+    """Name of the signal that ended the process, SIGKILL."""
+    last_lines: tuple[str, ...] = ()
+    """End of what the process wrote to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Sizes of the model as it was built, from which its FLOPs follow."""
+
+    num_parameters: int
+    """All parameters, each tied one counted once."""
+    num_embedding_parameters: int | None = None
+    """Parameters of the token embedding that are only looked up (none if tied to the head); None: not known."""
+    num_layers: int | None = None
+    """Attention layers; None: not known."""
+    attention_width: int | None = None
+    """Query heads x head dimension; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Utilization:
+    """A share of the device's dense peak, stored as what it is made of."""
+
+    kind: Literal["mfu", "hfu"]
+    """mfu counts the FLOPs the model needs (recomputation excluded), hfu those the implementation executes."""
+    convention: str
+    """How attention was counted: causal, full or params; as_executed for hfu."""
+    flops: float
+    """FLOPs a step under that convention."""
+    dtype: str
+    """Data type of the matmuls, whose peak is meant."""
+    peak_flops_per_s: float | None
+    """Dense peak of the device in that type; None: not known."""
+    peak_source: str
+    """Where the peak comes from, or why there is none."""
+    value: float | None
+    """flops / median step time / peak; None without a peak."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A stored measurement."""
+
+    id: str
+    """Twelve hexadecimal digits."""
+    created_utc: str
+    """ISO 8601, UTC, when it ended."""
+    steplab_version: str
+    """Version that made it."""
+    name: str = ""
+    """What the user called it; the study's name in a sweep."""
+    study: str | None = None
+    """Identity of the sweep it belongs to."""
+    spec: StepSpec | None = None
+    """What was asked; None for a user's own loop."""
+    tokens_per_step: int | None = None
+    """Tokens of one step; None if the user's loop did not say."""
+    environment: Environment | None = None
+    """Where it ran; None if the process died before it could say."""
+    model: ModelFacts | None = None
+    """The model as built; None for a user's own loop or a failure before the build."""
+    timing: Timing | None = None
+    """Raw samples; None for a failure."""
+    memory: Memory | None = None
+    """Peaks; None for a failure."""
+    utilizations: tuple[Utilization, ...] = ()
+    """MFU under each convention that applies, and HFU."""
+    failure: Failure | None = None
+    """Why there is no timing; None for a success."""
+    notes: tuple[str, ...] = ()
+    """What was not measured, and why, in words."""
+    schema: str = field(default=RUN_SCHEMA)
+    """Format of this record."""
+
+    @property
+    def status(self) -> str:
+        """ok, or the kind of the failure."""
+        return self.failure.kind if self.failure else "ok"

@@ -1,0 +1,182 @@
+"""Axes shared by the charts whose x axis is the cells of a study: width, places, labels, scales."""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.report.cells import Layout
+from steplab.report.svg import BAD, GRID, INK, MUTED, Drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LEFT, RIGHT, TOP = 64, 12, 10
+_NARROWEST, _WIDEST = 440.0, 880.0
+_GROUP_GAP = 0.45  # of a position, between two groups
+_SPREAD = 0.78  # of a position, shared by its series
+_LOG_FROM = 20  # ratio of the largest to the smallest value
+_FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """The y axis of all panels of one chart."""
+
+    low: float
+    """Lower end."""
+    high: float
+    """Upper end, with room for what stands above the marks."""
+    log: bool
+    """Whether it is logarithmic."""
+    ticks: tuple[float, ...]
+    """Where the rules go."""
+    show: Callable[[float], str]
+    """Text of a tick or a value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where marks stand along x."""
+
+    centers: tuple[float, ...]
+    """Middle of each position."""
+    num_series: int
+    """How many share a position."""
+    mark_px: float
+    """Pixels a mark has to itself."""
+
+    @property
+    def step(self) -> float:
+        """Distance between two series of a position."""
+        return _SPREAD / self.num_series
+
+    def x(self, position: int, series: int) -> float:
+        """The place of one mark."""
+        return self.centers[position] + (series - (self.num_series - 1) / 2) * self.step
+
+
+def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
+    """Seconds: from zero, or logarithmic where the range is wide."""
+    low, high = min(values := list(values)), max(values)
+    if high <= log_from * low:
+        ticks = _steps(high, 10)
+        return Scale(low=0, high=max(1.14 * high, ticks[-1]), log=False, ticks=ticks, show=units.format_time)
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if math.log10(high / low) < 2 else (1, 3) if math.log10(high / low) < 3 else (1,)
+    ticks = tuple(f * 10.0**e for e in range(first, last + 1) for f in factors)
+    bottom, top = 0.75 * low, 1.9 * high
+    inside = tuple(tick for tick in ticks if bottom <= tick <= top)
+    return Scale(low=bottom, high=top, log=True, ticks=inside, show=units.format_time)
+
+
+def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
+    """Bytes from zero; up to the device's memory where it is near enough to matter."""
+    high = max(values)
+    high = max(high, capacity) if capacity is not None else high
+    return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
+
+
+def percent_scale(values: Iterable[float]) -> Scale:
+    """Shares from zero."""
+    high = max(values)
+    return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=units.format_percent)
+
+
+def _steps(high: float, base: int) -> tuple[float, ...]:
+    """Zero and three to six round steps up to `high`: 1, 2, 5 in base 10, powers in base 2."""
+    size = float(base) ** math.floor(math.log(high, base))
+    factors = (0.1, 0.2, 0.5, 1, 2) if base == 10 else (0.125, 0.25, 0.5, 1)
+    step = next(size * factor for factor in factors if high / (size * factor) <= 6)
+    return tuple(step * index for index in range(int(high / step + 1e-9) + 1))
+
+
+def tidy(text: str) -> str:
+    """A tick's text without digits that say nothing: '10.0 ms' -> '10 ms'."""
+    return re.sub(r"\.0+(?= )|(\.\d*?[1-9])0+(?= )", r"\1", text)
+
+
+def failure_word(status: str) -> str:
+    """What stands in a chart where a cell has no figure."""
+    return _FAILURES.get(status, "failed")
+
+
+def chart_width(layout: Layout) -> float:
+    """Pixels for one panel: enough for each mark, and for a figure beside it while there are few."""
+    num_marks = len(layout.positions) * len(layout.series)
+    wanted = LEFT + RIGHT + num_marks * (64 if num_marks <= 12 else 20) + 24 * len(layout.positions)
+    return min(max(wanted, _NARROWEST), max(_WIDEST, LEFT + RIGHT + num_marks * 16.0))
+
+
+def places(layout: Layout, width: float) -> Places:
+    """Spread the positions over the width, with a gap between groups."""
+    centers: list[float] = []
+    at = 0.0
+    for index, (outer, _) in enumerate(layout.positions):
+        if index:
+            at += 1 + (_GROUP_GAP if layout.inner and outer != layout.positions[index - 1][0] else 0)
+        centers.append(at)
+    position_px = (width - LEFT - RIGHT) / (centers[-1] + 1.2)
+    num_series = len(layout.series)
+    return Places(centers=tuple(centers), num_series=num_series, mark_px=position_px * _SPREAD / num_series)
+
+
+def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axes":
+    """Axes with the scale's rules, and both rows of labels below."""
+    position_px = place.mark_px * place.num_series / _SPREAD
+    below = [inner if layout.inner else outer for outer, inner in layout.positions]
+    slanted = max(len(text) for text in below) * 7 > position_px
+    bottom = (30 if not slanted else 24 + 4.4 * max(map(len, below))) + (22 if layout.inner else 0)
+    axes = drawing.axes(LEFT, min(bottom, 130), RIGHT, TOP)
+    axes.set_xlim(-0.6, place.centers[-1] + 0.6)
+    if scale.log:
+        axes.set_yscale("log")
+    axes.set_ylim(scale.low, scale.high)
+    axes.minorticks_off()
+    axes.set_yticks(scale.ticks, [tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    axes.grid(axis="y")
+    turned = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+    axes.set_xticks(place.centers, below, fontsize=11, color=INK if not layout.inner else MUTED, **turned)
+    if layout.inner:
+        _group_labels(axes, layout, place, -(min(bottom, 130) - 6))
+    return axes
+
+
+def _group_labels(axes: "Axes", layout: Layout, place: Places, offset_px: float) -> None:
+    """Names of the groups under their positions, with a rule that spans them."""
+    from matplotlib.transforms import offset_copy
+
+    row = offset_copy(axes.get_xaxis_transform(), fig=axes.figure, y=offset_px, units="dots")
+    groups: dict[str, list[float]] = {}
+    for (outer, _), center in zip(layout.positions, place.centers, strict=True):
+        groups.setdefault(outer, []).append(center)
+    for name, centers in groups.items():
+        axes.text(
+            sum(centers) / len(centers),
+            0,
+            name,
+            transform=row,
+            fontsize=12,
+            ha="center",
+            va="bottom",
+            color=INK,
+        )
+        rule = offset_copy(axes.get_xaxis_transform(), fig=axes.figure, y=offset_px + 19, units="dots")
+        axes.plot(
+            [centers[0] - 0.42, centers[-1] + 0.42],
+            [0, 0],
+            transform=rule,
+            color=GRID,
+            linewidth=1,
+            clip_on=False,
+        )
+
+
+def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "object":
+    """The word for a failure, upright where a mark would be: from the top of the axes down, or from the bottom up."""
+    return axes.text(
+        x, 0.985 if top else 0.015, word, transform=axes.get_xaxis_transform(), rotation=90, fontsize=10,
+        ha="center", va="top" if top else "bottom", color=BAD,
+    )  # fmt: skip

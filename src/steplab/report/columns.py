@@ -1,0 +1,168 @@
+"""The columns of a table of runs: one definition each, whatever the format.
+
+A row (`records.rows.run_row`) holds figures in base units. json and csv show those as they are; the formats
+made for people show `Column.text` of them, leave out what says nothing, and name what all rows share once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from steplab import units
+from steplab.records.rows import Row, Scalar
+
+ABSENT = "–"
+"""Shown where a figure was not measured; a zero would be a claim."""
+
+_REASON_LENGTH = 90
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """How one field of a row is shown to people."""
+
+    key: str
+    """Field of the row."""
+    header: str
+    """Heading, with the convention where one is needed to read the figure."""
+    show: Callable[[Scalar], str] = str
+    """Text of a value that is there."""
+    numeric: bool = False
+    """Aligned to the right."""
+    caption: str = "{}"
+    """How the caption says it when all rows share the value."""
+    shared: bool = True
+    """Whether a value that all rows share moves to the caption; figures measured for each row never do."""
+    rank: int = 0
+    """Columns of the highest rank are the first to go where the terminal is too narrow; 0 always stays."""
+
+    def text(self, row: Row) -> str:
+        """The cell as people read it."""
+        value = row.get(self.key)
+        return ABSENT if value is None or value == "" else self.show(value)
+
+
+def _number(format_number: Callable[[float], str]) -> Callable[[Scalar], str]:
+    return lambda value: format_number(value) if isinstance(value, (int, float)) else str(value)
+
+
+_time = _number(units.format_time)
+_bytes = _number(units.format_bytes)
+_percent = _number(units.format_percent)
+_tokens = _number(lambda value: units.format_rate(value, "").rstrip())
+
+
+def _figure(key: str, header: str, show: Callable[[Scalar], str], rank: int) -> Column:
+    return Column(key=key, header=header, show=show, numeric=True, shared=False, rank=rank)
+
+
+def _day(value: Scalar) -> str:
+    return str(value)[:10]
+
+
+def reason(kind: str, message: str) -> str:
+    """Why a cell failed, short, its kind said once: 'out of memory: asked 8.00 GiB'."""
+    words = kind.replace("_", " ")
+    text = " ".join(message.split())
+    text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
+    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1].rstrip() + "…"
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(key="id", header="id", shared=False, rank=2),
+    Column(key="name", header="name", caption="{}", rank=7),
+    Column(key="created_utc", header="measured", show=_day, caption="measured {}", rank=9),
+    Column(key="model", header="model"),
+    Column(key="batch", header="batch", numeric=True, caption="batch {}", rank=1),
+    Column(key="context", header="context", numeric=True, caption="context {}"),
+    Column(key="pass", header="pass", caption="pass {}"),
+    Column(key="precision", header="precision"),
+    Column(key="compile", header="compile", caption="compile {}"),
+    Column(key="attention", header="attention", caption="attention {}"),
+    Column(key="optimizer", header="optimizer", caption="optimizer {}", rank=4),
+    Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up steps", rank=3),
+    Column(key="steps", header="steps", numeric=True, caption="{} measured steps", rank=8),
+    Column(key="device", header="device", rank=6),
+    _figure("step_time_s", "step", _time, 0),
+    _figure("forward_s", "forward", _time, 5),
+    _figure("backward_s", "backward", _time, 5),
+    _figure("optimizer_s", "opt. step", _time, 5),
+    _figure("compile_s", "compile time", _time, 6),
+    _figure("tokens_per_s", "tokens/s", _tokens, 3),
+    _figure("mfu", "MFU", _percent, 1),
+    Column(key="mfu_convention", header="convention", shared=False, rank=1),
+    _figure("hfu", "HFU", _percent, 4),
+    Column(
+        key="peak_flops_per_s",
+        header="dense peak",
+        show=_number(lambda value: units.format_rate(value, "FLOP/s")),
+        numeric=True,
+        caption="dense peak {}",
+        rank=10,
+    ),
+    Column(key="peak_source", header="source of the peak", caption="source of the peak: {}", rank=11),
+    _figure("peak_allocated_bytes", "allocated", _bytes, 2),
+    _figure("peak_reserved_bytes", "reserved", _bytes, 5),
+    _figure("host_peak_bytes", "host peak", _bytes, 7),
+    Column(key="failure", header="result", shared=False),
+)
+"""Every column a table for people can have, in its order. `status` is told together with `failure`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sheet:
+    """A table ready to be written down in any syntax."""
+
+    columns: tuple[Column, ...]
+    """The columns that say something."""
+    cells: tuple[tuple[str, ...], ...]
+    """Texts, a tuple a row."""
+    caption: str
+    """What all the rows share, and what the figures are."""
+
+
+def make_sheet(rows: Sequence[Row]) -> Sheet:
+    """Choose the columns of `rows` worth showing, move what they share to the caption, and write the cells."""
+    columns: list[Column] = []
+    captions: list[str] = []
+    for column in COLUMNS:
+        texts = [_cell(column, row) for row in rows]
+        if all(text == ABSENT for text in texts):
+            continue
+        if column.key == "failure" and all(row.get("status") == "ok" for row in rows):
+            continue
+        if column.shared and len(rows) > 1 and _is_shared(column, rows):
+            captions.append(column.caption.format(next(text for text in texts if text != ABSENT)))
+        else:
+            columns.append(column)
+    named = _name_conventions(columns, rows)
+    cells = tuple(tuple(_cell(column, row) for column in named) for row in rows)
+    if any(column.key.endswith("_s") and column.numeric for column in named):
+        captions.append("times are medians")
+    return Sheet(columns=tuple(named), cells=cells, caption=" · ".join(captions))
+
+
+def _cell(column: Column, row: Row) -> str:
+    if column.key != "failure":
+        return column.text(row)
+    status = str(row.get("status"))
+    return "ok" if status == "ok" else reason(status, str(row.get("failure") or ""))
+
+
+def _is_shared(column: Column, rows: Sequence[Row]) -> bool:
+    """One value in all rows; a row that failed before it could say (its device, its peak) does not count."""
+    known = [row for row in rows if row.get(column.key) is not None]
+    silent_failures = all(row.get("status") != "ok" for row in rows if row.get(column.key) is None)
+    return len({column.text(row) for row in known}) == 1 and silent_failures
+
+
+def _name_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Say beside MFU and HFU how their FLOPs were counted: in the heading, where one convention serves all."""
+    conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
+    headings = {"hfu": "HFU (as executed)"}
+    if len(conventions) == 1:
+        headings["mfu"] = f"MFU ({conventions.pop()})"
+    return [
+        replace(column, header=headings.get(column.key, column.header))
+        for column in columns
+        if not (column.key == "mfu_convention" and "mfu" in headings)
+    ]

@@ -1,0 +1,117 @@
+"""Warm-up curves: every step from the first on, a small panel a run, and which runs are worth one."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from steplab import stats, units
+from steplab.records.run import Run
+from steplab.records.timing import curve, find_phase
+from steplab.report import axes as ax
+from steplab.report.cells import Cell, label, varying
+from steplab.report.charts import Chart, Picture
+from steplab.report.figures import spread, steady_words, step_median
+from steplab.report.svg import MUTED, PAPER, SERIES, Drawing, drawing
+
+MOST_CURVES = 12
+_WIDTH, _HEIGHT = 300, 150
+
+
+def worth_a_curve(cells: Sequence[Cell]) -> list[Cell]:
+    """At most MOST_CURVES timed runs: those that never settled first, the rest from the fastest to the slowest."""
+    timed = [cell for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
+    timed.sort(key=lambda cell: step_median(cell.run) or 0)
+    restless = [cell for cell in timed if not _settles(cell.run)]
+    first = spread(restless, MOST_CURVES // 2) if len(timed) > MOST_CURVES else restless
+    others = [cell for cell in timed if _settles(cell.run)]
+    chosen = {cell.run.id for cell in first + spread(others, max(MOST_CURVES - len(first), 2))}
+    return [cell for cell in cells if cell.run.id in chosen]
+
+
+def steady_step(run: Run) -> int | None:
+    """The step, counted from 1, from which the run is steady; None if it never is, or too short to say."""
+    first = stats.steady_from(curve(run.timing)) if run.timing else None
+    return None if first is None else first + 1
+
+
+def _settles(run: Run) -> bool:
+    return steady_step(run) is not None
+
+
+def warmup_curves(cells: Sequence[Cell]) -> Chart | None:
+    """Step times in the order they were taken, the warm-up hollow, the point of steadiness marked."""
+    chosen = worth_a_curve(cells)
+    if not chosen:
+        return None
+    fields = varying(cells)
+    pictures = []
+    for cell in chosen:
+        name = label(cell, fields)
+        with drawing(_WIDTH, _HEIGHT, f"warm-up curve, {name}") as picture:
+            _curve(picture, cell.run)
+            svg = picture.to_svg()
+        assert cell.run.timing is not None  # chosen for its curve
+        samples = curve(cell.run.timing)
+        pictures.append(
+            Picture(
+                title=name,
+                svg=svg,
+                width=_WIDTH,
+                subtitle=steady_words(samples),
+                alarming=len(samples) >= 4 and not _settles(cell.run),
+            )
+        )
+    timed = sum(1 for cell in cells if cell.run.timing)
+    note = "Time of each step from the first on: hollow steps are warm-up, full ones are measured; the level line is "
+    note += "the median of the measured ones, the dotted line where the step time is steady."
+    if len(chosen) < timed:
+        note += f" {len(chosen)} of {timed} runs: those that never settle, and the rest from the fastest to the slowest."
+    return Chart(pictures=tuple(pictures), note=note)
+
+
+def _curve(picture: Drawing, run: Run) -> None:
+    assert run.timing is not None  # chosen for its curve
+    samples = curve(run.timing)
+    warmup = find_phase(run.timing.warmup, "step")
+    num_warmup = len(warmup.best_s) if warmup else 0
+    scale = ax.time_scale(samples, log_from=4)
+    axes = picture.axes(56, 26, 8, 6)
+    if scale.log:
+        axes.set_yscale("log")
+    axes.set_ylim(scale.low, scale.high)
+    axes.minorticks_off()
+    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    axes.grid(axis="y")
+    numbers = range(1, len(samples) + 1)
+    axes.set_xlim(0.4, len(samples) + 0.6)
+    apart = max(len(samples) // 5, 1)
+    axes.set_xticks([1, *range(apart if apart > 1 else 2, len(samples) + 1, apart)])
+    axes.tick_params(axis="x", labelsize=11)
+    settled = step_median(run)
+    if settled is not None:
+        axes.axhline(settled, color=SERIES[0], linewidth=1, alpha=0.5)
+    steady = steady_step(run)
+    if steady is not None:
+        axes.axvline(steady - 0.5, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
+    axes.plot(numbers, samples, color=SERIES[0], linewidth=1, alpha=0.55)
+    for number, sample in zip(numbers, samples, strict=True):
+        fill = PAPER if number <= num_warmup else SERIES[0]
+        size = 6 if len(samples) <= 40 else 3
+        (mark,) = axes.plot([number], [sample], "o", color=SERIES[0], markerfacecolor=fill, markersize=size)
+        kind = "warm-up" if number <= num_warmup else "measured"
+        picture.tip(mark, f"step {number}, {kind}: {units.format_time(sample)}")
+
+
+def settling(cells: Sequence[Cell]) -> list[tuple[str, int]]:
+    """How many runs are steady from which step on, in words and counts; empty where no run can say."""
+    long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
+    steps = [steady_step(run) for run in long_enough]
+    counts = [
+        (f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})
+    ]
+    return counts + ([("not steady", steps.count(None))] if None in steps else [])
+
+
+def relative(value: float | None, run: Run) -> float | None:
+    """A mean as a multiple of the run's own median: what too few warm-up steps add."""
+    settled = median(samples.best_s) if run.timing and (samples := run.timing.phase("step")) else None
+    return value / settled if value is not None and settled else None

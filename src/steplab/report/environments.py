@@ -1,0 +1,46 @@
+"""Environments in words, for the terminal and the page."""
+
+from collections.abc import Sequence
+
+from steplab import units
+from steplab.records.environment import Environment
+
+
+def environment_pairs(env: Environment) -> list[tuple[str, str]]:
+    """What stays the same from run to run on one machine, name and value; what is absent is left out."""
+    device = env.device
+    details = [
+        units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",
+        f"compute capability {device.compute_capability}" if device.compute_capability else "",
+        f"power limit {device.power_limit_w:.0f} W" if device.power_limit_w is not None else "",
+        f"{device.threads} threads" if device.threads is not None else "",
+    ]
+    versions = [("CUDA", env.cuda), ("cuDNN", env.cudnn), ("Triton", env.triton), ("driver", env.driver)]
+    software = [f"torch {env.torch}", f"Python {env.python}", *(f"{name} {v}" for name, v in versions if v)]
+    pairs = [
+        ("device", ", ".join([f"{device.name} ({device.kind})", *(detail for detail in details if detail)])),
+        ("software", ", ".join(software)),
+        ("host", f"{env.cpu}, {env.num_cpus} logical processors, {env.host}"),
+    ]
+    if env.git_commit:
+        changed = " with uncommitted changes" if env.git_commit.endswith("+") else ""
+        pairs.append(("git commit", env.git_commit.rstrip("+") + changed))
+    if env.variables:
+        pairs.append(
+            ("variables", " ".join(f"{name}={value}" for name, value in sorted(env.variables.items())))
+        )
+    return pairs
+
+
+def condition_pairs(envs: Sequence[Environment]) -> list[tuple[str, str]]:
+    """What moves while a machine measures: clocks and temperature, as the range over these environments."""
+    devices = [env.device for env in envs]
+    sm = sorted(d.sm_clock_hz for d in devices if d.sm_clock_hz is not None)
+    memory = sorted(d.memory_clock_hz for d in devices if d.memory_clock_hz is not None)
+    celsius = sorted(d.temperature_c for d in devices if d.temperature_c is not None)
+    known = [
+        ("SM clock", [units.format_rate(clock, "Hz") for clock in sm]),
+        ("memory clock", [units.format_rate(clock, "Hz") for clock in memory]),
+        ("temperature", [f"{temperature:.0f} °C" for temperature in celsius]),
+    ]
+    return [(name, " to ".join(dict.fromkeys((texts[0], texts[-1])))) for name, texts in known if texts]

@@ -1,0 +1,171 @@
+"""A study as one web page that needs nothing else: no network, no script, no second file."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from steplab import units
+from steplab.records.environment import Environment
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.records.timing import curve
+from steplab.report import charts
+from steplab.report.cells import Cell, cells_of, label, varying
+from steplab.report.columns import ABSENT, make_sheet, reason
+from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
+from steplab.report.environments import condition_pairs, environment_pairs
+from steplab.report.figures import WARMUP_COUNTS, steady_words, warmup_study
+from steplab.report.narrative import facts
+
+_FOLDED_FROM = 24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """A table of the page."""
+
+    headers: tuple[str, ...]
+    """Column headings."""
+    rows: tuple[tuple[str, ...], ...]
+    """Texts."""
+    numeric: tuple[bool, ...]
+    """Whether each column holds figures."""
+    caption: str = ""
+    """What all rows share."""
+    bad_rows: frozenset[int] = field(default=frozenset())
+    """Indices of rows about failures."""
+
+    @property
+    def folded(self) -> bool:
+        """Whether it is long enough to start closed."""
+        return len(self.rows) > _FOLDED_FROM
+
+
+def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> str:
+    """The page for `runs`, as HTML. The same runs always give the same page."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("steplab.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["unbroken"] = _unbroken
+    cells = cells_of(runs)
+    return environment.get_template("page.html.j2").render(
+        title=title,
+        description=description,
+        subtitle=_subtitle(runs),
+        facts=facts(cells),
+        step_times=charts.step_times(cells),
+        phases=charts.phases(cells),
+        curves=warmup_curves(cells),
+        settling=settling(cells),
+        warmup=_warmup_table(cells),
+        memory=charts.peak_memory(cells),
+        mfu=charts.mfu(cells),
+        utilization=_utilization_table(cells),
+        runs=_run_table(cells),
+        missing=_missing(cells),
+        environments=_environments(cells),
+    )
+
+
+def _unbroken(text: str) -> str:
+    """Keep a figure with its unit, and a separating dot with the word before it, on one line."""
+    return re.sub(r"(?<=\d) (?=[%µa-zA-Z])| (?=[·=] )", "\u00a0", text)
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    devices = list(dict.fromkeys(run.environment.device.name for run in runs if run.environment))
+    days = sorted({run.created_utc[:10] for run in runs})
+    made = sorted({run.steplab_version for run in runs})
+    parts = [f"{len(runs)} run{'s' if len(runs) != 1 else ''}", ", ".join(devices)]
+    parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
+    parts += [f"steplab {', '.join(made)}"] if made else []
+    return " · ".join(part for part in parts if part)
+
+
+def _run_table(cells: Sequence[Cell]) -> Grid:
+    sheet = make_sheet([run_row(cell.run) for cell in cells])
+    return Grid(
+        headers=tuple(column.header for column in sheet.columns),
+        rows=sheet.cells,
+        numeric=tuple(column.numeric for column in sheet.columns),
+        caption=sheet.caption,
+        bad_rows=frozenset(index for index, cell in enumerate(cells) if cell.run.failure),
+    )
+
+
+def _warmup_table(cells: Sequence[Cell]) -> Grid | None:
+    """Means after 0, 1, 2 and 5 warm-up steps, for the runs whose curves are drawn."""
+    chosen, fields = worth_a_curve(cells), varying(cells)
+    rows = []
+    for cell in chosen:
+        timing = cell.run.timing
+        assert timing is not None  # chosen for its curve
+        texts = [_mean(effect.mean_s, cell.run) for effect in warmup_study(timing)]
+        rows.append((label(cell, fields), *texts, steady_words(curve(timing))))
+    if not rows:
+        return None
+    headers = ("run", *(f"mean after {count}" for count in WARMUP_COUNTS), "steady state")
+    return Grid(headers=headers, rows=tuple(rows), numeric=(False, *(True for _ in WARMUP_COUNTS), False))
+
+
+def _mean(value: float | None, run: Run) -> str:
+    times = relative(value, run)
+    return ABSENT if value is None or times is None else f"{units.format_time(value)} ({times:.2f}×)"
+
+
+def _utilization_table(cells: Sequence[Cell]) -> Grid | None:
+    """A row a run: each convention a column, and the peak they are shares of."""
+    used = [cell for cell in cells if cell.run.utilizations]
+    if not used:
+        return None
+    fields = varying(cells)
+    kinds = list(dict.fromkeys((u.kind, u.convention) for cell in used for u in cell.run.utilizations))
+    rows = []
+    for cell in used:
+        values = {(u.kind, u.convention): u.value for u in cell.run.utilizations}
+        shares = [values.get(kind) for kind in kinds]
+        first = cell.run.utilizations[0]
+        peak = first.peak_flops_per_s
+        rows.append(
+            (
+                label(cell, fields),
+                *(ABSENT if share is None else units.format_percent(share) for share in shares),
+                ABSENT if peak is None else f"{units.format_rate(peak, 'FLOP/s')}, {first.dtype}",
+                first.peak_source,
+            )
+        )
+    headers = [f"{kind.upper()} ({convention.replace('_', ' ')})" for kind, convention in kinds]
+    return Grid(
+        headers=("run", *headers, "dense peak", "source of the peak"),
+        rows=tuple(rows),
+        numeric=(False, *(True for _ in kinds), True, False),
+    )
+
+
+def _missing(cells: Sequence[Cell]) -> list[tuple[str, list[str]]]:
+    """What was not measured and why, each reason once, with the cells it holds for."""
+    fields = varying(cells)
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        run = cell.run
+        said = list(run.notes) + list(run.environment.gaps if run.environment else ())
+        if run.failure:
+            said.append(reason(run.failure.kind, run.failure.message))
+        for text in said:
+            found.setdefault(text, []).append(label(cell, fields))
+    return [(text, ["all runs"] if len(names) == len(cells) > 1 else names) for text, names in found.items()]
+
+
+def _environments(cells: Sequence[Cell]) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Each environment once, with the number of runs measured in it and the range of what moved meanwhile."""
+    groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
+    for cell in cells:
+        if cell.run.environment:
+            groups.setdefault(tuple(environment_pairs(cell.run.environment)), []).append(cell.run.environment)
+    return [(len(envs), [*pairs, *condition_pairs(envs)]) for pairs, envs in groups.items()]

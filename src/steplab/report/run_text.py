@@ -1,0 +1,237 @@
+"""One run on a terminal: the headline first, then what it is made of, then what was not measured."""
+
+from collections.abc import Iterator
+from statistics import median
+from typing import TYPE_CHECKING
+
+from steplab import stats, units
+from steplab.records.environment import Environment
+from steplab.records.run import Failure, Run
+from steplab.records.timing import Timing, curve, find_phase
+from steplab.report.columns import ABSENT, reason
+from steplab.report.environments import condition_pairs, environment_pairs
+from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
+from steplab.report.terminal import draw, plain, terminal_width
+from steplab.specs.step import StepSpec
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def render_run(run: Run, *, width: int | None = None, color: bool = False) -> str:
+    """Everything a record says about one run, as text without a newline at the end; width None: the terminal's."""
+    return draw(*_parts(run), width=width or terminal_width(), color=color)
+
+
+def _parts(run: Run) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    yield Text(plain(run_title(run)), style="bold")
+    made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
+    yield Text(plain(" · ".join(made + ([f"'{run.name}'"] if run.name else []))), style="dim")
+    if run.failure:
+        yield Text()
+        yield from _failure(run.failure)
+    if run.timing and step_median(run) is not None:
+        yield Text()
+        yield from _headline(run, run.timing)
+        yield from _section("Phases", _phases(run, run.timing))
+        yield from _section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
+    if run.utilizations:
+        yield from _section("Utilization", _utilization(run))
+    if run.failure is None:
+        yield from _section("Memory", _memory(run))
+    if run.environment:
+        yield from _section("Environment", _environment(run.environment))
+    missing = run.notes + (run.environment.gaps if run.environment else ())
+    if missing:
+        yield from _section("Not measured", *(Text(f"- {plain(note)}") for note in missing))
+
+
+def run_title(run: Run) -> str:
+    """What was measured, on one line."""
+    return describe(run.spec) if run.spec else f"{run.name or 'a loop of your own'} (recorded loop)"
+
+
+def describe(spec: StepSpec) -> str:
+    """Every choice of a spec that decides what its step computes."""
+    words = [
+        spec.model.label,
+        f"batch {spec.batch}",
+        f"context {spec.context}",
+        spec.pass_name,
+        spec.precision,
+    ]
+    words += ["eager" if spec.compile == "off" else f"compile {spec.compile}", f"attention {spec.attention}"]
+    return " · ".join(words + ([spec.optimizer] if spec.pass_name == "train" else []))
+
+
+def _section(title: str, *parts: "RenderableType") -> "Iterator[RenderableType]":
+    from rich.padding import Padding
+    from rich.text import Text
+
+    yield Text()
+    yield Text(title, style="bold")
+    for part in parts:
+        yield Padding(part, (0, 0, 0, 2))
+
+
+def _pairs() -> "Table":
+    """A borderless table of names and what they are."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def _columns(*headers: str) -> "Table":
+    """A table whose first column is text and whose others are figures."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, header in enumerate(headers):
+        table.add_column(Text(header), justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _failure(failure: Failure) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    yield Text(plain(reason(failure.kind, failure.message)), style="bold red")
+    table = _pairs()
+    if failure.phase:
+        table.add_row("during", Text(plain(failure.phase)))
+    if failure.requested_bytes is not None:
+        table.add_row("asked for", units.format_bytes(failure.requested_bytes))
+    if failure.peak_allocated_bytes is not None:
+        table.add_row("allocated before", units.format_bytes(failure.peak_allocated_bytes))
+    if failure.signal:
+        table.add_row("signal", Text(plain(failure.signal)))
+    if table.row_count:
+        yield table
+    if failure.last_lines:
+        yield from _section("Last lines it wrote", *(Text(plain(line)) for line in failure.last_lines))
+
+
+def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    step = timing.phase("step")
+    summary = stats.summarize(step.best_s if step else ())
+    show = units.format_time
+    table = _pairs()
+    interval = f"  [{show(summary.low)}, {show(summary.high)}]"
+    note = f"  median and its 95 % interval, n = {summary.count}"
+    table.add_row("step", Text.assemble((show(summary.median), "bold green"), interval, (note, "dim")))
+    spread = f" ± {show(summary.stdev)}" if summary.stdev is not None else ""
+    table.add_row(
+        "",
+        f"mean {show(summary.mean)}{spread} · quartiles {show(summary.quartile_1)} to "
+        f"{show(summary.quartile_3)} · range {show(summary.minimum)} to {show(summary.maximum)}",
+    )
+    if run.tokens_per_step:
+        rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
+        table.add_row("throughput", f"{' '.join(rate.split())}  ({run.tokens_per_step} tokens a step)")
+    else:
+        table.add_row("throughput", f"{ABSENT}  the loop did not say how many tokens a step has")
+    if timing.first_step_s is not None:
+        compiling = timing.first_step_s - summary.median
+        table.add_row(
+            "compile", f"{show(compiling)}, by which the first step exceeds a later one; not in the step time"
+        )
+    if timing.back_to_back_host_s is not None:
+        per_step = timing.back_to_back_host_s / summary.count
+        table.add_row(
+            "host clock", f"{show(per_step)} a step over the same loop, a check on the device's events"
+        )
+    yield table
+
+
+def _phases(run: Run, timing: Timing) -> "Table":
+    """Medians of every phase: as training runs them, then each on its own by both clocks."""
+    table = _columns("phase", "back to back", "share", "alone, device", "alone, host")
+    whole = step_median(run)
+    for name in (*phase_names(run), "step"):
+        together, alone = timing.phase(name), find_phase(timing.synchronised, name)
+        time_s = _median(together.best_s if together else None)
+        share = units.format_percent(time_s / whole) if time_s is not None and whole else ABSENT
+        device, host = (alone.device_s, alone.host_s) if alone else (None, None)
+        table.add_row(name, _time(time_s), share, _time(_median(device)), _time(_median(host)))
+    return table
+
+
+def _median(samples: tuple[float, ...] | None) -> float | None:
+    return median(samples) if samples else None
+
+
+def _time(seconds: float | None) -> str:
+    return ABSENT if seconds is None else units.format_time(seconds)
+
+
+def _warmup(timing: Timing) -> "Table":
+    """What the figures would have been after fewer warm-up steps."""
+    effects = warmup_study(timing)
+    table = _columns("warm-up steps left out", *(str(effect.count) for effect in effects))
+    table.add_row("mean of the next steps", *(_time(effect.mean_s) for effect in effects))
+    table.add_row("median of the next steps", *(_time(effect.median_s) for effect in effects))
+    return table
+
+
+def _utilization(run: Run) -> "RenderableType":
+    from rich.console import Group
+    from rich.text import Text
+
+    table = _columns("", "value", "FLOPs a step", "dense peak", "dtype")
+    for used in run.utilizations:
+        peak = used.peak_flops_per_s
+        table.add_row(
+            f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
+            ABSENT if used.value is None else units.format_percent(used.value),
+            units.format_count(used.flops).rstrip(),
+            ABSENT if peak is None else units.format_rate(peak, "FLOP/s"),
+            used.dtype,
+        )
+    sources = dict.fromkeys(used.peak_source for used in run.utilizations)
+    return Group(table, *(Text(f"peak: {plain(source)}") for source in sources))
+
+
+def _memory(run: Run) -> "RenderableType":
+    from rich.console import Group
+    from rich.text import Text
+
+    if run.memory is None:
+        return Text(f"{ABSENT}  not measured")
+    parts: list[RenderableType] = []
+    if run.memory.peaks:
+        table = _columns("phase", "peak allocated", "peak reserved")
+        for peak in run.memory.peaks:
+            sizes = (
+                units.format_bytes(peak.peak_allocated_bytes),
+                units.format_bytes(peak.peak_reserved_bytes),
+            )
+            table.add_row(peak.phase, *sizes)
+        parts.append(table)
+    else:
+        parts.append(Text("no peaks of live tensors: this device's allocator keeps no count"))
+    pairs = _pairs()
+    if run.memory.total_bytes is not None:
+        pairs.add_row("device memory", units.format_bytes(run.memory.total_bytes))
+    if run.memory.host_peak_bytes is not None:
+        pairs.add_row(
+            "host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"
+        )
+    return Group(*parts, pairs) if pairs.row_count else Group(*parts)
+
+
+def _environment(env: Environment) -> "Table":
+    from rich.text import Text
+
+    table = _pairs()
+    for name, value in environment_pairs(env) + condition_pairs([env]):
+        table.add_row(name, Text(plain(value)))
+    return table

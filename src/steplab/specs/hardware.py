@@ -1,0 +1,174 @@
+"""What vendors state about a GPU: its peaks, its memory, its links. The figures are in hardware.toml.
+
+They are denominators (how much of the peak did a step reach?) and planning limits, never measurements.
+The conventions, the same for every entry:
+
+- A peak is dense, in FLOP/s, a multiply-add counted as two. Data sheets of Hopper, Ada and Blackwell mostly
+  print twice that, "with sparsity"; the citation says where a figure was halved.
+- A tensor-core peak is the one with FP32 accumulation, because that is what PyTorch trains with. GeForce
+  cards accumulate in FP32 at half the rate of FP16, so the larger number on the box does not apply.
+- `fp32` is the rate outside the tensor cores; `tf32` is what float32 matrix products reach where TF32 is
+  allowed.
+- Bandwidths are in bytes per second with GB = 1e9, as vendors mean them. That of the interconnect is per GPU
+  and counts both directions together, again as vendors state it: one direction has half.
+- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, because that is what the parts
+  hold: a "141 GB" H200 shows 143,771 MiB, more than 141e9 bytes. What a program can allocate is a little
+  less.
+
+A GPU is recognised by its exact name alone. A laptop part, a cut-down export model or a MIG slice has a name
+of its own and other rates; it gets no figures rather than those of the GPU it resembles.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Literal
+
+import msgspec
+
+from steplab.errors import UserError
+
+_PeakDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The most arithmetic a GPU could do in one number format."""
+
+    flops_per_s: float
+    """Dense, with FP32 accumulation."""
+    source: str
+    """Where the figure is stated, and what was done to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareSpec:
+    """One GPU as its vendor describes it."""
+
+    name: str
+    """Our short name, such as H200 SXM; unique without regard to case."""
+    device_names: tuple[str, ...]
+    """What torch.cuda.get_device_name() returns for this GPU, exactly."""
+    memory_bytes: int
+    """Stated capacity, GB read as 2**30 bytes."""
+    memory_bandwidth_bytes_per_s: float
+    """Stated bandwidth of the GPU's own memory, GB = 1e9."""
+    interconnect: str
+    """The fastest link between GPUs, such as NVLink 4; a bridge is an option that a machine may lack."""
+    interconnect_bytes_per_s: float
+    """Of that link, per GPU, both directions together, GB = 1e9."""
+    peaks: Mapping[str, Peak]
+    """By number format: fp32, tf32, bf16, fp16, fp8. A format the GPU lacks is absent."""
+    sources: Mapping[str, str]
+    """A citation for every figure, by field name or number format."""
+
+    def peak_flops(self, dtype: str) -> Peak | None:
+        """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None where none is stated."""
+        return self.peaks.get(dtype)
+
+
+@functools.cache
+def catalogue() -> tuple[HardwareSpec, ...]:
+    """Every GPU we have figures for, in the order of the file."""
+    text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
+    return parse_catalogue(text)
+
+
+def find_hardware(device_name: str) -> HardwareSpec | None:
+    """The GPU that torch calls `device_name`; None for one we have no figures for."""
+    return next((spec for spec in catalogue() if device_name in spec.device_names), None)
+
+
+def hardware_named(name: str) -> HardwareSpec:
+    """The GPU with this short name, without regard to case; UserError lists the names there are."""
+    wanted = name.strip().casefold()
+    for spec in catalogue():
+        if spec.name.casefold() == wanted:
+            return spec
+    raise UserError(f"unknown hardware '{name}'; valid are {', '.join(spec.name for spec in catalogue())}")
+
+
+class _Source(msgspec.Struct, forbid_unknown_fields=True):
+    covers: list[str]
+    document: str
+    note: str
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    device_names: list[str]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    interconnect: str
+    interconnect_bytes_per_s: float
+    peaks: dict[_PeakDtype, float]
+    sources: list[_Source]
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    documents: dict[str, str]
+    gpu: list[_Entry]
+
+
+def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
+    """Read a catalogue and check it whole; ValueError says what is wrong with it."""
+    try:
+        file = msgspec.toml.decode(text, type=_File)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"hardware catalogue: {error}") from error
+    specs = tuple(_spec(entry, file.documents) for entry in file.gpu)
+    _refuse_repeats("name", [spec.name.casefold() for spec in specs])
+    _refuse_repeats("device name", [name for spec in specs for name in spec.device_names])
+    return specs
+
+
+def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
+    figures: dict[str, float] = {
+        "memory_bytes": entry.memory_bytes,
+        "memory_bandwidth_bytes_per_s": entry.memory_bandwidth_bytes_per_s,
+        "interconnect_bytes_per_s": entry.interconnect_bytes_per_s,
+    }
+    figures.update(entry.peaks.items())
+    for figure, value in figures.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"hardware catalogue: {entry.name}: {figure} must be positive, not {value}")
+    for label, texts in (("name", [entry.name]), ("device name", entry.device_names)):
+        if not texts or not all(text == text.strip() != "" for text in texts):
+            raise ValueError(f"hardware catalogue: {entry.name}: empty or padded {label}")
+    sources = _sources(entry, set(figures), documents)
+    return HardwareSpec(
+        name=entry.name,
+        device_names=tuple(entry.device_names),
+        memory_bytes=entry.memory_bytes,
+        memory_bandwidth_bytes_per_s=entry.memory_bandwidth_bytes_per_s,
+        interconnect=entry.interconnect,
+        interconnect_bytes_per_s=entry.interconnect_bytes_per_s,
+        peaks={dtype: Peak(flops_per_s=peak, source=sources[dtype]) for dtype, peak in entry.peaks.items()},
+        sources=sources,
+    )
+
+
+def _sources(entry: _Entry, figures: set[str], documents: Mapping[str, str]) -> dict[str, str]:
+    """Citation by figure. Two citations for one figure, or one for no figure, are mistakes as well."""
+    covered = [figure for source in entry.sources for figure in source.covers]
+    _refuse_repeats(f"source of {entry.name} for", covered)
+    if wrong := figures.symmetric_difference(covered):
+        raise ValueError(
+            f"hardware catalogue: {entry.name}: figures and sources differ in {', '.join(sorted(wrong))}"
+        )
+    for source in entry.sources:
+        if not documents.get(source.document, "").strip() or not source.note.strip():
+            raise ValueError(f"hardware catalogue: {entry.name}: no such document or no note: {source}")
+    return {
+        figure: f"{documents[source.document]}; {source.note}"
+        for source in entry.sources
+        for figure in source.covers
+    }
+
+
+def _refuse_repeats(what: str, names: list[str]) -> None:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"hardware catalogue: {what} {repeated[0]} occurs twice")

@@ -1,0 +1,149 @@
+"""What model is under test: a built-in size, a transformers configuration, or the user's own factory."""
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from steplab.errors import UserError
+
+ModelKind = Literal["transformer", "hf", "factory"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransformerShape:
+    """Sizes of the plain pre-norm Transformer (RMSNorm, rotary embedding, SwiGLU, untied head)."""
+
+    vocab_size: int
+    """Rows of the embedding and of the output head."""
+    d_model: int
+    """Width of the residual stream."""
+    d_ff: int
+    """Inner width of a feed-forward block."""
+    num_layers: int
+    """Transformer blocks."""
+    num_heads: int
+    """Attention heads, each d_model / num_heads wide. 0: no attention, feed-forward blocks of two linear
+    layers alone (the planning-only size xxl)."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("num_heads", "vocab_size") else 1
+            if value < least:
+                raise UserError(f"model.{field.name} must be at least {least}, not {value}")
+        if self.num_heads == 0:
+            return
+        if self.vocab_size == 0:
+            raise UserError("model.vocab_size must be at least 1, not 0")
+        if self.d_model % (2 * self.num_heads):
+            raise UserError(
+                f"model.d_model {self.d_model} does not split into {self.num_heads} heads of an even width, "
+                "which the rotary embedding needs; choose d_model as a multiple of 2 x model.num_heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.num_heads
+
+
+def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000) -> TransformerShape:
+    return TransformerShape(
+        vocab_size=vocab_size, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads
+    )
+
+
+MODEL_SIZES: dict[str, TransformerShape] = {
+    "tiny": _shape(128, 512, 2, 4, vocab_size=1_000),
+    "small": _shape(768, 3072, 12, 12),
+    "medium": _shape(1024, 4096, 24, 16),
+    "large": _shape(1280, 5120, 36, 20),
+    "xl": _shape(1600, 6400, 48, 25),
+    "2.7b": _shape(2560, 10240, 32, 32),
+    "8b": _shape(4096, 11008, 34, 32, vocab_size=151_936),
+    "xxl": _shape(16384, 53248, 126, 0, vocab_size=0),
+}
+"""The sizes under test. tiny is for a CPU; xxl is for planning only: feed-forward blocks, no attention."""
+
+PLANNING_ONLY = ("xxl",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A model by name, with what is needed to build it again elsewhere."""
+
+    name: str
+    """A built-in size, `hf:PATH/config.json`, or `package.module:function`."""
+    kind: ModelKind
+    """Who builds it: steplab's plain Transformer, transformers, or the user's factory."""
+    shape: TransformerShape | None = None
+    """Sizes of a built-in model; None for the other kinds, whose sizes are counted once they are built."""
+    hf_config: dict[str, Any] | None = None
+    """The content of the transformers config.json, so that a record stands without the file."""
+
+    @property
+    def label(self) -> str:
+        """Short name for tables: the size, with the sizes that differ from it; the model type of a config."""
+        if self.kind == "hf" and self.hf_config is not None:
+            return f"hf:{self.hf_config.get('model_type', self.name)}"
+        base = MODEL_SIZES.get(self.name)
+        if base is None or self.shape is None or base == self.shape:
+            return self.name
+        changed = [
+            f"{field.name}={getattr(self.shape, field.name)}"
+            for field in dataclasses.fields(base)
+            if getattr(self.shape, field.name) != getattr(base, field.name)
+        ]
+        return f"{self.name}[{','.join(changed)}]"
+
+    @property
+    def max_context(self) -> int | None:
+        """Longest context the position embedding was made for; None: no limit known."""
+        limit = (self.hf_config or {}).get("max_position_embeddings", (self.hf_config or {}).get("n_positions"))
+        return limit if isinstance(limit, int) else None
+
+
+def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
+    """The model that `name` stands for, with sizes replaced by `overrides` (built-in sizes only).
+
+    Raises UserError for an unknown name, a missing or unreadable configuration, or an override that does
+    not apply.
+    """
+    overrides = overrides or {}
+    if name in MODEL_SIZES:
+        valid = [field.name for field in dataclasses.fields(TransformerShape)]
+        for key in overrides:
+            if key not in valid:
+                raise UserError(f"model.{key} is not a size of the model; valid are {', '.join(valid)}")
+        return ModelSpec(
+            name=name, kind="transformer", shape=dataclasses.replace(MODEL_SIZES[name], **overrides)
+        )
+    if overrides:
+        raise UserError(
+            f"model.{next(iter(overrides))} applies to the built-in sizes only, not to '{name}'; "
+            "change its configuration or factory instead"
+        )
+    if name.startswith("hf:"):
+        return ModelSpec(name=name, kind="hf", hf_config=_read_hf_config(Path(name[3:])))
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        return ModelSpec(name=name, kind="factory")
+    raise UserError(
+        f"unknown model '{name}'; choose one of {', '.join(MODEL_SIZES)}, "
+        "a transformers configuration as hf:PATH/config.json, or your own factory as package.module:function"
+    )
+
+
+def _read_hf_config(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise UserError(f"cannot read the model configuration {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path} is not a transformers configuration: {error}") from error
+    if not isinstance(config.get("model_type"), str):
+        raise UserError(f"{path} is not a transformers configuration: it names no model_type")
+    return config

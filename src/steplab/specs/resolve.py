@@ -1,0 +1,54 @@
+"""From what a person wrote (`{"model": "small", "model.num_layers": "4", "context": 256}`) to a StepSpec.
+
+The command line, study files and the Python interface all come through here, so that a wrong name or type
+gets the same message everywhere.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+
+from steplab.errors import UserError
+from steplab.specs.model import TransformerShape, model_spec
+from steplab.specs.step import STEP_FIELDS, StepSpec, internal_name
+
+_INTEGER_FIELDS = ("batch", "context", "warmup", "steps", "seed")
+SIZE_FIELDS: tuple[str, ...] = tuple(f"model.{field.name}" for field in dataclasses.fields(TransformerShape))
+FIELDS: tuple[str, ...] = ("model", *SIZE_FIELDS, *STEP_FIELDS)
+"""Every field that can be set or swept."""
+
+DEFAULT_MODEL = "tiny"
+
+
+def resolve_step(fields: Mapping[str, object]) -> StepSpec:
+    """Build the spec that `fields` describe; what they leave out takes its default.
+
+    Raises UserError naming the field, what was wrong with it and what is valid.
+    """
+    for name in fields:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"valid are {', '.join(FIELDS)}"
+            raise UserError(f"unknown field '{name}'; {hint}")
+    sizes = {name[6:]: _integer(name, value) for name, value in fields.items() if name in SIZE_FIELDS}
+    step: dict[str, object] = {}
+    for name, value in fields.items():
+        if name == "model" or name in SIZE_FIELDS:
+            continue
+        step[internal_name(name)] = _integer(name, value) if name in _INTEGER_FIELDS else _text(name, value)
+    return StepSpec(model=model_spec(_text("model", fields.get("model", DEFAULT_MODEL)), sizes), **step)  # type: ignore[arg-type]
+
+
+def _integer(name: str, value: object) -> int:
+    try:
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            return int(value)
+    except ValueError:
+        pass  # the message below covers it
+    raise UserError(f"{name} must be a whole number, not '{value}'")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{name} must be a name, not {value!r}")
+    return value

@@ -1,0 +1,97 @@
+"""The training step under test: one frozen spec, validated once, before anything is built."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from steplab.errors import UserError
+from steplab.specs.model import ModelSpec
+
+Pass = Literal["forward", "forward_backward", "train"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
+CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+Attention = Literal["plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]
+Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpec:
+    """Everything that decides what one training step computes and how it is measured."""
+
+    model: ModelSpec
+    """The model under test."""
+    batch: int = 4
+    """Sequences a step."""
+    context: int = 128
+    """Tokens a sequence."""
+    pass_name: Pass = "train"
+    """forward: inference, without gradients. forward_backward: gradients too. train: the optimizer as well."""
+    precision: Precision = "fp32"
+    """fp32: IEEE matmuls. tf32: fp32 tensors, TF32 matmuls. bf16, fp16: autocast over fp32 weights (fp16 with
+    a gradient scaler). bf16_pure: weights, gradients and optimizer state in bf16."""
+    compile: CompileMode = "off"
+    """off: eager. Otherwise the mode given to torch.compile."""
+    attention: Attention = "plain"
+    """plain materialises the scores; sdpa lets torch choose its kernel; sdpa_* admits that one alone."""
+    optimizer: Optimizer = "adamw_fused"
+    """adamw_fused, adamw_foreach and adamw_loop are torch's three implementations of AdamW."""
+    warmup: int = 5
+    """Steps run and kept, but not counted, before the measured ones."""
+    steps: int = 10
+    """Measured steps."""
+    seed: int = 0
+    """Seed of the random weights and of the random batch."""
+    device: str = "auto"
+    """auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("context", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                shown = external_name(name)
+                raise UserError(
+                    f"{shown} '{getattr(self, name)}' is not known; choose one of {', '.join(choices)}"
+                )
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "mps", "cuda") or (":" in self.device) != bool(
+            kind == "cuda" and index.isdigit()
+        ):
+            raise UserError(f"device '{self.device}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
+        limit = self.model.max_context
+        if limit is not None and self.context > limit:
+            raise UserError(
+                f"context {self.context} is longer than the {limit} positions of {self.model.name}; "
+                f"use --context {limit} or less, or raise max_position_embeddings in the configuration"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step: batch x context."""
+        return self.batch * self.context
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "pass_name": get_args(Pass),
+    "precision": get_args(Precision),
+    "compile": get_args(CompileMode),
+    "attention": get_args(Attention),
+    "optimizer": get_args(Optimizer),
+}
+
+
+def external_name(field: str) -> str:
+    """The name of a field on the command line and in tables: `pass` cannot be a Python name."""
+    return "pass" if field == "pass_name" else field
+
+
+def internal_name(name: str) -> str:
+    """The attribute of StepSpec behind an external name."""
+    return "pass_name" if name == "pass" else name
+
+
+STEP_FIELDS: tuple[str, ...] = tuple(
+    external_name(field.name) for field in dataclasses.fields(StepSpec) if field.name != "model"
+)
+"""What can be said of a step besides its model, by external name."""

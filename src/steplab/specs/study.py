@@ -1,0 +1,102 @@
+"""A study: cells to measure, as the union of cartesian products of field values.
+
+In TOML, each `[[grid]]` is one product; a single value stands for a list of one:
+
+    description = "how far does bf16 carry?"
+    [[grid]]
+    model = ["small", "medium"]
+    context = [128, 256]
+    precision = ["fp32", "bf16"]
+"""
+
+import itertools
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+Grid = Mapping[str, Sequence[object]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudySpec:
+    """Named list of steps to measure, without duplicates, in the order they will run."""
+
+    name: str
+    """Preset, file stem, or 'sweep' for one given on the command line."""
+    description: str
+    """One line for tables and pages."""
+    cells: tuple[StepSpec, ...]
+    """The steps; at least one."""
+
+
+def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
+    """Expand grids into cells; the first field varies slowest. Raises UserError for an empty study."""
+    cells: list[StepSpec] = []
+    for grid in grids:
+        for values in itertools.product(*grid.values()):
+            cell = resolve_step(dict(zip(grid, values, strict=True)))
+            if cell not in cells:
+                cells.append(cell)
+    if not cells:
+        raise UserError(f"study '{name}' has no cells; give at least one [[grid]] with a value for each field")
+    return StudySpec(name=name, description=description, cells=tuple(cells))
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the studies that come with steplab."""
+    folder = files("steplab.specs") / "studies"
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def load_study(source: str, overrides: Grid) -> StudySpec:
+    """The study `source` (a preset or a TOML file) with `overrides` put in place of its fields.
+
+    Raises UserError for an unknown preset, an unreadable file, or a file that is no study.
+    """
+    if source in preset_names():
+        text = (files("steplab.specs") / "studies" / f"{source}.toml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"no study '{source}': neither a preset ({', '.join(preset_names())}) nor a readable TOML file"
+            ) from error
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"study {source} is not valid TOML: {error}") from error
+    unknown = set(content) - {"description", "grid"}
+    grids = content.get("grid", [])
+    if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        wrong = f"unknown key '{sorted(unknown)[0]}'" if unknown else "'grid' must be a list of [[grid]] tables"
+        raise UserError(f"study {source}: {wrong}; a study has a description and [[grid]] tables")
+    return study_from_grids(
+        Path(source).stem,
+        str(content.get("description", "")),
+        [{**{name: _as_list(value) for name, value in _flat(grid).items()}, **overrides} for grid in grids],
+    )
+
+
+def _flat(grid: Mapping[str, object]) -> dict[str, object]:
+    """TOML reads `model.num_layers = 4` as a nested table: name it by its dotted path again."""
+    flat: dict[str, object] = {}
+    for name, value in grid.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _as_list(value: object) -> list[object]:
+    values = list(value) if isinstance(value, list) else [value]
+    if not values:
+        raise UserError("a field of a study needs at least one value")
+    return values

@@ -1,0 +1,143 @@
+"""The store: every record steplab made on this machine, in one SQLite file. The way in to this folder."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from steplab.records.ceilings import Ceilings
+from steplab.records.codec import Record
+from steplab.records.rows import Row
+from steplab.specs.study import StudySpec
+from steplab.store import record_table, study_table
+from steplab.store.connection import Connection, open_to_read, open_to_write
+from steplab.store.prefix import unique_id
+from steplab.store.selection import Selection
+
+
+class Store:
+    """An open store. Every method raises SteplabError, in one line with the fix, if the file lets it down.
+
+    Of several attempts at one cell of a study (a resumed sweep measures crashed and timed-out cells again),
+    listings show the newest; `all_attempts=True` shows the others too.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    def open(cls, path: Path, *, write: bool, timeout_s: float = 30.0) -> Self:
+        """Open the store at `path`.
+
+        write=True creates it where there is none, upgrades an older one, and proves that it can be written: a
+        measurement must not be made that cannot be stored. write=False leaves no trace, and works on a
+        read-only file or folder. `timeout_s` is how long to wait for another process's lock.
+
+        Raises SteplabError if the file is missing (write=False), not writable (write=True), damaged, locked,
+        another program's, or a newer steplab's.
+        """
+        return cls(open_to_write(path, timeout_s) if write else open_to_read(path, timeout_s))
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._connection.path
+
+    def close(self) -> None:
+        """Close the file; to be called once everything read from it has been used."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, record: Record, *, cell: str | None = None) -> None:
+        """Store a record; it is on disk when this returns. The same record again changes nothing.
+
+        `cell` is the key of the study's cell it measured; by default that of the record's own spec.
+        Raises SteplabError if another record has its id.
+        """
+        record_table.add(self._connection, record, cell)
+
+    def import_lines(self, lines: Iterable[bytes]) -> tuple[int, int]:
+        """Store the record in each line of JSON, all or none; blank lines are skipped.
+
+        Returns how many were added and how many were there already. Raises SteplabError with the number of
+        the line that is no record, or whose id another record has.
+        """
+        return record_table.import_lines(self._connection, lines)
+
+    def get(self, id_prefix: str) -> Record:
+        """The record whose id begins with `id_prefix`. Raises UserError if none does, or more than one."""
+        return record_table.get(self._connection, id_prefix)
+
+    def records(self, id_prefixes: Iterable[str]) -> list[Record]:
+        """The records with these ids, in this order. Raises as `get` does."""
+        return [self.get(prefix) for prefix in id_prefixes]
+
+    def rows(
+        self,
+        *,
+        kind: str | None = "run",
+        study: str | None = None,
+        name: str | None = None,
+        status: str | None = None,
+        limit: int | None = None,
+        all_attempts: bool = False,
+    ) -> list[Row]:
+        """One flat row a record, newest first, without reading any record's body; None does not restrict.
+
+        A row is as the version that stored the record made it: use `get` on it, a column may be missing.
+        """
+        selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
+        return record_table.rows(self._connection, selection, limit)
+
+    def iterate(
+        self,
+        *,
+        kind: str | None = None,
+        study: str | None = None,
+        name: str | None = None,
+        all_attempts: bool = False,
+    ) -> Iterator[Record]:
+        """Whole records, oldest first, one at a time; None does not restrict."""
+        selection = Selection(kind=kind, study=study, name=name, all_attempts=all_attempts)
+        return record_table.iterate(self._connection, selection)
+
+    def latest_ceilings(self, device_name: str) -> Ceilings | None:
+        """The newest ceilings that were measured on a device of that name."""
+        return record_table.latest_ceilings(self._connection, device_name)
+
+    def begin_study(self, study: StudySpec) -> str:
+        """Store what a sweep will measure; returns the id that its records carry as `study`."""
+        return study_table.begin_study(self._connection, study)
+
+    def find_study(self, fingerprint: str) -> str | None:
+        """Id of the newest study with the same cells (`store.cells.study_fingerprint`)."""
+        return study_table.find_study(self._connection, fingerprint)
+
+    def latest_study(self) -> str | None:
+        """Id of the newest study."""
+        return study_table.latest_study(self._connection)
+
+    def study_id(self, id_prefix: str) -> str:
+        """The study's id that begins with `id_prefix`. Raises UserError if none does, or more than one."""
+        return unique_id(self._connection, "study", id_prefix)
+
+    def studies(self) -> list[Row]:
+        """A row a study, newest first: id, created_utc, name, description, num_cells, num_ok, num_failed.
+
+        num_cells is None for a study whose records were imported; num_failed counts last attempts alone.
+        """
+        return study_table.study_rows(self._connection)
+
+    def finished_cells(self, study_id: str) -> set[str]:
+        """Keys of the cells that need no further attempt: those that went well, ran out of memory or raised.
+
+        A cell whose process was killed or timed out is not among them.
+        """
+        return study_table.finished_cells(self._connection, study_id)

@@ -1,0 +1,54 @@
+"""The one place where an exception of SQLite's becomes a line that says what to do."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from steplab.errors import SteplabError, UserError
+
+MOVE_AWAY = "move it away, and `steplab import` an export of it, if there is one, into a new store"
+NAME_ANOTHER = "name another store with --store or STEPLAB_STORE"
+_LOCKED = "another process keeps the store {path} locked; wait for it or end it, then try again"
+
+_MESSAGES: dict[int, str] = {
+    sqlite3.SQLITE_NOTADB: f"{{path}} is not a steplab store, it is not even an SQLite file; {MOVE_AWAY}",
+    sqlite3.SQLITE_CORRUPT: f"the store {{path}} is damaged; {MOVE_AWAY}",
+    sqlite3.SQLITE_READONLY: (
+        f"the store {{path}} is not writable; make it and its folder writable, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_PERM: f"the store {{path}} is not accessible; change its permissions, or {NAME_ANOTHER}",
+    sqlite3.SQLITE_CANTOPEN: (
+        f"cannot open the store {{path}}; make it and its folder readable and writable, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_FULL: (
+        f"the disk is full: the store {{path}} cannot grow; free some space, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_IOERR: (
+        f"the disk failed under the store {{path}} ({{error}}); check it and its space, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_CONSTRAINT: "the store {path} refuses the record ({error}); please report this as a bug",
+}
+_OTHER = f"the store {{path}} failed ({{error}}); if that repeats, {MOVE_AWAY}"
+
+
+def not_writable(path: Path) -> str:
+    """The message for a store that can be read at most."""
+    return _MESSAGES[sqlite3.SQLITE_READONLY].format(path=path)
+
+
+@contextmanager
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """Raise SteplabError naming the store and the fix, whatever sqlite3 or the file system raises inside."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        # The low byte of an extended code is its family: SQLITE_READONLY_DIRECTORY is a SQLITE_READONLY.
+        family = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        raise SteplabError(_MESSAGES.get(family, _OTHER).format(path=path, error=error)) from error
+    except OSError as error:
+        raise SteplabError(f"cannot open the store {path}: {error.strerror}; {NAME_ANOTHER}") from error
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise UserError(f"the store {path} cannot hold or look up such a value: {error}") from error

@@ -1,0 +1,28 @@
+"""Where the store lies when nobody says otherwise."""
+
+import os
+from pathlib import Path
+
+from steplab.errors import SteplabError
+
+
+def default_path() -> Path:
+    """$STEPLAB_STORE, else steplab/store.db in $XDG_DATA_HOME, else in ~/.local/share.
+
+    An empty variable counts as unset; so does a relative $XDG_DATA_HOME, as the XDG specification asks.
+    Raises SteplabError if there is no home folder to fall back on.
+    """
+    own = os.environ.get("STEPLAB_STORE")
+    if own:
+        return Path(own)
+    data_home = Path(os.environ.get("XDG_DATA_HOME", ""))
+    if not data_home.is_absolute():
+        data_home = _home() / ".local" / "share"
+    return data_home / "steplab" / "store.db"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:  # a container's user without an entry in /etc/passwd
+        raise SteplabError(f"{error}; say where the store shall be with --store or STEPLAB_STORE") from error

@@ -1,0 +1,79 @@
+"""The tables, as a list of migrations: the file's user_version says how many of them it has seen."""
+
+import sqlite3
+
+APPLICATION_ID = 0x53_54_50_4C
+"""'STPL', in the header of each store: tells it from any other program's SQLite file."""
+
+# A migration is a tuple of single statements, because sqlite3's executescript would end the transaction that
+# makes it all-or-nothing. One that has been released is never edited; a change is a new one behind it.
+#
+# record.seq orders records made within one second. summary holds the flat row of records/rows.py, so that a
+# listing never reads a body; body is the record's JSON with every raw sample. study.cells is a JSON list of
+# cell keys; it and the other two are NULL for a study known only by its imported records.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """
+        CREATE TABLE record (
+            seq INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            kind TEXT NOT NULL,
+            schema TEXT NOT NULL,
+            created_utc TEXT NOT NULL,
+            name TEXT NOT NULL,
+            study TEXT,
+            cell TEXT,
+            status TEXT NOT NULL,
+            summary BLOB NOT NULL,
+            body BLOB NOT NULL
+        )
+        """,
+        "CREATE INDEX record_by_time ON record (created_utc)",
+        "CREATE INDEX record_by_cell ON record (study, cell, kind, created_utc)",
+        """
+        CREATE TABLE study (
+            seq INTEGER PRIMARY KEY,
+            id TEXT NOT NULL UNIQUE,
+            name TEXT NOT NULL,
+            description TEXT NOT NULL,
+            created_utc TEXT NOT NULL,
+            fingerprint TEXT,
+            num_cells INTEGER,
+            cells TEXT
+        )
+        """,
+        "CREATE INDEX study_by_fingerprint ON study (fingerprint)",
+    ),
+)
+CURRENT_VERSION = len(MIGRATIONS)
+
+
+def is_blank(connection: sqlite3.Connection) -> bool:
+    """Whether nobody, steplab or other, has written to the file yet."""
+    if _pragma(connection, "application_id") or version(connection):
+        return False
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+
+
+def is_ours(connection: sqlite3.Connection) -> bool:
+    """Whether steplab made the file."""
+    return _pragma(connection, "application_id") == APPLICATION_ID
+
+
+def version(connection: sqlite3.Connection) -> int:
+    """How many migrations the file has seen."""
+    return _pragma(connection, "user_version")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Apply the migrations the file has not seen; the caller holds the transaction."""
+    for statements in MIGRATIONS[version(connection) :]:
+        for statement in statements:
+            connection.execute(statement)
+    if version(connection) != CURRENT_VERSION:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {CURRENT_VERSION}")
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])

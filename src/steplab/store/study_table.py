@@ -1,0 +1,70 @@
+"""Studies in the store: what a sweep set out to measure, so that it can be resumed."""
+
+import msgspec
+
+from steplab.records.codec import new_id, now_utc
+from steplab.records.rows import Row
+from steplab.specs.study import StudySpec
+from steplab.store.cells import cell_key, study_fingerprint
+from steplab.store.connection import Connection
+from steplab.store.selection import NOT_SUPERSEDED
+
+# A cell that crashed or timed out is not finished: it may go better next time, and is measured again.
+_FINISHED = "status IN ('ok', 'out_of_memory', 'error')"
+
+
+def begin_study(connection: Connection, study: StudySpec) -> str:
+    """Store what the study will measure; returns its new id."""
+    study_id = new_id()
+    cells = [cell_key(cell) for cell in study.cells]
+    with connection.transaction():
+        connection.query(
+            "INSERT INTO study (id, name, description, created_utc, fingerprint, num_cells, cells)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            study_id,
+            study.name,
+            study.description,
+            now_utc(),
+            study_fingerprint(study),
+            len(cells),
+            msgspec.json.encode(cells).decode(),
+        )
+    return study_id
+
+
+def find_study(connection: Connection, fingerprint: str) -> str | None:
+    """Id of the newest study with that fingerprint."""
+    found = connection.query(
+        "SELECT id FROM study WHERE fingerprint = ? ORDER BY created_utc DESC, seq DESC LIMIT 1", fingerprint
+    )
+    return str(found[0][0]) if found else None
+
+
+def latest_study(connection: Connection) -> str | None:
+    """Id of the newest study."""
+    found = connection.query("SELECT id FROM study ORDER BY created_utc DESC, seq DESC LIMIT 1")
+    return str(found[0][0]) if found else None
+
+
+def finished_cells(connection: Connection, study_id: str) -> set[str]:
+    """Keys of the study's cells that need no further attempt."""
+    found = connection.query(
+        "SELECT DISTINCT cell FROM record"
+        f" WHERE study = ? AND kind = 'run' AND cell IS NOT NULL AND {_FINISHED}",
+        study_id,
+    )
+    return {str(row[0]) for row in found}
+
+
+def study_rows(connection: Connection) -> list[Row]:
+    """Each study with how many cells went well, and how many failed, at the last attempt; newest first."""
+    columns = ("id", "created_utc", "name", "description", "num_cells", "num_ok", "num_failed")
+    found = connection.query(
+        f"""
+        SELECT study.id, study.created_utc, study.name, study.description, study.num_cells,
+               COUNT(*) FILTER (WHERE record.status = 'ok'), COUNT(*) FILTER (WHERE record.status != 'ok')
+        FROM study LEFT JOIN record ON record.study = study.id AND record.kind = 'run' AND {NOT_SUPERSEDED}
+        GROUP BY study.seq ORDER BY study.created_utc DESC, study.seq DESC
+        """
+    )
+    return [dict(zip(columns, row, strict=True)) for row in found]

@@ -1,0 +1,90 @@
+"""The one place that scales by 1e3 or 1024.
+
+Inside steplab every time is in seconds, every size in bytes, every rate in units a second; names carry the
+unit (`_s`, `_bytes`, `_flops`). Only text shown to people is scaled, here. Memory is shown in binary units
+(GiB), bandwidth and message sizes in decimal ones (GB = 1e9), as vendors and nccl-tests do.
+"""
+
+from steplab.errors import UserError
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+NS_PER_S = 1_000_000_000
+MS_PER_S = 1_000
+
+_BINARY = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
+_DECIMAL = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+_TIME_SUFFIXES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def three_digits(value: float) -> str:
+    """At least three significant digits, the integer part never rounded away: 1234, 123, 12.3, 1.23, 0.123."""
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    for bound, decimals in ((100, 0), (10, 1), (1, 2)):
+        if magnitude >= bound:
+            return f"{value:.{decimals}f}"
+    return f"{value:.3g}"
+
+
+def format_time(seconds: float) -> str:
+    """12.3 ms; the unit is chosen so that the number reads between 1 and 1000."""
+    for unit, scale in _TIME:
+        if abs(seconds) >= scale:
+            return f"{three_digits(seconds / scale)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
+
+
+def format_clock(seconds: float) -> str:
+    """Elapsed time for a progress line: 0:07, 12:30, 1:02:03."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """1.50 GiB."""
+    for unit, scale in _BINARY:
+        if abs(size_bytes) >= scale:
+            return f"{three_digits(size_bytes / scale)} {unit}"
+    return "0 B"
+
+
+def format_rate(per_s: float, unit: str) -> str:
+    """A decimal rate: format_rate(9.9e14, 'FLOP/s') -> '990 TFLOP/s'."""
+    for prefix, scale in _DECIMAL:
+        if abs(per_s) >= scale:
+            return f"{three_digits(per_s / scale)} {prefix}{unit}"
+    return f"{three_digits(per_s)} {unit}"
+
+
+def format_count(count: float) -> str:
+    """A decimal count: 3.41 G, 950."""
+    for prefix, scale in _DECIMAL:
+        if abs(count) >= scale:
+            return f"{three_digits(count / scale)} {prefix}"
+    return f"{count:g}"
+
+
+def format_percent(share: float) -> str:
+    """0.4312 -> '43.1 %'."""
+    return f"{100 * share:.1f} %"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from '90', '90s', '5min' or '2h'."""
+    cleaned = text.strip()
+    for suffix in sorted(_TIME_SUFFIXES, key=len, reverse=True):
+        if cleaned.endswith(suffix):
+            number, scale = cleaned[: -len(suffix)], _TIME_SUFFIXES[suffix]
+            break
+    else:
+        number, scale = cleaned, 1.0
+    try:
+        seconds = float(number) * scale
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"'{text}' is not a duration; write for instance 90s, 5min or 2h")
+    return seconds
