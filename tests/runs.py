@@ -1,4 +1,4 @@
-"""Synthetic runs: records as a measurement would have made them, from a seeded and deliberately simple model."""
+"""Synthetic runs: records as a measurement would have made them, from a seeded and simple model."""
 
 import random
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ ENVIRONMENT = Environment(
 
 
 def make_run(fields: Mapping[str, object] | None = None, *, seed: int = 0, **overrides: Any) -> Run:
-    """A successful run of the step that `fields` describe, with `overrides` put in place of its own values."""
+    """A successful run of the step that `fields` describe, `overrides` put in place of its own values."""
     spec = resolve_step({"model": "small", **(fields or {})})
     rng = random.Random(repr((spec, seed)))
     facts = _facts(spec)

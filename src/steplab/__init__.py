@@ -36,7 +36,22 @@ _HOMES = {
     "Unsupported": "steplab.errors",
 }
 
-__all__ = ["ModelSpec", "Run", "StepSpec", "SteplabError", "Store", "StudySpec", "Unsupported", "UserError", "__version__", "load_study", "measure", "recorder", "study_from_grids", "sweep"]
+__all__ = [
+    "ModelSpec",
+    "Run",
+    "StepSpec",
+    "SteplabError",
+    "Store",
+    "StudySpec",
+    "Unsupported",
+    "UserError",
+    "__version__",
+    "load_study",
+    "measure",
+    "recorder",
+    "study_from_grids",
+    "sweep",
+]
 
 
 def __getattr__(name: str) -> Any:

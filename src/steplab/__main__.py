@@ -1,6 +1,5 @@
 """`python -m steplab` is `steplab`."""
 
-
 from steplab.cli.app import console
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ def doctor(
     *,
     device: Annotated[str, Parameter(help="auto, cpu, mps, cuda or cuda:N")] = "auto",
     timeout: Annotated[str, Parameter(help="Give up after this time")] = "10min",
-    store: StoreOptions = StoreOptions(),  # noqa: B008
+    store: StoreOptions = StoreOptions(),
 ) -> None:
     """Look at this machine, and measure its ceilings: the peak that MFU needs where no data sheet serves."""
     from steplab.cli.output import emit, stdout_color
@@ -21,7 +21,5 @@ def doctor(
     from steplab.units import parse_duration
 
     with ProgressLine() as line:
-        ceilings = examine(
-            device=device, store=store.store, timeout_s=parse_duration(timeout), on_progress=line.within
-        )
+        ceilings = examine(device=device, store=store.store, timeout_s=parse_duration(timeout), on_progress=line.within)
     emit(render_ceilings(ceilings, color=stdout_color()), None)

@@ -15,10 +15,12 @@ def export(
     study: Annotated[str | None, Parameter(help="Only this study's")] = None,
     format: Annotated[
         Literal["jsonl", "csv"] | None,
-        Parameter(help="jsonl: whole records, for import; csv: a row of figures a run [default: by --output's ending, else jsonl]"),
+        Parameter(
+            help="jsonl: whole records, for import; csv: a row of figures a run [default: by --output, else jsonl]"
+        ),
     ] = None,
     output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),  # noqa: B008
+    store: StoreOptions = StoreOptions(),
 ) -> None:
     """Write records out, for another machine or another program."""
     from steplab.cli.output import chosen_format, emit

@@ -13,7 +13,7 @@ def import_(
     files: Annotated[tuple[Path, ...], Parameter(help="JSONL files written by export (.gz too); - is standard input")],
     /,
     *,
-    store: StoreOptions = StoreOptions(),  # noqa: B008
+    store: StoreOptions = StoreOptions(),
 ) -> None:
     """Add exported records to the store; those it has already are left alone."""
     from steplab.cli.output import say

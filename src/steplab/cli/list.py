@@ -13,7 +13,7 @@ def list_(
     name: Annotated[str | None, Parameter(help="Only runs of this name")] = None,
     limit: Annotated[int, Parameter(help="The newest N")] = 40,
     studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
-    out: OutputOptions = OutputOptions(),  # noqa: B008
+    out: OutputOptions = OutputOptions(),
 ) -> None:
     """List stored measurements, the newest first."""
     from steplab.cli.output import chosen_format, emit, say, stdout_color

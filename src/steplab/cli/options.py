@@ -122,9 +122,9 @@ class StoreOptions:
 class OutputOptions(StoreOptions):
     """Where records lie, and how they are shown."""
 
-    format: Annotated[
-        Format | None, Parameter(help="[default: by --output's ending, else table]", group=_OUTPUT)
-    ] = None
-    output: Annotated[
-        Path | None, Parameter(help="Write to this file instead of standard output", group=_OUTPUT)
-    ] = None
+    format: Annotated[Format | None, Parameter(help="[default: by --output's ending, else table]", group=_OUTPUT)] = (
+        None
+    )
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output", group=_OUTPUT)] = (
+        None
+    )

@@ -13,13 +13,14 @@ def report(
     /,
     *,
     study: Annotated[str | None, Parameter(help="Report this study")] = None,
+    name: Annotated[str | None, Parameter(help="Report all runs of this name")] = None,
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
     format: Annotated[
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
         Parameter(help="[default: by --output's ending, else table]"),
     ] = None,
     output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),  # noqa: B008
+    store: StoreOptions = StoreOptions(),
 ) -> None:
     """Report runs as tables, or as one self-contained page with pictures.
 
@@ -32,12 +33,15 @@ def report(
     from steplab.records.rows import run_row
     from steplab.report.formats import render_rows
 
-    selection = runs_to_report(ids, study=study, store=store.store)
+    selection = runs_to_report(ids, study=study, name=name, store=store.store)
     chosen = chosen_format(format, output)
     if chosen == "html":
         from steplab.report.html import render_page
 
-        emit(render_page(selection.runs, title=title or selection.title, description=selection.description), output)
+        emit(
+            render_page(selection.runs, title=title or selection.title, description=selection.description),
+            output,
+        )
     else:
         color = stdout_color() and output is None
         emit(render_rows([run_row(run) for run in selection.runs], chosen, color=color), output)

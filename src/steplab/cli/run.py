@@ -10,10 +10,10 @@ from steplab.errors import UserError
 
 def run(
     *,
-    step: StepOptions = StepOptions(),  # noqa: B008
+    step: StepOptions = StepOptions(),
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
     timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
-    out: OutputOptions = OutputOptions(),  # noqa: B008
+    out: OutputOptions = OutputOptions(),
 ) -> int:
     """Measure one training step and store the record.
 
@@ -39,7 +39,9 @@ def run(
         )
     chosen = chosen_format(out.format, out.output)
     if chosen == "html":
-        raise UserError("a page is made by `steplab report --output page.html`; here choose table, json, csv, md or latex")
+        raise UserError(
+            "a page is made by `steplab report --output page.html`; here choose table, json, csv, md or latex"
+        )
     color = stdout_color() and out.output is None
     text = render_run(record, color=color) if chosen == "table" else render_rows([run_row(record)], chosen)
     emit(text, out.output)

@@ -11,8 +11,10 @@ def show(
     id: Annotated[str, Parameter(help="The record's id, or the beginning of it")],
     /,
     *,
-    format: Annotated[Literal["table", "json"], Parameter(help="json gives the whole record, raw samples included")] = "table",
-    store: StoreOptions = StoreOptions(),  # noqa: B008
+    format: Annotated[
+        Literal["table", "json"], Parameter(help="json gives the whole record, raw samples included")
+    ] = "table",
+    store: StoreOptions = StoreOptions(),
 ) -> None:
     """Show one record in full."""
     from steplab.cli.output import emit, stdout_color

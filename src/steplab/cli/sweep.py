@@ -9,17 +9,19 @@ from steplab.cli.options import OutputOptions, StepOptions
 
 def sweep(
     study: Annotated[
-        str | None, Parameter(help="A preset (quick, sizes, compiled, warmup) or a TOML file; options replace its fields")
+        str | None,
+        Parameter(help="A preset (quick, sizes, compiled, warmup) or a TOML file; options replace its fields"),
     ] = None,
     /,
     *,
-    step: StepOptions = StepOptions(),  # noqa: B008
+    step: StepOptions = StepOptions(),
     resume: Annotated[
-        bool, Parameter(help="Continue the newest sweep over the same cells: run only what is missing", negative="")
+        bool,
+        Parameter(help="Continue the newest sweep over the same cells: run only what is missing", negative=""),
     ] = False,
     timeout: Annotated[str, Parameter(help="Give a cell up after this time")] = "1h",
     dry_run: Annotated[bool, Parameter(help="List the cells and measure none", negative="")] = False,
-    out: OutputOptions = OutputOptions(),  # noqa: B008
+    out: OutputOptions = OutputOptions(),
 ) -> int:
     """Measure every combination of the given values, each in a process of its own.
 
@@ -47,7 +49,11 @@ def sweep(
     with ProgressLine() as line:
         try:
             result = run_sweep(
-                asked, store=out.store, resume=resume, timeout_s=parse_duration(timeout), on_progress=line.sweep
+                asked,
+                store=out.store,
+                resume=resume,
+                timeout_s=parse_duration(timeout),
+                on_progress=line.sweep,
             )
         except KeyboardInterrupt:
             say("steplab: interrupted; the finished cells are stored, and the same command with --resume continues")
@@ -56,5 +62,6 @@ def sweep(
     color = stdout_color() and out.output is None
     emit(render_rows([run_row(run) for run in result.runs], chosen, color=color), out.output)
     failed = sum(run.failure is not None for run in result.runs)
-    say(f"study {result.study_id}: {len(result.runs)} cells, {failed} of them failed; `steplab report --output page.html` draws it")
+    counted = f"{len(result.runs)} cells, {failed} of them failed"
+    say(f"study {result.study_id}: {counted}; `steplab report --output page.html` draws it")
     return 1 if failed == len(result.runs) else 0

@@ -10,7 +10,7 @@ takes a third of forward + backward: the backward pass computes two products for
 Elementwise work, norms, softmax and the optimizer are not counted: they use no matrix unit.
 """
 
-from typing import Literal
+from typing import Literal, TypedDict
 
 from steplab.specs.step import StepSpec
 
@@ -21,6 +21,15 @@ _MATERIALISING = ("plain", "sdpa_math")
 
 DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "bf16_pure": "bf16"}
 """Precision of a step -> data type of its matrix multiplications, whose peak an MFU is measured against."""
+
+
+class ModelSizes(TypedDict):
+    """The sizes of a model that its FLOPs follow from; None: not known."""
+
+    num_parameters: int
+    num_embedding_parameters: int | None
+    num_layers: int | None
+    attention_width: int | None
 
 
 def model_flops_per_token(

@@ -1,6 +1,5 @@
 """Record the user's own training loop into the same store as everything else."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -23,8 +23,11 @@ class Selection:
     """The study's description, if it has one."""
 
 
-def runs_to_report(ids: Sequence[str] = (), *, study: str | None = None, store: Path | str | None = None) -> Selection:
-    """The runs named; else the study named; else the newest run's study; else the newest runs of no study.
+def runs_to_report(
+    ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
+) -> Selection:
+    """The runs with these ids; else those of a name; else the study's; else the newest run's study; else the newest
+    runs of no study.
 
     Raises UserError where there is nothing to report.
     """
@@ -34,6 +37,11 @@ def runs_to_report(ids: Sequence[str] = (), *, study: str | None = None, store: 
             if not runs:
                 raise UserError("none of these records is a run; `steplab list` shows the runs there are")
             return Selection(runs=runs, title="Measured steps", description="")
+        if name is not None:
+            runs = _runs(opened.iterate(kind="run", name=name))
+            if not runs:
+                raise UserError(f"no run is called '{name}'; `steplab list` shows the names there are")
+            return Selection(runs=runs, title=name, description="")
         newest = next(iter(opened.rows(limit=1)), None)
         if newest is None:
             raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")

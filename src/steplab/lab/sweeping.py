@@ -67,9 +67,7 @@ def sweep(
         finished = opened.finished_cells(study_id)
         missing = [cell for cell in study.cells if cell_key(cell) not in finished]
         for index, cell in enumerate(missing):
-            so_far = SweepProgress(
-                cell=cell, index=index, to_run=len(missing), skipped=len(study.cells) - len(missing)
-            )
+            so_far = SweepProgress(cell=cell, index=index, to_run=len(missing), skipped=len(study.cells) - len(missing))
 
             def tell(within: Progress, so_far: SweepProgress = so_far) -> None:
                 on_progress(dataclasses.replace(so_far, within=within))
@@ -89,9 +87,7 @@ def _measure_cell(cell: StepSpec, timeout_s: float, tell: Callable[[Progress], N
         from steplab import __version__
 
         failure = Failure(kind="error", message=str(error))
-        return Run(
-            id=new_id(), created_utc=now_utc(), steplab_version=__version__, spec=cell, failure=failure
-        )
+        return Run(id=new_id(), created_utc=now_utc(), steplab_version=__version__, spec=cell, failure=failure)
 
 
 def _in_order(store: Store, study: StudySpec, study_id: str) -> tuple[Run, ...]:

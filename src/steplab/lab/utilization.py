@@ -3,12 +3,19 @@
 import dataclasses
 from dataclasses import dataclass
 from statistics import median
-from typing import get_args
+from typing import Literal, get_args
 
-from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, executed_flops_per_token, model_flops_per_token
+from steplab.costs.flops import (
+    DTYPE_OF_MATMULS,
+    Convention,
+    ModelSizes,
+    executed_flops_per_token,
+    model_flops_per_token,
+)
 from steplab.records.environment import DeviceInfo
-from steplab.records.run import Run, Utilization
+from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.specs.hardware import find_hardware
+from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 
@@ -54,24 +61,36 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
     if run.spec is None or run.model is None or step is None or not step.best_s:
         return ()
     spec = run.spec
-    sizes = dataclasses.asdict(run.model)
     step_s = median(step.best_s)
-    per_token: list[tuple[str, str, float | None]] = [
-        ("mfu", name, model_flops_per_token(name, **sizes, context=spec.context, backward=spec.pass_name != "forward"))
-        for name in get_args(Convention)
-    ]
-    if spec.model.kind != "factory":
-        per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, **sizes)))
     return tuple(
         Utilization(
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             convention=convention,
-            flops=flops * spec.tokens,
+            flops=flops,
             dtype=DTYPE_OF_MATMULS[spec.precision],
             peak_flops_per_s=peak.flops_per_s,
             peak_source=peak.source,
-            value=flops * spec.tokens / step_s / peak.flops_per_s if peak.flops_per_s else None,
+            value=flops / step_s / peak.flops_per_s if peak.flops_per_s else None,
         )
-        for kind, convention, flops in per_token
+        for kind, convention, flops in _flops_per_step(run.spec, run.model)
         if flops is not None
     )
+
+
+def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
+    """FLOPs of a step under each convention. What a foreign model needs is not known, only what it executes."""
+    if spec.model.kind == "factory":
+        return [("hfu", "as_executed", model.counted_flops)]
+    sizes: ModelSizes = {
+        "num_parameters": model.num_parameters,
+        "num_embedding_parameters": model.num_embedding_parameters,
+        "num_layers": model.num_layers,
+        "attention_width": model.attention_width,
+    }
+    backward = spec.pass_name != "forward"
+    per_token: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
+        ("mfu", name, model_flops_per_token(name, **sizes, context=spec.context, backward=backward))
+        for name in get_args(Convention)
+    ]
+    per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, **sizes)))
+    return [(kind, name, flops * spec.tokens if flops is not None else None) for kind, name, flops in per_token]

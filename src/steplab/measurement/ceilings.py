@@ -19,7 +19,12 @@ _SMALLEST, _LARGEST = 256, 8192
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
-_DTYPES = (("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+_DTYPES = (
+    ("fp32", torch.float32),
+    ("tf32", torch.float32),
+    ("bf16", torch.bfloat16),
+    ("fp16", torch.float16),
+)
 _WARMUP, _REPEATS = 3, 10
 
 

@@ -105,9 +105,7 @@ def open_device(name: str) -> Device:
             why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
             raise Unsupported(f"device {name}", f"{why} on this machine", "use --device cpu")
         if int(index or 0) >= torch.cuda.device_count():
-            raise Unsupported(
-                f"device {name}", f"the machine has {torch.cuda.device_count()}", "use --device cuda:0"
-            )
+            raise Unsupported(f"device {name}", f"the machine has {torch.cuda.device_count()}", "use --device cuda:0")
         torch.cuda.set_device(int(index or 0))
         return CudaDevice(torch.device("cuda", int(index or 0)))
     if kind == "mps" or (kind == "auto" and torch.backends.mps.is_available()):

@@ -31,7 +31,11 @@ class Phase:
 
 
 def run_back_to_back(
-    phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep, before_drain: Callable[[], None] = lambda: None
+    phases: Sequence[Phase],
+    device: Device,
+    iterations: int,
+    on_step: OnStep,
+    before_drain: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 

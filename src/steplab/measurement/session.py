@@ -4,11 +4,12 @@ Runs in a child process of its own (see launch.py), because peak memory, process
 whatever a failed allocation keeps alive must not reach the next cell.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from steplab import __version__
 from steplab.errors import SteplabError
@@ -21,9 +22,9 @@ from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_id, now_utc
 from steplab.records.environment import Environment
-from steplab.records.memory import Memory
-from steplab.records.run import ModelFacts, Run
-from steplab.records.timing import Timing
+from steplab.records.memory import Memory, PeakMemory
+from steplab.records.run import Failure, ModelFacts, Run
+from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.step import StepSpec
 
 
@@ -82,13 +83,16 @@ class _Cell:
         device.reset_peak()
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step)
         step_peak = device.peak("step")
-        synchronised, phase_peaks = (), ()
+        synchronised: tuple[PhaseSamples, ...] = ()
+        phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:
             self.begin("phases", spec.steps)
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
         else:
             self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
         self.environment = clocks[0]
+        if spec.model.kind == "factory" and self.model is not None:
+            self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
         return self.record(
             timing=Timing(
@@ -119,7 +123,19 @@ class _Cell:
         self.device.synchronize()
         return time.perf_counter() - started
 
-    def record(self, *, timing: Timing | None = None, memory: Memory | None = None, failure: object = None) -> Run:
+    def count_flops(self, model: ModelFacts, phases: list[Phase]) -> None:
+        """Count what a step of a foreign model executes. After all timing, because counting slows it down."""
+        if self.spec.compile != "off":
+            self.notes.append("HFU: torch's FLOP counter does not see into a compiled model of one's own")
+            return
+        with FlopCounterMode(display=False) as counter:
+            for phase in phases:
+                phase.run()
+        self.model = dataclasses.replace(model, counted_flops=float(counter.get_total_flops()))
+
+    def record(
+        self, *, timing: Timing | None = None, memory: Memory | None = None, failure: Failure | None = None
+    ) -> Run:
         return Run(
             id=new_id(),
             created_utc=now_utc(),
@@ -130,7 +146,7 @@ class _Cell:
             model=self.model,
             timing=timing,
             memory=memory,
-            failure=failure,  # type: ignore[arg-type]
+            failure=failure,
             notes=tuple(self.notes),
         )
 

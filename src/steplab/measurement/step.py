@@ -43,7 +43,8 @@ class _Step:
         assert workload.make_batch is not None
         module = workload.module
         if spec.precision == "bf16_pure":
-            module = module.to(torch.bfloat16)
+            for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
+                parameter.data = _to_bf16(parameter.data)
         _set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
         self._module: Callable[..., Any] = module
@@ -105,9 +106,9 @@ def _set_fp32_matmuls(precision: str) -> None:
 def _optimizer(spec: StepSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE)
-    how = {"adamw_fused": {"fused": True}, "adamw_foreach": {"foreach": True}, "adamw_loop": {"foreach": False}}
+    fused, foreach = spec.optimizer == "adamw_fused", spec.optimizer == "adamw_foreach"
     try:
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, **how[spec.optimizer])
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused, foreach=foreach)
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{spec.optimizer} cannot take this model's parameters: {error}") from error
 

@@ -41,9 +41,7 @@ def _build_transformer(spec: StepSpec, device: torch.device) -> Workload:
         module = Transformer(shape, context=spec.context, attention=attention_named(spec.attention))
     return Workload(
         module=module,
-        make_batch=lambda: tuple(
-            random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)
-        ),
+        make_batch=lambda: tuple(random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)),
         num_layers=shape.num_layers,
         attention_width=shape.num_heads * shape.head_dim,
     )

@@ -52,12 +52,18 @@ def _find(name: str) -> Callable[..., Any]:
     factory = getattr(module, function_name, None)
     if not callable(factory):
         raise UserError(f"{module_name} has no function {function_name}; write the model as package.module:function")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
     """An option that steplab could not apply is refused rather than recorded as if it had been."""
-    defaults = {"pass": "train", "precision": "fp32", "compile": "off", "attention": "plain", "optimizer": "adamw_fused"}
+    defaults = {
+        "pass": "train",
+        "precision": "fp32",
+        "compile": "off",
+        "attention": "plain",
+        "optimizer": "adamw_fused",
+    }
     for option in options:
         value = getattr(spec, internal_name(option))
         if value != defaults[option]:

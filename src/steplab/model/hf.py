@@ -16,9 +16,7 @@ from steplab.specs.step import StepSpec
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     """The causal language model a config.json describes; raises Unsupported without transformers."""
     if importlib.util.find_spec("transformers") is None:
-        raise Unsupported(
-            f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'"
-        )
+        raise Unsupported(f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = dict(spec.model.hf_config or {})

@@ -4,7 +4,7 @@ Pre-norm blocks with RMSNorm, rotary position embedding, SwiGLU, and an untied o
 dropout. How attention and the loss are computed is passed in, so that the model stays the same while they are
 swapped and compared.
 
-Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, F d_ff, H heads, D head dimension.
+Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, D head dimension, 2 cosine and sine.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,8 @@ INIT_STD = 0.02
 class Transformer(nn.Module):
     """Tokens and targets in, scalar loss out; without targets, logits out."""
 
+    rotary_2TD: Tensor  # noqa: N815 (a shape suffix)
+
     def __init__(
         self, shape: TransformerShape, *, context: int, attention: AttentionFn, loss: LossFn = cross_entropy
     ) -> None:
@@ -35,19 +37,16 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, attention) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.d_model, eps=1e-5)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
-        cos_TD, sin_TD = rotary_table(context, shape.head_dim)
-        self.register_buffer("cos_TD", cos_TD, persistent=False)
-        self.register_buffer("sin_TD", sin_TD, persistent=False)
+        self.register_buffer("rotary_2TD", rotary_table(context, shape.head_dim), persistent=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=INIT_STD)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        num_tokens = tokens_BT.shape[1]
-        rotary = (self.cos_TD[:num_tokens], self.sin_TD[:num_tokens])
+        rotary_2TD = self.rotary_2TD[:, : tokens_BT.shape[1]]
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTC = block(x_BTC, rotary)
+            x_BTC = block(x_BTC, rotary_2TD)
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
@@ -64,8 +63,8 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
         self.feed_forward = SwiGLU(shape.d_model, shape.d_ff)
 
-    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary_2TD)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
 
 
@@ -81,12 +80,12 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(shape.d_model, shape.d_model, bias=False)
         self.output = nn.Linear(shape.d_model, shape.d_model, bias=False)
 
-    def forward(self, x_BTC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
             project(x_BTC).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        o_BHTD = self.attend(rotate(q_BHTD, *rotary), rotate(k_BHTD, *rotary), v_BHTD, causal=True)
+        o_BHTD = self.attend(rotate(q_BHTD, rotary_2TD), rotate(k_BHTD, rotary_2TD), v_BHTD, causal=True)
         return self.output(o_BHTD.transpose(1, 2).flatten(2))
 
 
@@ -103,14 +102,15 @@ class SwiGLU(nn.Module):
         return self.down(silu(self.gate(x_BTC)) * self.up(x_BTC))
 
 
-def rotary_table(context: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position x frequency, [context, head_dim / 2] each (Su et al. 2021, section 3.4)."""
+def rotary_table(context: int, head_dim: int) -> Tensor:
+    """Cosines, then sines, of position x frequency: [2, context, head_dim / 2] (Su et al. 2021, section 3.4)."""
     frequency_D = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle_TD = torch.outer(torch.arange(context, dtype=torch.float32), frequency_D)
-    return angle_TD.cos(), angle_TD.sin()
+    return torch.stack((angle_TD.cos(), angle_TD.sin()))
 
 
-def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def rotate(x_BHTD: Tensor, rotary_2TD: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision."""
+    cos_TD, sin_TD = rotary_2TD
     a, b = x_BHTD.chunk(2, dim=-1)
     return torch.cat((a * cos_TD - b * sin_TD, b * cos_TD + a * sin_TD), dim=-1).to(x_BHTD.dtype)

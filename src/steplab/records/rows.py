@@ -55,7 +55,7 @@ def utilization(run: Run, kind: str, convention: str) -> Utilization | None:
     """The stored utilization of a kind under a convention; the rule of thumb `params` where causal is unknown."""
     of_kind = [u for u in run.utilizations if u.kind == kind]
     exact = [u for u in of_kind if u.convention == convention]
-    return (exact or of_kind or [None])[0]
+    return next(iter(exact or of_kind), None)
 
 
 def _median(samples: PhaseSamples | None) -> float | None:

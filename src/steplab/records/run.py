@@ -45,6 +45,9 @@ class ModelFacts:
     """Attention layers; None: not known."""
     attention_width: int | None = None
     """Query heads x head dimension; None: not known."""
+    counted_flops: float | None = None
+    """FLOPs of one step of a user's own model, counted by torch's FlopCounterMode as it ran (matmuls,
+    convolutions and attention, nothing elementwise); None for the models whose count has a closed form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

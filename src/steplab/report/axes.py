@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.report.cells import Layout
-from steplab.report.svg import BAD, GRID, INK, MUTED, Drawing
+from steplab.report.svg import BAD, GRID, INK, MUTED, PX_PER_INCH, Drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
 LEFT, RIGHT, TOP = 64, 12, 10
 _NARROWEST, _WIDEST = 440.0, 880.0
 _GROUP_GAP = 0.45  # of a position, between two groups
 _SPREAD = 0.78  # of a position, shared by its series
 _LOG_FROM = 20  # ratio of the largest to the smallest value
+_LONGEST_LABEL = 26
 _FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
 
 
@@ -61,7 +63,7 @@ class Places:
 def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
     """Seconds: from zero, or logarithmic where the range is wide."""
     low, high = min(values := list(values)), max(values)
-    if high <= log_from * low:
+    if low <= 0 or high <= log_from * low:
         ticks = _steps(high, 10)
         return Scale(low=0, high=max(1.14 * high, ticks[-1]), log=False, ticks=ticks, show=units.format_time)
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
@@ -87,6 +89,8 @@ def percent_scale(values: Iterable[float]) -> Scale:
 
 def _steps(high: float, base: int) -> tuple[float, ...]:
     """Zero and three to six round steps up to `high`: 1, 2, 5 in base 10, powers in base 2."""
+    if high <= 0:
+        return (0.0,)
     size = float(base) ** math.floor(math.log(high, base))
     factors = (0.1, 0.2, 0.5, 1, 2) if base == 10 else (0.125, 0.25, 0.5, 1)
     step = next(size * factor for factor in factors if high / (size * factor) <= 6)
@@ -124,58 +128,63 @@ def places(layout: Layout, width: float) -> Places:
 
 
 def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axes":
-    """Axes with the scale's rules, and both rows of labels below."""
-    position_px = place.mark_px * place.num_series / _SPREAD
-    below = [inner if layout.inner else outer for outer, inner in layout.positions]
-    slanted = max(len(text) for text in below) * 7 > position_px
-    bottom = (30 if not slanted else 24 + 4.4 * max(map(len, below))) + (22 if layout.inner else 0)
-    axes = drawing.axes(LEFT, min(bottom, 130), RIGHT, TOP)
+    """Axes with the scale's rules, and below them the labels of positions and groups."""
+    below = [_clip(inner if layout.inner else outer) for outer, inner in layout.positions]
+    longest = max(map(len, below))
+    slanted = longest * 7 > place.mark_px * place.num_series / _SPREAD
+    ticks_px = min(24 + 4.4 * longest, 110) if slanted else 24
+    axes = drawing.axes(LEFT, ticks_px + (32 if layout.inner else 6), RIGHT, TOP)
     axes.set_xlim(-0.6, place.centers[-1] + 0.6)
     if scale.log:
         axes.set_yscale("log")
-    axes.set_ylim(scale.low, scale.high)
+    axes.set_ylim(scale.low, scale.high or 1)  # all zeros still need a height
     axes.minorticks_off()
     axes.set_yticks(scale.ticks, [tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
     axes.grid(axis="y")
-    turned = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-    axes.set_xticks(place.centers, below, fontsize=11, color=INK if not layout.inner else MUTED, **turned)
+    axes.tick_params(axis="x", pad=7)
+    axes.set_xticks(place.centers, below, fontsize=11, color=MUTED if layout.inner else INK)
+    if slanted:
+        for text in axes.get_xticklabels():
+            text.set(rotation=35, ha="right", rotation_mode="anchor")
+    _axis_name(axes, layout.inner or layout.outer, -16)
     if layout.inner:
-        _group_labels(axes, layout, place, -(min(bottom, 130) - 6))
+        _group_labels(axes, layout, place, -(ticks_px + 22))
+        _axis_name(axes, layout.outer, -(ticks_px + 18))
     return axes
+
+
+def _clip(text: str) -> str:
+    """A label without its middle if it is long: names that share a beginning mostly differ at their end."""
+    head = _LONGEST_LABEL // 3
+    return text if len(text) <= _LONGEST_LABEL else f"{text[:head]}…{text[head + 1 - _LONGEST_LABEL :]}"
+
+
+def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
+    """What a row of labels is about, in the left margin beside it."""
+    if name:
+        axes.annotate(name, (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
+                      ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip
 
 
 def _group_labels(axes: "Axes", layout: Layout, place: Places, offset_px: float) -> None:
     """Names of the groups under their positions, with a rule that spans them."""
-    from matplotlib.transforms import offset_copy
+    from matplotlib.transforms import ScaledTranslation
 
-    row = offset_copy(axes.get_xaxis_transform(), fig=axes.figure, y=offset_px, units="dots")
+    row = axes.get_xaxis_transform()
+    below = ScaledTranslation(0, (offset_px + 18) / PX_PER_INCH, axes.figure.dpi_scale_trans)
     groups: dict[str, list[float]] = {}
     for (outer, _), center in zip(layout.positions, place.centers, strict=True):
         groups.setdefault(outer, []).append(center)
     for name, centers in groups.items():
-        axes.text(
-            sum(centers) / len(centers),
-            0,
-            name,
-            transform=row,
-            fontsize=12,
-            ha="center",
-            va="bottom",
-            color=INK,
-        )
-        rule = offset_copy(axes.get_xaxis_transform(), fig=axes.figure, y=offset_px + 19, units="dots")
-        axes.plot(
-            [centers[0] - 0.42, centers[-1] + 0.42],
-            [0, 0],
-            transform=rule,
-            color=GRID,
-            linewidth=1,
-            clip_on=False,
-        )
+        middle = sum(centers) / len(centers)
+        axes.annotate(_clip(name), (middle, 0), (0, offset_px + 4), xycoords=row, textcoords="offset points",
+                      ha="center", va="baseline", fontsize=12, color=INK)  # fmt: skip
+        rule = axes.hlines(0, centers[0] - 0.42, centers[-1] + 0.42, color=GRID, linewidth=1)
+        rule.set(transform=row + below, clip_on=False)
 
 
-def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "object":
-    """The word for a failure, upright where a mark would be: from the top of the axes down, or from the bottom up."""
+def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "Text":
+    """The word for a failure, upright where a mark would be, from the top or the bottom of the axes."""
     return axes.text(
         x, 0.985 if top else 0.015, word, transform=axes.get_xaxis_transform(), rotation=90, fontsize=10,
         ha="center", va="top" if top else "bottom", color=BAD,

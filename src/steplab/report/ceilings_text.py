@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.report.run_text import environment_pairs
+from steplab.report.environments import environment_pairs
 from steplab.report.terminal import draw, terminal_width
 from steplab.specs.hardware import find_hardware
 from steplab.stats import summarize
 from steplab.units import format_rate, format_time
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 
@@ -22,7 +23,7 @@ def render_ceilings(ceilings: Ceilings, *, width: int | None = None, color: bool
         if known
         else f"{device.name} is in no catalogue: MFU is measured against the matmul ceilings below"
     )
-    parts = [
+    parts: list[RenderableType] = [
         f"{device.name}, record {ceilings.id}",
         "",
         *(f"  {name:<10}{value}" for name, value in environment_pairs(ceilings.environment)),

@@ -1,8 +1,8 @@
 """What tells the runs of a page apart, and where each goes in a chart.
 
-A study varies a few fields and holds the rest; a chart needs to know which, without being told. The first two
-fields of size that vary become the x axis (model, and context within it), what else varies becomes colour, and
-where that would crowd one chart, further fields split it into panels.
+A study varies a few fields and holds the rest; a chart needs to know which, without being told. The first
+two fields of size that vary become the x axis (model, and context within it), what else varies becomes
+colour, and where that would crowd one chart, further fields split it into panels.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
+from steplab.report.terminal import plain
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.step import CHOICES
 
@@ -17,7 +18,7 @@ FIELDS = (
     "model", "context", "batch", "pass", "precision", "compile", "attention", "optimizer",
     "warmup", "steps", "seed", "device", "torch", "repeat",
 )  # fmt: skip
-"""Everything that can tell two runs apart, in the order it is said. `repeat` counts runs alike in all the rest."""
+"""Everything that can tell two runs apart, in the order it is said. `repeat` counts runs otherwise alike."""
 
 _SIZES = ("model", "context", "batch")
 _PANEL_ORDER = (
@@ -77,7 +78,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 def _values(run: Run) -> dict[str, Scalar]:
     spec, env = run.spec, run.environment
     return {
-        "model": spec.model.label if spec else run.name or "own loop",
+        "model": plain(spec.model.label if spec else run.name) or "own loop",
         "context": spec.context if spec else None,
         "batch": spec.batch if spec else None,
         "pass": spec.pass_name if spec else None,
@@ -96,11 +97,7 @@ def _values(run: Run) -> dict[str, Scalar]:
 def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
     """Place of each value of a field; unknown names come after the known ones, as they appeared."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
-    known = (
-        list(MODEL_SIZES)
-        if field == "model"
-        else list(CHOICES.get("pass_name" if field == "pass" else field, ()))
-    )
+    known = list(MODEL_SIZES) if field == "model" else list(CHOICES.get("pass_name" if field == "pass" else field, ()))
 
     def place(value: Scalar) -> tuple[int, float]:
         if isinstance(value, (int, float)):
@@ -198,7 +195,7 @@ def _key(cell: Cell, fields: Sequence[str]) -> tuple[Scalar, ...]:
 
 
 def _distinct(cells: Sequence[Cell], fields: Sequence[str]) -> list[tuple[Scalar, ...]]:
-    """The combinations that occur. The cells are sorted, but by other fields too, so each field is ranked anew."""
+    """The combinations that occur, in the order of their own fields (the cells are sorted by others too)."""
     ranks = [_ranks(field, cells) for field in fields]
     keys = dict.fromkeys(_key(cell, fields) for cell in cells)
     return sorted(keys, key=lambda key: [rank[value] for rank, value in zip(ranks, key, strict=True)])
@@ -206,7 +203,7 @@ def _distinct(cells: Sequence[Cell], fields: Sequence[str]) -> list[tuple[Scalar
 
 def _series_label(fields: Sequence[str], key: tuple[Scalar, ...]) -> str:
     words = [said(field, value) for field, value in zip(fields, key, strict=True) if value is not None]
-    return " · ".join(words) or "not said"
+    return " · ".join(words) or "other"
 
 
 def _position_label(cells: Sequence[Cell], axes: Sequence[str], key: tuple[Scalar, ...]) -> tuple[str, str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
 _PANEL_HEIGHT = 280
+_LABEL_PX = 48  # a figure beside a mark needs so much room
 _MOST_BARS = 40
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
 
@@ -58,36 +59,32 @@ class Chart:
 def step_times(cells: Sequence[Cell]) -> Chart | None:
     """Median step time of every cell with its 95 % interval."""
     summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := step_samples(c.run))}
-    if not summaries:
-        return None
+    if not summaries or len(cells) < 2:
+        return None  # the summary says it of a single run
     layout, fields = arrange(cells), varying(cells)
     scale = ax.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
 
     def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
-        runs_of_series: dict[object, list[tuple[float, float]]] = {}
+        lines: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for position, series, cell in panel.marks:
             x, summary = place.x(position, series), summaries.get(cell.run.id)
             if summary is None:
                 _failed(picture, axes, x, cell, fields, top=True)
                 continue
             group = (series, layout.positions[position][0] if layout.inner else "")
-            runs_of_series.setdefault(group, []).append((x, summary.median))
+            lines.setdefault(group, []).append((x, summary.median))
             color, show = SERIES[series % len(SERIES)], units.format_time
             axes.plot([x, x], [summary.low, summary.high], color=color, linewidth=2)
             marker = _MARKERS[series % len(_MARKERS)]
-            (mark,) = axes.plot(
-                [x], [summary.median], color=color, marker=marker, markersize=7, markeredgewidth=0
-            )
+            (mark,) = axes.plot([x], [summary.median], color=color, marker=marker, markersize=7, markeredgewidth=0)
             interval = f"[{show(summary.low)}, {show(summary.high)}]"
-            picture.tip(
-                mark, f"{label(cell, fields)}: {show(summary.median)} {interval}, n = {summary.count}"
-            )
-            if place.mark_px >= 46:
+            picture.tip(mark, f"{label(cell, fields)}: {show(summary.median)} {interval}, n = {summary.count}")
+            if place.mark_px >= _LABEL_PX:
                 axes.annotate(show(summary.median), (x, summary.high), (0, 7), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
         if _has_order(layout):
-            for (series, _), points in runs_of_series.items():  # type: ignore[misc]
+            for (series, _), points in lines.items():
                 axes.plot(
                     *zip(*points, strict=True),
                     color=SERIES[series % len(SERIES)],
@@ -96,13 +93,15 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
                     zorder=1,
                 )
 
-    note = "Median step time; whiskers are the 95 % bootstrap interval of the median, often narrower than the mark. "
-    note += "The scale is logarithmic." if scale.log else "The scale starts at zero."
+    note = "Median step time; whiskers are the 95 % bootstrap interval of the median, often narrower than the "
+    note += f"mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
     return Chart(pictures=_panels(layout, "step time", paint), legend=_legend(layout, _GLYPHS), note=note)
 
 
 def peak_memory(cells: Sequence[Cell]) -> Chart | None:
     """Peak allocated memory of every cell, the allocator's reserve above it, failures marked."""
+    if len(cells) < 2:
+        return None
     peaks = {c.run.id: p for c in cells if c.run.memory and (p := c.run.memory.peak("step"))}
     if not peaks:
         return _host_memory(cells)
@@ -117,8 +116,8 @@ def peak_memory(cells: Sequence[Cell]) -> Chart | None:
         axes = ax.frame(picture, layout, scale, place)
         if near and total is not None:
             axes.axhline(total, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-            axes.text(1, total, f"device memory, {units.format_bytes(total)}", transform=axes.get_yaxis_transform(),
-                      ha="right", va="bottom", fontsize=10, color=MUTED)  # fmt: skip
+            axes.text(1, total, f"device memory, {units.format_bytes(total)}", ha="right", va="bottom",
+                      transform=axes.get_yaxis_transform(), fontsize=10, color=MUTED)  # fmt: skip
         for position, series, cell in panel.marks:
             x, peak, color = place.x(position, series), peaks.get(cell.run.id), SERIES[series % len(SERIES)]
             if peak is None:
@@ -151,12 +150,12 @@ def _host_memory(cells: Sequence[Cell]) -> Chart | None:
 def mfu(cells: Sequence[Cell]) -> Chart | None:
     """MFU of every cell under the default convention."""
     used = {c.run.id: u for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None}
-    if not used:
+    if not used or len(cells) < 2:
         return None
     shares = {run_id: u.value for run_id, u in used.items() if u.value is not None}
     conventions = ", ".join(sorted({u.convention for u in used.values()}))
-    note = f"MFU, FLOPs counted by the convention '{conventions}', over the dense peak of each run's own data type: "
-    note += "a bf16 bar and an fp32 bar are shares of different peaks."
+    note = f"MFU, FLOPs counted by the convention '{conventions}', over the dense peak of each run's own data "
+    note += "type: a bf16 bar and an fp32 bar are shares of different peaks."
     return _bars(cells, shares, ax.percent_scale(shares.values()), f"MFU ({conventions})", note)
 
 
@@ -174,7 +173,7 @@ def _bars(
                 continue
             (bar,) = axes.bar(x, value, 0.86 * place.step, color=SERIES[series % len(SERIES)])
             picture.tip(bar, f"{label(cell, fields)}: {scale.show(value)}")
-            if place.mark_px >= 46:
+            if place.mark_px >= _LABEL_PX:
                 axes.annotate(scale.show(value), (x, value), (0, 3), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
 
@@ -216,9 +215,7 @@ def _phase_bar(picture: Drawing, axes: "Axes", index: int, run: Run, names: Sequ
     for name, time_s in times.items():
         share = time_s / total
         (bar,) = axes.barh(index, share, 0.72, start, color=SERIES[names.index(name) % len(SERIES)])
-        picture.tip(
-            bar, f"{name}: {units.format_time(time_s)}, {units.format_percent(share)} of its parts' sum"
-        )
+        picture.tip(bar, f"{name}: {units.format_time(time_s)}, {units.format_percent(share)} of its parts' sum")
         if share >= 0.07:
             axes.text(
                 start + share / 2,
@@ -235,9 +232,7 @@ def _phase_bar(picture: Drawing, axes: "Axes", index: int, run: Run, names: Sequ
         axes.text(1.012, index, units.format_time(whole), ha="left", va="center", fontsize=12, color=INK)
 
 
-def _panels(
-    layout: Layout, name: str, paint: Callable[[Drawing, Panel, ax.Places], None]
-) -> tuple[Picture, ...]:
+def _panels(layout: Layout, name: str, paint: Callable[[Drawing, Panel, ax.Places], None]) -> tuple[Picture, ...]:
     width = ax.chart_width(layout)
     pictures = []
     for panel in layout.panels:
@@ -252,19 +247,16 @@ def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> tuple[tuple[int
     if len(layout.series) < 2:
         return ()
     return tuple(
-        (index % len(SERIES) + 1, glyphs[index % len(glyphs)], name)
-        for index, name in enumerate(layout.series)
+        (index % len(SERIES) + 1, glyphs[index % len(glyphs)], name) for index, name in enumerate(layout.series)
     )
 
 
 def _has_order(layout: Layout) -> bool:
-    """Whether neighbours along x are larger and smaller of one kind, so that a line between them means something."""
-    return (layout.inner or layout.outer) in ("model", "context", "batch")
+    """Whether x is a quantity: only between its values does a line mean something."""
+    return (layout.inner or layout.outer) in ("context", "batch")
 
 
-def _failed(
-    picture: Drawing, axes: "Axes", x: float, cell: Cell, fields: Sequence[str], *, top: bool = False
-) -> None:
+def _failed(picture: Drawing, axes: "Axes", x: float, cell: Cell, fields: Sequence[str], *, top: bool = False) -> None:
     failure = cell.run.failure
     if failure is None:
         return  # measured, but not this figure: the page says why

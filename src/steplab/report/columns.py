@@ -68,8 +68,12 @@ def reason(kind: str, message: str) -> str:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column(key="id", header="id", shared=False, rank=2),
-    Column(key="name", header="name", caption="{}", rank=7),
+    Column(key="id", header="id", shared=False),
+    Column(key="name", header="name", caption="{}", rank=2),
+    Column(key="description", header="description", rank=3),
+    _figure("num_cells", "cells", str, 0),
+    _figure("num_ok", "ok", str, 0),
+    _figure("num_failed", "failed", str, 0),
     Column(key="created_utc", header="measured", show=_day, caption="measured {}", rank=9),
     Column(key="model", header="model"),
     Column(key="batch", header="batch", numeric=True, caption="batch {}", rank=1),
@@ -89,7 +93,7 @@ COLUMNS: tuple[Column, ...] = (
     _figure("compile_s", "compile time", _time, 6),
     _figure("tokens_per_s", "tokens/s", _tokens, 3),
     _figure("mfu", "MFU", _percent, 1),
-    Column(key="mfu_convention", header="convention", shared=False, rank=1),
+    Column(key="mfu_convention", header="convention", shared=False, rank=4),
     _figure("hfu", "HFU", _percent, 4),
     Column(
         key="peak_flops_per_s",
@@ -105,7 +109,8 @@ COLUMNS: tuple[Column, ...] = (
     _figure("host_peak_bytes", "host peak", _bytes, 7),
     Column(key="failure", header="result", shared=False),
 )
-"""Every column a table for people can have, in its order. `status` is told together with `failure`."""
+"""Every column a table for people can have, of runs and of studies, in its order. `status` is told together with
+`failure`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +126,7 @@ class Sheet:
 
 
 def make_sheet(rows: Sequence[Row]) -> Sheet:
-    """Choose the columns of `rows` worth showing, move what they share to the caption, and write the cells."""
+    """Choose the columns of `rows` worth showing, move what they share to the caption, write the cells."""
     columns: list[Column] = []
     captions: list[str] = []
     for column in COLUMNS:
@@ -156,7 +161,7 @@ def _is_shared(column: Column, rows: Sequence[Row]) -> bool:
 
 
 def _name_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """Say beside MFU and HFU how their FLOPs were counted: in the heading, where one convention serves all."""
+    """Say beside MFU and HFU how FLOPs were counted: in the heading, where one convention serves all."""
     conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
     headings = {"hfu": "HFU (as executed)"}
     if len(conventions) == 1:

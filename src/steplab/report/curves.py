@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 300, 150
 
 
 def worth_a_curve(cells: Sequence[Cell]) -> list[Cell]:
-    """At most MOST_CURVES timed runs: those that never settled first, the rest from the fastest to the slowest."""
+    """At most MOST_CURVES timed runs: those that never settle, the rest from the fastest to the slowest."""
     timed = [cell for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     timed.sort(key=lambda cell: step_median(cell.run) or 0)
     restless = [cell for cell in timed if not _settles(cell.run)]
@@ -61,10 +61,10 @@ def warmup_curves(cells: Sequence[Cell]) -> Chart | None:
             )
         )
     timed = sum(1 for cell in cells if cell.run.timing)
-    note = "Time of each step from the first on: hollow steps are warm-up, full ones are measured; the level line is "
-    note += "the median of the measured ones, the dotted line where the step time is steady."
+    note = "Time of each step from the first on. Hollow steps are warm-up, full ones are measured; the level "
+    note += "line is the median of the measured ones, the dotted line where the step time becomes steady."
     if len(chosen) < timed:
-        note += f" {len(chosen)} of {timed} runs: those that never settle, and the rest from the fastest to the slowest."
+        note += f" {len(chosen)} of {timed} runs: those that never settle, the rest from fastest to slowest."
     return Chart(pictures=tuple(pictures), note=note)
 
 
@@ -105,9 +105,7 @@ def settling(cells: Sequence[Cell]) -> list[tuple[str, int]]:
     """How many runs are steady from which step on, in words and counts; empty where no run can say."""
     long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
     steps = [steady_step(run) for run in long_enough]
-    counts = [
-        (f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})
-    ]
+    counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]
     return counts + ([("not steady", steps.count(None))] if None in steps else [])
 
 

@@ -26,9 +26,7 @@ def environment_pairs(env: Environment) -> list[tuple[str, str]]:
         changed = " with uncommitted changes" if env.git_commit.endswith("+") else ""
         pairs.append(("git commit", env.git_commit.rstrip("+") + changed))
     if env.variables:
-        pairs.append(
-            ("variables", " ".join(f"{name}={value}" for name, value in sorted(env.variables.items())))
-        )
+        pairs.append(("variables", " ".join(f"{name}={value}" for name, value in sorted(env.variables.items()))))
     return pairs
 
 

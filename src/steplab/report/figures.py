@@ -63,7 +63,7 @@ def steady_words(samples: Sequence[float]) -> str:
 
 
 def phase_names(run: Run) -> list[str]:
-    """Parts of the run's step that were timed, in the order they run; a user's own phases as they were recorded."""
+    """Parts of the run's step that were timed, in the order they run; a user's own as they were recorded."""
     timing = run.timing
     timed = [samples.phase for samples in timing.back_to_back if samples.best_s] if timing else []
     parts = [name for name in timed if name != "step"]

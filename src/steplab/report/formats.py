@@ -124,9 +124,7 @@ def _table(sheet: Sheet, width: int, color: bool) -> str:
             overflow="fold",
         )
     for cells in sheet.cells:
-        table.add_row(
-            *(Text(cells[index], style=_style(sheet.columns[index], cells[index])) for index in shown)
-        )
+        table.add_row(*(Text(cells[index], style=_style(sheet.columns[index], cells[index])) for index in shown))
     notes = [sheet.caption] if sheet.caption else []
     if dropped:
         names = ", ".join(sheet.columns[index].header for index in dropped)
@@ -161,15 +159,13 @@ def _fit(sheet: Sheet, width: int) -> tuple[list[int], list[int]]:
 
 
 def _stacked(sheet: Sheet, width: int, color: bool) -> str:
-    """A block a row, a line a field: what is left for a terminal too narrow for even the essential columns."""
+    """A block a row, a line a field: for a terminal too narrow for even the essential columns."""
     from rich.text import Text
 
     label = max(len(column.header) for column in sheet.columns)
     parts: list[Text] = []
     for cells in sheet.cells:
         pairs = zip(sheet.columns, cells, strict=True)
-        parts += [
-            Text.assemble((f"{c.header:<{label}}  ", "dim"), (cell, _style(c, cell))) for c, cell in pairs
-        ]
+        parts += [Text.assemble((f"{c.header:<{label}}  ", "dim"), (cell, _style(c, cell))) for c, cell in pairs]
         parts.append(Text())
     return draw(*parts, Text(sheet.caption, style="dim"), width=width, color=color)

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from steplab import units
+from steplab import stats, units
 from steplab.records.environment import Environment
 from steplab.records.rows import run_row
 from steplab.records.run import Run
@@ -14,9 +15,11 @@ from steplab.report.cells import Cell, cells_of, label, varying
 from steplab.report.columns import ABSENT, make_sheet, reason
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.environments import condition_pairs, environment_pairs
-from steplab.report.figures import WARMUP_COUNTS, steady_words, warmup_study
+from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.narrative import facts
+from steplab.report.run_text import describe
 
+T = TypeVar("T")
 _FOLDED_FROM = 24
 
 
@@ -54,10 +57,14 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
     )
     environment.filters["unbroken"] = _unbroken
     cells = cells_of(runs)
+    runs_table = _run_table(cells)
+    alone = describe(runs[0].spec) if len(runs) == 1 and runs[0].spec else ""
+    shared = runs_table.caption if len(runs) > 1 else alone
     return environment.get_template("page.html.j2").render(
         title=title,
         description=description,
-        subtitle=_subtitle(runs),
+        subtitle=" · ".join(part for part in _subtitle(runs) if part and part not in shared),
+        shared=shared,
         facts=facts(cells),
         step_times=charts.step_times(cells),
         phases=charts.phases(cells),
@@ -67,7 +74,7 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
         memory=charts.peak_memory(cells),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
-        runs=_run_table(cells),
+        runs=runs_table,
         missing=_missing(cells),
         environments=_environments(cells),
     )
@@ -75,28 +82,45 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
 
 def _unbroken(text: str) -> str:
     """Keep a figure with its unit, and a separating dot with the word before it, on one line."""
-    return re.sub(r"(?<=\d) (?=[%µa-zA-Z])| (?=[·=] )", "\u00a0", text)
+    return re.sub(r"(?<=\d) (?=[%µ]|m?s\b|[KMG]?i?B\b|[TGM]?FLOP)| (?=[·=] )|(?<==) ", "\u00a0", text)
 
 
-def _subtitle(runs: Sequence[Run]) -> str:
+def _subtitle(runs: Sequence[Run]) -> list[str]:
+    """How many runs, where, when, and with which version."""
     devices = list(dict.fromkeys(run.environment.device.name for run in runs if run.environment))
     days = sorted({run.created_utc[:10] for run in runs})
     made = sorted({run.steplab_version for run in runs})
     parts = [f"{len(runs)} run{'s' if len(runs) != 1 else ''}", ", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     parts += [f"steplab {', '.join(made)}"] if made else []
-    return " · ".join(part for part in parts if part)
+    return parts
 
 
 def _run_table(cells: Sequence[Cell]) -> Grid:
     sheet = make_sheet([run_row(cell.run) for cell in cells])
+    at = next((i + 1 for i, column in enumerate(sheet.columns) if column.key == "step_time_s"), 0)
+    extra = ("95 % interval", "mean ± sd") if at else ()
+
+    def widened(own: tuple[T, ...], added: tuple[T, ...]) -> tuple[T, ...]:
+        return own[:at] + added + own[at:]
+
     return Grid(
-        headers=tuple(column.header for column in sheet.columns),
-        rows=sheet.cells,
-        numeric=tuple(column.numeric for column in sheet.columns),
+        headers=widened(tuple(column.header for column in sheet.columns), extra),
+        rows=tuple(widened(texts, _spread(c.run) if at else ()) for texts, c in zip(sheet.cells, cells, strict=True)),
+        numeric=widened(tuple(column.numeric for column in sheet.columns), (True,) * len(extra)),
         caption=sheet.caption,
         bad_rows=frozenset(index for index, cell in enumerate(cells) if cell.run.failure),
     )
+
+
+def _spread(run: Run) -> tuple[str, str]:
+    """Interval of the median, and mean with standard deviation, of a run's step time."""
+    samples = step_samples(run)
+    if not samples:
+        return ABSENT, ABSENT
+    summary, show = stats.summarize(samples), units.format_time
+    deviation = f" ± {show(summary.stdev)}" if summary.stdev is not None else ""
+    return f"{show(summary.low)} to {show(summary.high)}", show(summary.mean) + deviation
 
 
 def _warmup_table(cells: Sequence[Cell]) -> Grid | None:

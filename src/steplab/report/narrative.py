@@ -10,6 +10,7 @@ from steplab.report.cells import FIELDS, Cell, label, said, varying
 from steplab.report.figures import step_median, step_samples
 
 _MOST_NAMED = 6
+_IDLE = 0.02  # a choice that moves no pair of cells by more is not told at length
 _BASELINES = (("precision", "fp32"), ("compile", "off"), ("attention", "plain"), ("optimizer", "adamw_loop"))
 """Fields whose values are compared, and the value the others are compared to."""
 
@@ -22,6 +23,8 @@ class Fact:
     """Short, shown large: '3.1x'."""
     text: str
     """The sentence."""
+    wide: bool = False
+    """Whether the sentence is long."""
     bad: bool = False
     """Whether it is about failures."""
 
@@ -29,12 +32,24 @@ class Fact:
 def facts(cells: Sequence[Cell]) -> list[Fact]:
     """The headline of a page: extremes, what each choice gained, utilization, memory, failures."""
     fields = varying(cells)
-    told = [*_extremes(cells, fields)]
-    for field, baseline in _BASELINES:
-        told += _gains(cells, fields, field, baseline)
-    told += _best_utilization(cells, fields)
-    told += _largest_peak(cells, fields)
-    return told + _failures(cells, fields)
+    told = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
+    return told + _gains(cells, fields) + _failures(cells, fields)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two cells that differ in one field."""
+
+    ratio: float
+    """Time before over time after: above 1 is faster."""
+    before: Cell
+    """The cell with the baseline's value."""
+    after: Cell
+    """The other."""
+    before_s: float
+    """Median step time."""
+    after_s: float
+    """Median step time."""
 
 
 def _extremes(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
@@ -55,48 +70,60 @@ def _timed(what: str, cell: Cell, fields: Sequence[str]) -> Fact:
     )
 
 
-def _gains(cells: Sequence[Cell], fields: Sequence[str], field: str, baseline: str) -> list[Fact]:
-    """A fact for each other value of `field` that has cells alike in everything else with the baseline's value."""
-    present = list(dict.fromkeys(cell.values[field] for cell in cells if cell.values[field] is not None))
-    base = baseline if baseline in present else present[0] if present else None
-    return [fact for value in present if value != base for fact in _gain(cells, fields, field, base, value)]
+def _gains(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+    """What each choice gained over its baseline, and in one sentence those that gained next to nothing."""
+    told: list[Fact] = []
+    idle: list[str] = []
+    for field, baseline in _BASELINES:
+        present = list(dict.fromkeys(c.values[field] for c in cells if c.values[field] is not None))
+        base = baseline if baseline in present else present[0] if present else None
+        for value in present:
+            pairs = [] if value == base else _pairs(cells, field, base, value)
+            if not pairs:
+                continue
+            choice = f"{said(field, value)} instead of {said(field, base)}"
+            if all(abs(pair.ratio - 1) < _IDLE for pair in pairs):
+                idle.append(choice)
+            else:
+                told.append(_gain(pairs, choice, [name for name in fields if name != field]))
+    if idle:
+        text = f"Less than {_IDLE:.0%} either way in every pair of cells alike in all else: {'; '.join(idle)}."
+        told.append(Fact(figure="≈ 1×", text=text.replace("%", " %"), wide=True))
+    return told
 
 
-def _gain(
-    cells: Sequence[Cell], fields: Sequence[str], field: str, base: Scalar, value: Scalar
-) -> list[Fact]:
+def _pairs(cells: Sequence[Cell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
+    """Cells that differ in one field alone, its baseline and the other value; least gain first."""
+
     def rest(cell: Cell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in FIELDS if name != field)
 
-    before = {rest(cell): cell for cell in cells if cell.values[field] == base and step_median(cell.run)}
-    pairs = [(before[rest(c)], c) for c in cells if c.values[field] == value and rest(c) in before]
-    ratios = [((step_median(a.run) or 0) / t, a, b) for a, b in pairs if (t := step_median(b.run))]
-    if not ratios:
-        return []
-    ratios.sort(key=lambda item: item[0])
-    others = [name for name in fields if name != field]
-    (least, *_, least_cell), (most, slow, fast) = ratios[0], ratios[-1]
-    times = (
-        f"{units.format_time(step_median(slow.run) or 0)} to {units.format_time(step_median(fast.run) or 0)}"
-    )
-    middle = median(ratio for ratio, *_ in ratios)
-    choice = f"{said(field, value)} instead of {said(field, base)}"
-    if len(ratios) == 1:
-        text = f"{choice}: {_speed(middle)} at {label(slow, others)} ({times})."
+    timed = [(cell, time_s) for cell in cells if (time_s := step_median(cell.run))]
+    before = {rest(cell): (cell, time_s) for cell, time_s in timed if cell.values[field] == base}
+    after = [(cell, time_s) for cell, time_s in timed if cell.values[field] == value and rest(cell) in before]
+    pairs = []
+    for cell, after_s in after:
+        slow, before_s = before[rest(cell)]
+        pairs.append(Pair(ratio=before_s / after_s, before=slow, after=cell, before_s=before_s, after_s=after_s))
+    return sorted(pairs, key=lambda pair: pair.ratio)
+
+
+def _gain(pairs: Sequence[Pair], choice: str, others: Sequence[str]) -> Fact:
+    middle = median(pair.ratio for pair in pairs)
+    least, most = pairs[0], pairs[-1]
+    times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
+    unsure = sum(1 for pair in pairs if _overlap(pair.before, pair.after))
+    if len(pairs) == 1:
+        text = f"{choice}: {_speed(middle)} at {label(most.before, others)} ({times})."
+        text += " The intervals overlap." if unsure else ""
     else:
         text = (
-            f"{choice}: {_speed(middle)} in the median of {len(ratios)} pairs of cells alike in all else; "
-            f"most, {_times(most)}, at {label(slow, others)} ({times}); "
-            f"least, {_times(least)}, at {label(least_cell, others)}."
+            f"{choice}: {_speed(middle)} in the median of {len(pairs)} pairs of cells alike in all else; "
+            f"most, {_times(most.ratio)}, at {label(most.before, others)} ({times}); "
+            f"least, {_times(least.ratio)}, at {label(least.before, others)}."
         )
-    unsure = sum(1 for _, a, b in ratios if _overlap(a, b))
-    if unsure:
-        text += (
-            f" In {unsure} of {len(ratios)} the intervals overlap."
-            if len(ratios) > 1
-            else " The intervals overlap."
-        )
-    return [Fact(figure=_times(middle), text=text)]
+        text += f" In {unsure} of {len(pairs)} the intervals overlap." if unsure else ""
+    return Fact(figure=_times(middle), text=text, wide=True)
 
 
 def _times(ratio: float) -> str:
@@ -113,9 +140,7 @@ def _overlap(one: Cell, other: Cell) -> bool:
 
 
 def _best_utilization(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
-    known = [
-        (u.value, u, c) for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None
-    ]
+    known = [(u.value, u, c) for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None]
     if not known:
         return []
     value, used, cell = max(known, key=lambda item: item[0])
@@ -149,6 +174,11 @@ def _failures(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
         words = {"out_of_memory": "ran out of memory", "timeout": "ran out of time"}.get(kind, "failed")
         who = "cell" if len(alike) == 1 else "cells"
         told.append(
-            Fact(figure=f"{len(alike)} of {len(cells)}", text=f"{who} {words}: {names}{more}.", bad=True)
+            Fact(
+                figure=f"{len(alike)} of {len(cells)}",
+                text=f"{who} {words}: {names}{more}.",
+                wide=True,
+                bad=True,
+            )
         )
     return told

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def render_run(run: Run, *, width: int | None = None, color: bool = False) -> str:
-    """Everything a record says about one run, as text without a newline at the end; width None: the terminal's."""
+    """Everything a record says about one run, without a newline at the end; width None: the terminal's."""
     return draw(*_parts(run), width=width or terminal_width(), color=color)
 
 
@@ -146,9 +146,7 @@ def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
         )
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
-        table.add_row(
-            "host clock", f"{show(per_step)} a step over the same loop, a check on the device's events"
-        )
+        table.add_row("host clock", f"{show(per_step)} a step over the same loop, a check on the device's events")
     yield table
 
 
@@ -222,9 +220,7 @@ def _memory(run: Run) -> "RenderableType":
     if run.memory.total_bytes is not None:
         pairs.add_row("device memory", units.format_bytes(run.memory.total_bytes))
     if run.memory.host_peak_bytes is not None:
-        pairs.add_row(
-            "host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"
-        )
+        pairs.add_row("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included")
     return Group(*parts, pairs) if pairs.row_count else Group(*parts)
 
 

@@ -8,8 +8,9 @@ import contextlib
 import html
 import io
 import re
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -23,7 +24,7 @@ SERIES = tuple(f"#0102{16 + index:02x}" for index in range(8))
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", PAPER: "--paper", BAD: "--bad"} | {
     color: f"--c{index + 1}" for index, color in enumerate(SERIES)
 }
-_STYLE: dict[str, object] = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 12,
     "text.color": INK,
@@ -47,7 +48,8 @@ _STYLE: dict[str, object] = {
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
 }
-_PX_PER_INCH = 72  # matplotlib's SVG counts 72 units an inch: one unit here is one CSS pixel
+PX_PER_INCH = 72
+"""matplotlib's SVG counts 72 units an inch: one unit is one CSS pixel."""
 
 
 class Drawing:
@@ -57,7 +59,7 @@ class Drawing:
         from matplotlib.figure import Figure
 
         self.width, self.height, self.title = width, height, title
-        self.figure: Figure = Figure(figsize=(width / _PX_PER_INCH, height / _PX_PER_INCH))
+        self.figure: Figure = Figure(figsize=(width / PX_PER_INCH, height / PX_PER_INCH))
         self._tips: list[str] = []
 
     def axes(self, left: float, bottom: float, right: float, top: float) -> "Axes":
@@ -77,7 +79,8 @@ class Drawing:
         import matplotlib
 
         target = io.StringIO()
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.title}):  # type: ignore[arg-type]
+        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": self.title}), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # the page's own font draws the text
             self.figure.savefig(target, format="svg", transparent=True, metadata={"Date": None})
         return self._adapt(target.getvalue())
 
@@ -101,8 +104,8 @@ class Drawing:
 
 @contextlib.contextmanager
 def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
-    """A Drawing to fill in, with the page's style in force meanwhile and no change to matplotlib's own after."""
+    """A Drawing to fill in, with the page's style in force meanwhile; matplotlib's own is put back after."""
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
+    with matplotlib.rc_context(_STYLE):
         yield Drawing(width, height, title)

@@ -156,16 +156,12 @@ def _sources(entry: _Entry, figures: set[str], documents: Mapping[str, str]) -> 
     covered = [figure for source in entry.sources for figure in source.covers]
     _refuse_repeats(f"source of {entry.name} for", covered)
     if wrong := figures.symmetric_difference(covered):
-        raise ValueError(
-            f"hardware catalogue: {entry.name}: figures and sources differ in {', '.join(sorted(wrong))}"
-        )
+        raise ValueError(f"hardware catalogue: {entry.name}: figures and sources differ in {', '.join(sorted(wrong))}")
     for source in entry.sources:
         if not documents.get(source.document, "").strip() or not source.note.strip():
             raise ValueError(f"hardware catalogue: {entry.name}: no such document or no note: {source}")
     return {
-        figure: f"{documents[source.document]}; {source.note}"
-        for source in entry.sources
-        for figure in source.covers
+        figure: f"{documents[source.document]}; {source.note}" for source in entry.sources for figure in source.covers
     }
 
 

@@ -118,9 +118,7 @@ def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
         for key in overrides:
             if key not in valid:
                 raise UserError(f"model.{key} is not a size of the model; valid are {', '.join(valid)}")
-        return ModelSpec(
-            name=name, kind="transformer", shape=dataclasses.replace(MODEL_SIZES[name], **overrides)
-        )
+        return ModelSpec(name=name, kind="transformer", shape=dataclasses.replace(MODEL_SIZES[name], **overrides))
     if overrides:
         raise UserError(
             f"model.{next(iter(overrides))} applies to the built-in sizes only, not to '{name}'; "

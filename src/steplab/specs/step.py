@@ -51,9 +51,7 @@ class StepSpec:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 shown = external_name(name)
-                raise UserError(
-                    f"{shown} '{getattr(self, name)}' is not known; choose one of {', '.join(choices)}"
-                )
+                raise UserError(f"{shown} '{getattr(self, name)}' is not known; choose one of {', '.join(choices)}")
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "mps", "cuda") or (":" in self.device) != bool(
             kind == "cuda" and index.isdigit()

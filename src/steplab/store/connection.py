@@ -101,9 +101,7 @@ def open_to_read(path: Path, timeout_s: float) -> Connection:
         sqlite.close()
     if seen == 0:
         raise SteplabError(f"no store at {path} yet, the file is empty; `steplab run` makes one")
-    raise SteplabError(
-        f"the store {path} has the older format {seen}; `steplab run` upgrades it as it adds a record"
-    )
+    raise SteplabError(f"the store {path} has the older format {seen}; `steplab run` upgrades it as it adds a record")
 
 
 def _reading_mode(path: Path) -> str:
@@ -135,9 +133,7 @@ def _refuse_folder(path: Path) -> None:
 
 def _connect(path: Path, mode: str, timeout_s: float) -> sqlite3.Connection:
     # as_uri escapes a ? or # in the path. isolation_level=None: transactions begin where we say.
-    return sqlite3.connect(
-        f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=timeout_s, isolation_level=None
-    )
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=timeout_s, isolation_level=None)
 
 
 def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:

@@ -21,9 +21,7 @@ _MESSAGES: dict[int, str] = {
     sqlite3.SQLITE_CANTOPEN: (
         f"cannot open the store {{path}}; make it and its folder readable and writable, or {NAME_ANOTHER}"
     ),
-    sqlite3.SQLITE_FULL: (
-        f"the disk is full: the store {{path}} cannot grow; free some space, or {NAME_ANOTHER}"
-    ),
+    sqlite3.SQLITE_FULL: (f"the disk is full: the store {{path}} cannot grow; free some space, or {NAME_ANOTHER}"),
     sqlite3.SQLITE_BUSY: _LOCKED,
     sqlite3.SQLITE_LOCKED: _LOCKED,
     sqlite3.SQLITE_IOERR: (

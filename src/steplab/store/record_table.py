@@ -28,9 +28,7 @@ def import_lines(connection: Connection, lines: Iterable[bytes]) -> tuple[int, i
     """Store a record a line, all or none; returns how many were added and how many were there already."""
     # All lines are understood before the lock is taken: nobody waits for a slow pipe or for a bad line.
     parsed = [
-        (number, _parse(number, line), line.strip())
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
+        (number, _parse(number, line), line.strip()) for number, line in enumerate(lines, start=1) if line.strip()
     ]
     num_added = 0
     with connection.transaction():
@@ -52,17 +50,14 @@ def get(connection: Connection, id_prefix: str) -> Record:
 def rows(connection: Connection, selection: Selection, limit: int | None) -> list[Row]:
     """Flat rows of the records that match, newest first."""
     found = connection.query(
-        f"SELECT summary FROM record WHERE {selection.condition()}"
-        " ORDER BY created_utc DESC, seq DESC LIMIT ?",
+        f"SELECT summary FROM record WHERE {selection.condition()} ORDER BY created_utc DESC, seq DESC LIMIT ?",
         *selection.values(),
         -1 if limit is None else max(0, limit),
     )
     try:
         return [_ROWS.decode(summary) for (summary,) in found]
     except msgspec.DecodeError as error:
-        raise SteplabError(
-            f"the store {connection.path} has a damaged summary ({error}); {MOVE_AWAY}"
-        ) from error
+        raise SteplabError(f"the store {connection.path} has a damaged summary ({error}); {MOVE_AWAY}") from error
 
 
 def iterate(connection: Connection, selection: Selection) -> Iterator[Record]:

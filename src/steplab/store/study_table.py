@@ -49,8 +49,7 @@ def latest_study(connection: Connection) -> str | None:
 def finished_cells(connection: Connection, study_id: str) -> set[str]:
     """Keys of the study's cells that need no further attempt."""
     found = connection.query(
-        "SELECT DISTINCT cell FROM record"
-        f" WHERE study = ? AND kind = 'run' AND cell IS NOT NULL AND {_FINISHED}",
+        f"SELECT DISTINCT cell FROM record WHERE study = ? AND kind = 'run' AND cell IS NOT NULL AND {_FINISHED}",
         study_id,
     )
     return {str(row[0]) for row in found}

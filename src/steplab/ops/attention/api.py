@@ -28,7 +28,9 @@ def attention_named(implementation: str) -> AttentionFn:
         return IMPLEMENTATIONS[implementation]
     except KeyError:
         raise Unsupported(
-            f"attention '{implementation}'", "no such implementation", f"choose one of {', '.join(IMPLEMENTATIONS)}"
+            f"attention '{implementation}'",
+            "no such implementation",
+            f"choose one of {', '.join(IMPLEMENTATIONS)}",
         ) from None
 
 

@@ -1,0 +1,95 @@
+"""The table of a training step: every size, context, precision and pass, eager and compiled, beside transformers.
+
+    python benchmarks/step_study.py STORE [SECONDS]
+
+Runs the preset studies (sizes, compiled, warmup), the comparison with transformers' Llama, and a cell that cannot
+fit, as sweeps that share one store: one worker a GPU, each with that GPU alone to itself. It stops by itself after
+SECONDS (default: an hour); run it again and it continues with what is missing.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "examples", "hf")
+CONTEXTS = (1024, 512, 256, 128)
+
+
+def sweeps() -> list[list[str]]:
+    """The work, longest first, in pieces small enough to share out."""
+    pieces = [["compiled", "--model", model, "--context", c] for model in ("xl", "2.7b") for c in ("512", "256")]
+    pieces += [["sizes", "--model", "2.7b", "--precision", "fp32", "--context", str(c)] for c in CONTEXTS[:2]]
+    for size in ("small", "2.7b"):
+        # Twice each (the seed makes the cells differ), in turn: the neighbour is measured minutes, not hours, apart.
+        models = f"{size},hf:{EXAMPLES}/llama-{size}.json"
+        fast = ["--attention", "sdpa", "--compile", "default", "--precision", "bf16", "--context", "512"]
+        pieces.append(["peers", "--seed", "0,1", "--model", models, "--steps", "30", *fast])
+    pieces += [["sizes", "--model", "xl", "--precision", "fp32", "--context", str(c)] for c in CONTEXTS[:2]]
+    pieces += [["compiled", "--model", model] for model in ("large", "medium", "small")]
+    pieces += [["sizes", "--model", m, "--precision", "fp32", "--context", "256,128"] for m in ("2.7b", "xl")]
+    pieces += [["sizes", "--model", m, "--precision", "fp32"] for m in ("large", "medium", "small")]
+    pieces += [["sizes", "--model", m, "--precision", "bf16"] for m in ("2.7b", "xl", "large", "medium", "small")]
+    pieces += [["warmup"], ["too-large", "--model", "2.7b", "--context", "8192,128", "--precision", "bf16"]]
+    return pieces
+
+
+def command(piece: list[str], store: str) -> list[str]:
+    """A sweep by preset name, or, for the names that are no preset, over the fields alone."""
+    study = [piece[0]] if piece[0] in ("sizes", "compiled", "warmup") else []
+    return [
+        sys.executable,
+        "-m",
+        "steplab",
+        "sweep",
+        *study,
+        *piece[1:],
+        "--store",
+        store,
+        "--resume",
+        "--timeout",
+        "5min",
+    ]
+
+
+def main(store: str, seconds: str = "3600") -> None:
+    deadline_s = time.monotonic() + float(seconds)
+    work: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    for piece in sweeps():
+        work.put(piece)
+
+    def worker(gpu: int) -> None:
+        while time.monotonic() < deadline_s:
+            try:
+                piece = work.get_nowait()
+            except queue.Empty:
+                return
+            started_s = time.monotonic()
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+            with open(f"{store}.gpu{gpu}.log", "a", encoding="utf-8") as log:
+                sweep = subprocess.Popen(command(piece, store), env=environment, stdout=log, stderr=log)
+                try:
+                    sweep.wait(timeout=max(1.0, deadline_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    sweep.send_signal(signal.SIGINT)
+                    sweep.wait()
+            took_s = time.monotonic() - started_s
+            print(f"gpu {gpu}: {' '.join(piece)}: exit {sweep.returncode}, {took_s:.0f} s", flush=True)
+
+    workers = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(torch.cuda.device_count())]
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    subprocess.run(
+        [sys.executable, "-m", "steplab", "list", "--studies", "--limit", "100", "--store", store], check=True
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,140 @@
+"""The page in a real browser: it renders, follows the colour scheme, and fits a phone."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.runs import grid, out_of_memory, recorder_run
+
+from steplab.records.run import Run
+from steplab.report.html import render_page
+
+CHROMIUM = next(
+    filter(
+        None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))
+    ),
+    None,
+)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on PATH"
+)
+
+PHONE_WIDTH = 360
+SCHEMES = {"dark": 0, "light": 1}
+"""Blink's preferredColorScheme, an enumeration of its own."""
+
+
+def chromium(tmp_path: Path, *arguments: str) -> str:
+    """What a headless browser with a fresh profile wrote to standard output."""
+    assert CHROMIUM is not None
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--hide-scrollbars",
+        "--force-device-scale-factor=1",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    done = subprocess.run(
+        [CHROMIUM, *flags, *arguments], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path
+    )
+    return done.stdout
+
+
+def studies() -> dict[str, list[Run]]:
+    """A small study, a large one with failures, and a run that has no spec."""
+    sizes: dict[str, list[object]] = {
+        "model": ["small", "medium", "large", "xl", "2.7b"],
+        "context": [128, 256, 512, 1024],
+        "precision": ["fp32", "bf16"],
+        "pass": ["forward", "forward_backward", "train"],
+    }
+    choices: dict[str, list[object]] = {
+        "model": ["tiny"],
+        "context": [64, 128, 256],
+        "precision": ["fp32", "bf16"],
+        "attention": ["plain", "sdpa"],
+    }
+    return {
+        "small": grid(choices),
+        "large": grid(sizes, memory_bytes=60e9),
+        "own": [recorder_run(name="a_name_without_any_blank_" * 6), out_of_memory()],
+    }
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    return {
+        name: render_page(runs, title=f"Study {name}", description="what it is about")
+        for name, runs in studies().items()
+    }
+
+
+@pytest.mark.parametrize("name", ["small", "large", "own"])
+def test_the_browser_reads_the_page_as_it_was_meant(pages: dict[str, str], tmp_path: Path, name: str) -> None:
+    (tmp_path / "page.html").write_text(pages[name], encoding="utf-8")
+    dom = chromium(tmp_path, "--dump-dom", (tmp_path / "page.html").as_uri())
+    assert dom.count("<svg") == pages[name].count("<svg") >= 1
+    assert dom.count("<tr") == pages[name].count("<tr")
+    assert dom.count("<section") == pages[name].count("<section")
+    assert dom.rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_the_page_follows_the_colour_scheme(pages: dict[str, str], tmp_path: Path, scheme: str) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    (tmp_path / "page.html").write_text(pages["small"], encoding="utf-8")
+    chromium(
+        tmp_path,
+        f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+        "--window-size=1200,1600",
+        f"--screenshot={tmp_path / 'shot.png'}",
+        (tmp_path / "page.html").as_uri(),
+    )
+    brightness = image.imread(tmp_path / "shot.png")[:, :, :3].mean(axis=2)
+    assert brightness.shape == (1600, 1200)
+    background = brightness[4, 4]
+    assert background < 0.2 if scheme == "dark" else background > 0.9
+    assert abs(brightness - background).max() > 0.6, "nothing legible stands on the background"
+    drawn = (abs(brightness - background) > 0.3).mean()
+    assert 0.01 < drawn < 0.5, "the page is empty, or painted over"
+
+
+@pytest.mark.parametrize("name", ["small", "large", "own"])
+def test_a_phone_never_scrolls_the_page_sideways(pages: dict[str, str], tmp_path: Path, name: str) -> None:
+    # A headless window has a least width above a phone's, so the page sits in a frame of that width. The copy
+    # measured here has a script of the test's own, which the page's security policy would refuse.
+    probe = (
+        "<script>addEventListener('load', () => parent.postMessage("
+        "[innerWidth, document.scrollingElement.scrollWidth, document.querySelectorAll('svg').length], '*'"
+        "))</script>"
+    )
+    copy, removed = re.subn(r"<meta http-equiv=[^>]*>", "", pages[name])
+    assert removed == 1
+    (tmp_path / "page.html").write_text(copy.replace("</head>", probe + "</head>"), encoding="utf-8")
+    (tmp_path / "phone.html").write_text(
+        "<script>addEventListener('message', e => document.title = e.data.join(' '))</script>"
+        f'<iframe src="page.html" style="width:{PHONE_WIDTH}px;height:700px;border:0"></iframe>',
+        encoding="utf-8",
+    )
+    dom = chromium(tmp_path, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "phone.html").as_uri())
+    measured = re.search(r"<title>(\d+) (\d+) (\d+)</title>", dom)
+    assert measured, dom[:500]
+    inner, scroll, pictures = map(int, measured.groups())
+    assert inner == PHONE_WIDTH
+    assert scroll <= inner
+    assert pictures == pages[name].count("<svg")
+
+
+def test_the_security_policy_lets_no_script_run(pages: dict[str, str], tmp_path: Path) -> None:
+    smuggled = pages["small"].replace("</body>", "<script>document.title = 'ran'</script></body>")
+    (tmp_path / "page.html").write_text(smuggled, encoding="utf-8")
+    dom = chromium(tmp_path, "--dump-dom", (tmp_path / "page.html").as_uri())
+    assert "<title>Study small</title>" in dom

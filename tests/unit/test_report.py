@@ -1,0 +1,397 @@
+"""What is shown equals what was recorded, in every format, whatever the record holds."""
+
+import csv
+import io
+import json
+import re
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.runs import grid, make_run, out_of_memory, recorder_run
+
+from steplab import units
+from steplab.errors import UserError
+from steplab.records.rows import run_row
+from steplab.records.run import Failure, Run
+from steplab.records.timing import PhaseSamples, Timing, curve
+from steplab.report import charts, curves
+from steplab.report.cells import arrange, cells_of, varying
+from steplab.report.columns import ABSENT, make_sheet
+from steplab.report.figures import phase_names, steady_words, warmup_study
+from steplab.report.formats import FORMATS, render_rows
+from steplab.report.html import render_page
+from steplab.report.narrative import facts
+from steplab.report.run_text import render_run
+
+HOSTILE = r"<script>alert(1)</script> | \input{x} $&%_~^ {{ 7*7 }} \x1b[31m" + "\x1b[31m"
+STUDY = grid({"model": ["small", "medium"], "context": [128, 256], "precision": ["fp32", "bf16"]})
+MIXED = [*STUDY, out_of_memory({"model": "xl"}), recorder_run()]
+
+
+def timed(samples: list[float], warmup: list[float] | None = None) -> Run:
+    """A recorder's run with exactly these step times."""
+    before = (PhaseSamples(phase="step", host_s=tuple(warmup)),) if warmup else ()
+    timing = Timing(warmup=before, back_to_back=(PhaseSamples(phase="step", host_s=tuple(samples)),))
+    return recorder_run(timing=timing)
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+def test_json_holds_the_rows_themselves() -> None:
+    rows = [run_row(run) for run in MIXED]
+    assert json.loads(render_rows(rows, "json")) == rows
+
+
+def test_csv_holds_the_rows_themselves_and_leaves_what_is_absent_empty() -> None:
+    rows = [run_row(run) for run in MIXED]
+    read = list(csv.DictReader(io.StringIO(render_rows(rows, "csv"))))
+    assert [list(row) for row in read] == [list(row) for row in rows]
+    for row, expected in zip(read, rows, strict=True):
+        for key, value in expected.items():
+            assert row[key] == ("" if value is None else str(value))
+
+
+def test_step_time_is_the_median_of_the_samples() -> None:
+    run = make_run()
+    assert run.timing is not None
+    step = run.timing.phase("step")
+    assert step is not None
+    (row,) = json.loads(render_rows([run_row(run)], "json"))
+    assert row["step_time_s"] == statistics.median(step.best_s)
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "a|b", "back\\|slash", "new\nline"])
+def test_markdown_rows_keep_their_number_of_cells(name: str) -> None:
+    lines = render_rows([run_row(replace(run, name=name)) for run in STUDY[:1]], "md").splitlines()
+    counts = {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines[:3]}
+    assert len(counts) == 1
+    assert "<script" not in "\n".join(lines)
+
+
+def test_latex_escapes_what_it_would_act_on() -> None:
+    text = render_rows([run_row(replace(STUDY[0], name=HOSTILE))], "latex")
+    assert r"\textbackslash{}input\{x\} \$\&\%\_\textasciitilde{}\textasciicircum{}" in text
+    assert r"\input" not in text
+    body = text[text.index(r"\toprule") : text.index(r"\bottomrule")]
+    assert (
+        len({len(re.findall(r"(?<!\\)&", line)) for line in body.splitlines() if line.endswith(r"\\")}) == 1
+    )
+    assert r"\begin{tabular}" in text
+    assert r"\end{tabular}" in text
+
+
+def test_constants_move_to_the_caption_and_empty_columns_go() -> None:
+    sheet = make_sheet([run_row(run) for run in STUDY])
+    shown = [column.key for column in sheet.columns]
+    assert "batch" not in shown
+    assert "compile_s" not in shown
+    assert {"model", "context", "precision", "step_time_s", "mfu"} <= set(shown)
+    for shared in ("batch 4", "5 warm-up steps", "10 measured steps", "NVIDIA H200"):
+        assert shared in sheet.caption
+    assert "MFU (causal)" in [column.header for column in sheet.columns]
+
+
+def test_a_failure_is_a_row_with_its_reason() -> None:
+    sheet = make_sheet([run_row(run) for run in MIXED])
+    keys = [column.key for column in sheet.columns]
+    failed = dict(zip(keys, sheet.cells[len(STUDY)], strict=True))
+    assert failed["failure"] == "out of memory: asked 8.00 GiB"
+    assert failed["step_time_s"] == failed["mfu"] == failed["peak_allocated_bytes"] == ABSENT
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 200])
+def test_the_table_fits_and_no_figure_is_cut(width: int) -> None:
+    rows = [run_row(run) for run in MIXED]
+    text = render_rows(rows, "table", width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for row in rows:
+        if isinstance(row["step_time_s"], float):
+            assert units.format_time(row["step_time_s"]) in text
+    assert "…" not in text
+
+
+def test_tables_are_plain_unless_colour_is_asked_for_and_the_record_adds_none() -> None:
+    rows = [run_row(replace(run, name=HOSTILE)) for run in MIXED]
+    assert "\x1b" not in render_rows(rows, "table", width=400)
+    assert "\x1b[1m" in render_rows(rows, "table", width=400, color=True)
+
+
+def test_an_unknown_format_lists_the_known_ones() -> None:
+    with pytest.raises(UserError, match=", ".join(FORMATS)):
+        render_rows([], "xml")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_rows(format: str) -> None:
+    assert isinstance(render_rows([], format), str)
+
+
+# --- one run ----------------------------------------------------------------------------------------------
+
+
+def test_the_run_view_shows_independently_computed_statistics() -> None:
+    run = make_run({"compile": "default"})
+    assert run.timing is not None
+    step = run.timing.phase("step")
+    assert step is not None
+    values = np.array(step.best_s)
+    text = render_run(run, width=140)
+    for figure in (np.median(values), values.mean(), values.std(ddof=1), *np.percentile(values, [25, 75])):
+        assert units.format_time(float(figure)) in text
+    assert units.format_percent(run.utilizations[0].value or 0) in text
+    for shown in (
+        "MFU (causal)",
+        "MFU (full)",
+        "HFU (as executed)",
+        "NVIDIA H200 data sheet",
+        "n = 10",
+        "21.0 s",
+    ):
+        assert shown in text
+
+
+def test_what_is_absent_is_a_dash_and_never_zero() -> None:
+    text = render_run(recorder_run(), width=120)
+    assert re.search(rf"throughput\s+{ABSENT}", text)
+    assert not re.search(r"(?<![\d.])0(\.0+)? (ms|B|GiB|%|FLOP)", text)
+    assert "the loop did not say how many FLOPs" in text
+
+
+def test_a_failed_run_says_all_that_is_known_of_it() -> None:
+    failure = Failure(
+        kind="crashed",
+        message="the process died",
+        phase="measure",
+        requested_bytes=2**33,
+        peak_allocated_bytes=2**35,
+        signal="SIGKILL",
+        last_lines=("Killed\x1b[2J",),
+    )
+    text = render_run(out_of_memory(failure=failure), width=100)
+    for shown in ("crashed: the process died", "measure", "SIGKILL", "8.00 GiB", "32.0 GiB", "Killed"):
+        assert shown in text
+    assert "\x1b" not in text
+
+
+def test_the_run_view_fits_a_narrow_terminal() -> None:
+    assert max(map(len, render_run(make_run(), width=70).splitlines())) <= 70
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def test_warmup_study_equals_means_over_windows_of_the_curve() -> None:
+    run = make_run()
+    assert run.timing is not None
+    samples = curve(run.timing)
+    for effect in warmup_study(run.timing):
+        window = np.array(samples[effect.count : effect.count + 10])
+        assert effect.mean_s == pytest.approx(window.mean())
+        assert effect.median_s == pytest.approx(np.median(window))
+
+
+def test_warmup_study_is_silent_where_the_curve_is_too_short() -> None:
+    run = timed([1.0, 1.0, 1.0], warmup=[9.0])
+    assert run.timing is not None
+    assert [effect.mean_s for effect in warmup_study(run.timing)] == [pytest.approx(11 / 3), 1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([9, 2, 1, 1, 1, 1, 1, 1], "steady from step 3 of 8"),
+        ([1] * 6, "steady from step 1 of 6"),
+        ([1, 2, 3, 4, 5, 6, 7, 8], "not steady in 8 steps"),
+        ([1, 1], "too few steps to say"),
+    ],
+)
+def test_steadiness_in_words(samples: list[float], words: str) -> None:
+    assert steady_words(samples).startswith(words)
+
+
+def test_a_users_phases_keep_their_order() -> None:
+    assert phase_names(recorder_run()) == ["load batch", "forward", "update"]
+    assert phase_names(make_run()) == ["forward", "backward", "optimizer"]
+
+
+# --- the layout of charts ---------------------------------------------------------------------------------
+
+
+def test_sizes_become_the_axis_and_the_rest_colour() -> None:
+    layout = arrange(cells_of(STUDY))
+    assert (layout.outer, layout.inner, layout.series) == ("model", "context", ("fp32", "bf16"))
+    assert layout.positions == (("small", "128"), ("small", "256"), ("medium", "128"), ("medium", "256"))
+    assert len(layout.panels) == 1
+
+
+def test_many_cells_are_split_into_panels_and_none_is_lost() -> None:
+    axes: dict[str, list[object]] = {
+        "model": ["small", "medium", "large", "xl", "2.7b"],
+        "context": [128, 256, 512, 1024],
+        "precision": ["fp32", "bf16"],
+        "pass": ["forward", "forward_backward", "train"],
+    }
+    layout = arrange(cells_of(grid(axes)))
+    assert [panel.title for panel in layout.panels] == ["forward", "forward + backward", "train"]
+    assert sum(len(panel.marks) for panel in layout.panels) == 120
+    places = [(p.title, position, series) for p in layout.panels for position, series, _ in p.marks]
+    assert len(set(places)) == 120
+
+
+def test_repeated_runs_are_told_apart() -> None:
+    cells = cells_of([make_run(seed=seed) for seed in range(3)])
+    assert varying(cells) == ["repeat"]
+    assert [cell.values["repeat"] for cell in cells] == [1, 2, 3]
+
+
+def test_runs_that_never_settle_are_among_the_curves_drawn() -> None:
+    restless = replace(timed([float(n) for n in range(1, 30)]), id="restless")
+    chosen = curves.worth_a_curve(cells_of([*(make_run(seed=seed) for seed in range(40)), restless]))
+    assert len(chosen) == curves.MOST_CURVES
+    assert "restless" in [cell.run.id for cell in chosen]
+
+
+def test_pictures_are_the_same_for_the_same_runs_and_follow_the_page() -> None:
+    first, second = (charts.step_times(cells_of(MIXED)) for _ in range(2))
+    assert first is not None
+    assert first == second
+    for picture in first.pictures:
+        assert not re.search(r"#[0-9a-f]{6}\b", picture.svg)
+        assert "var(--c1)" in picture.svg
+        assert 'role="img" aria-label="' in picture.svg
+        assert "OOM" in picture.svg
+
+
+def test_zeros_can_be_drawn() -> None:
+    run = make_run()
+    unused = tuple(replace(used, value=0.0) for used in run.utilizations)
+    assert charts.mfu(cells_of([replace(run, id=name, utilizations=unused) for name in "ab"])) is not None
+    assert charts.step_times(cells_of([run, timed([0.0, 1.0, 0.0])])) is not None
+
+
+def test_drawing_leaves_matplotlibs_settings_alone() -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    charts.step_times(cells_of(STUDY))
+    assert dict(matplotlib.rcParams) == before
+
+
+# --- the summary ------------------------------------------------------------------------------------------
+
+
+def test_the_summary_names_the_extremes_and_the_gain() -> None:
+    told = facts(cells_of(STUDY))
+    medians = {run.id: run_row(run)["step_time_s"] for run in STUDY}
+    times = [time for time in medians.values() if isinstance(time, float)]
+    assert told[0].figure == units.format_time(min(times))
+    assert told[1].figure == units.format_time(max(times))
+    ratios = [times[i] / times[i + 1] for i in range(0, len(times), 2)]  # fp32, bf16, fp32, ...
+    (gain,) = [fact for fact in told if "instead of" in fact.text]
+    assert gain.figure == f"{statistics.median(ratios):.2f}×"
+    assert gain.text.startswith("bf16 instead of fp32")
+    assert "4 pairs" in gain.text
+
+
+def test_a_gain_that_could_be_chance_is_said_to_be() -> None:
+    run = make_run({"precision": "fp32"})
+    assert run.spec is not None
+    same = replace(run, id="other", spec=replace(run.spec, precision="bf16"))
+    (gain,) = [fact for fact in facts(cells_of([run, same])) if "instead of" in fact.text]
+    assert gain.figure == "≈ 1×"
+    assert "bf16 instead of fp32" in gain.text
+
+
+def test_a_gain_within_the_noise_says_that_the_intervals_overlap() -> None:
+    noisy = [1.0, 1.3, 0.8, 1.2, 0.7, 1.25]
+    run = make_run({"precision": "fp32"})
+    assert run.spec is not None
+    before = replace(run, timing=timed(noisy).timing)
+    after = replace(run, id="after", spec=replace(run.spec, precision="bf16"), timing=timed(noisy[:3]).timing)
+    (gain,) = [fact for fact in facts(cells_of([before, after])) if "instead of" in fact.text]
+    assert gain.text.endswith("The intervals overlap.")
+
+
+def test_the_summary_counts_failures() -> None:
+    told = [fact for fact in facts(cells_of(MIXED)) if fact.bad]
+    assert [(fact.figure, fact.text[:22]) for fact in told] == [("1 of 10", "cell ran out of memory")]
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [[], [make_run()], [recorder_run()], [out_of_memory()], STUDY, MIXED],
+    ids=lambda runs: str(len(runs)),
+)
+def test_any_set_of_runs_gives_a_page_that_needs_nothing_else(runs: list[Run]) -> None:
+    page = render_page(runs, title="A study", description="of something")
+    assert page == render_page(runs, title="A study", description="of something")
+    assert not re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg\")[\w.]", page)
+    assert "<script" not in page
+    assert "@import" not in page
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data:" in page
+    assert "None" not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+
+
+def test_hostile_strings_are_text_on_the_page() -> None:
+    failure = Failure(kind="error", message=HOSTILE)
+    runs = [
+        recorder_run(name=HOSTILE, notes=(HOSTILE,)),
+        out_of_memory(failure=failure),
+        make_run({"precision": "bf16"}),
+    ]
+    page = render_page(runs, title=HOSTILE, description=HOSTILE)
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "{{ 7*7 }}" in page
+
+
+def test_ids_on_the_page_are_unique_where_they_are_its_own() -> None:
+    page = render_page(STUDY, title="A study")
+    for anchor in re.findall(r'href="#(\w+)"', page):
+        assert page.count(f'id="{anchor}"') >= 1
+    sections = re.findall(r'<section id="(\w+)"', page)
+    assert len(sections) == len(set(sections)) >= 8
+
+
+def test_the_page_says_what_was_not_measured() -> None:
+    page = render_page(MIXED, title="A study")
+    for text in (
+        "memory clock: NVML did not say",
+        "out of memory: asked 8.00 GiB",
+        "did not say how many FLOPs",
+    ):
+        assert text in page
+
+
+def test_a_large_study_stays_small_enough_to_send() -> None:
+    axes: dict[str, list[object]] = {
+        "model": ["small", "medium", "large", "xl", "2.7b"],
+        "context": [128, 256, 512, 1024],
+        "precision": ["fp32", "bf16"],
+        "pass": ["forward", "train"],
+        "compile": ["off", "default"],
+    }
+    runs = grid(axes)
+    assert len(runs) == 160
+    assert len(render_page(runs, title="A study").encode()) < 1_500_000
+
+
+def test_reporting_needs_no_torch_and_renders_lazily() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import steplab.report.html, steplab.report.formats, steplab.report.run_text, steplab.report.charts\n"
+        "print([name for name in ('matplotlib', 'rich', 'jinja2', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    assert done.stdout.strip() == "[]"
