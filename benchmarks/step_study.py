@@ -1,6 +1,6 @@
 """The table of a training step: every size, context, precision and pass, eager and compiled, beside transformers.
 
-    python benchmarks/step_study.py STORE [SECONDS]
+    python benchmarks/step_study.py STORE [SECONDS]      (from the root of the checkout)
 
 Runs the preset studies (sizes, compiled, warmup), the comparison with transformers' Llama, and a cell that cannot
 fit, as sweeps that share one store: one worker a GPU, each with that GPU alone to itself. It stops by itself after
@@ -17,7 +17,7 @@ import time
 
 import torch
 
-EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "examples", "hf")
+EXAMPLES = "examples/hf"
 CONTEXTS = (1024, 512, 256, 128)
 
 

@@ -6,8 +6,10 @@ import torch
 
 from steplab.measurement import compat
 from steplab.measurement.device import Device
+from steplab.records.memory import PeakMemory
 from steplab.records.run import Failure
 from steplab.specs.step import StepSpec
+from steplab.units import format_bytes
 
 _LAST_LINES = 12
 
@@ -16,24 +18,29 @@ def failure_from(error: Exception, stage: str, spec: StepSpec, device: Device) -
     """The failure that `error` is: out of memory with its sizes, or the error's own first line."""
     message = _first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
-        peak = device.peak("step")
-        return Failure(
-            kind="out_of_memory",
-            message=message,
-            phase=stage,
-            requested_bytes=compat.last_refused_bytes() or compat.bytes_in_message(message),
-            peak_allocated_bytes=peak.peak_allocated_bytes if peak else None,
-        )
+        requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(message)
+        return _out_of_memory(stage, requested_bytes, device.peak("step"))
     if "DefaultCPUAllocator: can't allocate memory" in str(error):
         refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
-        size = int(refused[1]) if refused else None
-        return Failure(kind="out_of_memory", message=message, phase=stage, requested_bytes=size)
+        return _out_of_memory(stage, int(refused[1]) if refused else None, None)
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         message = (
             f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
             "choose --attention sdpa, or another precision"
         )
     return Failure(kind="error", message=message, phase=stage, last_lines=tuple(str(error).splitlines()[-_LAST_LINES:]))
+
+
+def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | None) -> Failure:
+    asked = f"asked for {format_bytes(requested_bytes)} more" if requested_bytes else "an allocation was refused"
+    held = f", with at most {format_bytes(peak.peak_allocated_bytes)} in tensors before" if peak else ""
+    return Failure(
+        kind="out_of_memory",
+        message=f"{asked}{held} ({stage})",
+        phase=stage,
+        requested_bytes=requested_bytes,
+        peak_allocated_bytes=peak.peak_allocated_bytes if peak else None,
+    )
 
 
 def _first_line(error: Exception) -> str:

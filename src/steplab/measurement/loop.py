@@ -42,22 +42,23 @@ def run_back_to_back(
     Gives the samples of each phase and of the whole step, and the host's seconds for the whole loop.
     `before_drain` is called when the last step was given to the device and may still be running there.
     """
+    device.reserve_marks(iterations * len(phases) + 1)
     device.synchronize()
-    marks = []
     started = time.perf_counter()
+    marks = [device.mark()]
     for iteration in range(iterations):
-        borders = [device.mark()]
         for phase in phases:
             phase.run()
-            borders.append(device.mark())
-        marks.append(borders)
+            marks.append(device.mark())
         on_step(iteration)
     before_drain()
     device.synchronize()
     host_s = time.perf_counter() - started
 
     def column(start: int, end: int) -> tuple[float, ...]:
-        return tuple(device.seconds_between(borders[start], borders[end]) for borders in marks)
+        """Seconds from one border of a step to another; a step begins where the one before it ends."""
+        first_marks = range(0, iterations * len(phases), len(phases))
+        return tuple(device.seconds_between(marks[first + start], marks[first + end]) for first in first_marks)
 
     columns = {phase.name: column(index, index + 1) for index, phase in enumerate(phases)}
     if "step" not in columns:

@@ -1,0 +1,43 @@
+"""The program under test, and measurements that many tests look at but one makes."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program, Result, keep_result, kept_result, made_once, tiny
+
+
+@pytest.fixture
+def steplab(tmp_path: Path) -> Iterator[Program]:
+    """The program, with an empty store of its own."""
+    program = Program(tmp_path)
+    yield program
+    program.end_all()
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store of one run called "first" and a sweep of two cells, and what the commands said."""
+
+    def measure(folder: Path) -> None:
+        program = Program(folder)
+        run = program("run", *tiny(), "--name", "first", "--format", "json")
+        keep_result(run, folder / "run.json")
+        sweep = program("sweep", *tiny(context="8,16"), "--format", "json")
+        keep_result(sweep, folder / "sweep.json")
+
+    return made_once(tmp_path_factory, "measured", measure)
+
+
+@pytest.fixture
+def first_run(measured: Path) -> Result:
+    """What `steplab run --format json` gave."""
+    return kept_result(measured / "run.json")
+
+
+@pytest.fixture
+def filled(steplab: Program, measured: Path) -> Program:
+    """The program, with a copy of the measured store."""
+    shutil.copy(measured / "store" / "store.db", steplab.store)
+    return steplab

@@ -1,0 +1,227 @@
+"""The program as users run it: a real subprocess, with a store and a home of its own."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import steplab
+
+SOURCES = Path(steplab.__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
+
+_OWN_VARIABLES = ("STEPLAB_", "XDG_")
+_DISPLAY_VARIABLES = ("CI", "COLUMNS", "FORCE_COLOR", "NO_COLOR", "TERM")
+_COMMAND_TIMEOUT_S = 120.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a command left."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Standard output of `--format json`."""
+        rows = json.loads(self.stdout)
+        assert isinstance(rows, list)
+        return rows
+
+
+@dataclass
+class Program:
+    """`steplab` with its own store, home and working folder under `folder`."""
+
+    folder: Path
+    started: list[psutil.Popen] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cwd = self.folder / "work"
+        self.store = self.folder / "store" / "store.db"
+        home = self.folder / "home"
+        for made in (self.cwd, self.store.parent, home):
+            made.mkdir(parents=True, exist_ok=True)
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(_OWN_VARIABLES) and name not in _DISPLAY_VARIABLES
+        }
+        self.environment = inherited | {
+            "HOME": str(home),
+            "XDG_DATA_HOME": str(home / "data"),
+            "STEPLAB_STORE": str(self.store),
+            "PYTHONPATH": str(SOURCES),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",  # two test processes share few cores
+        }
+
+    def __call__(
+        self,
+        *arguments: str | Path,
+        prefix: Sequence[str] = (),
+        stdin: bytes = b"",
+        variables: Mapping[str, str] | None = None,
+        timeout_s: float = _COMMAND_TIMEOUT_S,
+    ) -> Result:
+        """Run a command to its end."""
+        finished = subprocess.run(
+            [*prefix, *command(arguments)],
+            input=stdin,
+            capture_output=True,
+            cwd=self.cwd,
+            env=self.environment | dict(variables or {}),
+            timeout=timeout_s,
+            check=False,
+        )
+        return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=finished.stderr.decode())
+
+    def start(self, *arguments: str | Path) -> psutil.Popen:
+        """Start a command as a shell's foreground job: in a process group of its own, open to Ctrl-C."""
+        process = psutil.Popen(
+            command(arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self.cwd,
+            env=self.environment,
+            process_group=0,
+            # A shell's background job, and so perhaps this test, ignores SIGINT, and would hand that down.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        self.started.append(process)
+        return process
+
+    def write(self, name: str, text: str) -> Path:
+        """A file in the working folder."""
+        path = self.cwd / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The stored runs, newest first; none while there is no store yet."""
+        listed = self("list", "--format", "json")
+        return listed.rows() if listed.code == 0 else []
+
+    def end_all(self) -> None:
+        """Leave no process behind."""
+        for process in self.started:
+            if process.poll() is None:
+                for victim in [*process.children(recursive=True), process]:
+                    kill(victim)
+            process.communicate()
+
+
+def tiny(**changes: str) -> tuple[str, ...]:
+    """Options of the least that is a measurement, some of them changed."""
+    options = {"device": "cpu", "batch": "1", "context": "8", "warmup": "1", "steps": "3"} | changes
+    return tuple(word for name, value in options.items() for word in (f"--{name}", value))
+
+
+def command(arguments: Sequence[str | Path]) -> list[str]:
+    """The command line that a user types as `steplab ...`."""
+    return [sys.executable, "-m", "steplab", *map(str, arguments)]
+
+
+def finish(process: psutil.Popen, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
+    """Wait for a started command."""
+    stdout, stderr = process.communicate(timeout=timeout_s)
+    return Result(code=process.returncode, stdout=stdout.decode(), stderr=stderr.decode())
+
+
+def kill(process: psutil.Process) -> None:
+    """As `kill -9`; a process that is gone already is fine."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended; a zombie has, even if nobody collects it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
+    """Poll until the condition holds; fail, saying what did not happen, after the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"not within {timeout_s:g} s: {what}")
+        time.sleep(_POLL_S)
+
+
+def read_process(path: Path, what: str) -> psutil.Process:
+    """The process whose id a file will hold."""
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"), what)
+    return psutil.Process(int(path.read_text()))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The files of a folder, by their content."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir() if file.is_file()}
+
+
+def complaint(result: Result, code: int) -> str:
+    """The message of a command that failed as one should: one line, no data, no traceback."""
+    assert "Traceback" not in result.stderr
+    assert result.code == code, result
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("steplab: ")
+    assert "internal error" not in lines[0]
+    assert result.stdout == ""
+    return lines[0]
+
+
+def without_privileges() -> list[str]:
+    """Words before a command that make file permissions hold for root too."""
+    if os.geteuid() != 0:
+        return []
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        pytest.skip("root ignores permissions, and there is no setpriv to give them up")
+    return [setpriv, "--bounding-set=-all", "--inh-caps=-all"]
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that `make` fills once, whichever of the parallel test processes comes first."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, complete = base / name, base / f"{name}.complete"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            complete.touch()
+    return folder
+
+
+def keep_result(result: Result, path: Path) -> None:
+    """Write a command's result down, for the other test processes."""
+    path.write_text(json.dumps(vars(result)), encoding="utf-8")
+
+
+def kept_result(path: Path) -> Result:
+    """A result written by `keep_result`."""
+    return Result(**json.loads(path.read_text(encoding="utf-8")))

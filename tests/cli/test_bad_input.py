@@ -1,0 +1,385 @@
+"""What cannot be done is refused in one line, with the right exit code, and leaves the store as it was."""
+
+import gzip
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program, complaint, digests, tiny, without_privileges
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+FACTORIES = """
+from torch import nn
+
+
+def returns_a_number():
+    return 42
+
+
+def raises():
+    raise RuntimeError("no such weights\\nsecond line")
+
+
+def module(batch):
+    return nn.Linear(4, 4), lambda: __import__("torch").randn(batch, 4)
+
+
+def whole_step():
+    return lambda: None
+
+
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def guarded(filled: Program) -> Iterator[Program]:
+    """The program with a measured store, which must be the same after the test, byte for byte."""
+    before = digests(filled.store.parent)
+    yield filled
+    assert digests(filled.store.parent) == before
+
+
+# Refused before anything is started
+
+USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "unknown model": (("run", "--model", "smal"), ("'smal'", "small", "hf:")),
+    "a word for a number": (("run", "--context", "many"), ("context", "whole number", "'many'")),
+    "a fraction for a whole number": (("run", "--batch", "1.5"), ("batch", "whole number")),
+    "zero steps": (("run", "--steps", "0"), ("steps", "at least 1")),
+    "negative warm-up": (("run", "--warmup", "-1"), ("warmup", "at least 0")),
+    "near miss of an option": (("run", "--contxt", "8"), ("--contxt", "--context")),
+    "unknown option": (("run", "--colour", "red"), ("--colour",)),
+    "option without its value": (("run", "--context"), ("--context",)),
+    "option given twice": (("run", "--context", "8", "--context", "16"), ("--context",)),
+    "word without an option": (("run", "small"), ("small",)),
+    "unknown command": (("measure",), ("measure", "run")),
+    "unknown precision": (("run", "--precision", "fp8"), ("fp8", "bf16")),
+    "unknown pass": (("run", "--pass", "backward"), ("pass", "forward_backward")),
+    "unknown attention": (("run", "--attention", "flash"), ("flash", "sdpa_flash")),
+    "unknown device": (("run", "--device", "gpu"), ("gpu", "cuda")),
+    "unknown format": (("run", "--format", "xml"), ("xml", "json")),
+    "heads that do not split": (("run", "--model.num-heads", "3"), ("num_heads", "128")),
+    "a size of someone else's model": (("run", "--model", "a:b", "--model.d-ff", "8"), ("d_ff", "a:b")),
+    "a list for one run": (("run", "--context", "128,256"), ("--context", "sweep")),
+    "a duration in words": (("run", "--timeout", "soon"), ("'soon'", "5min")),
+    "a negative duration": (("run", "--timeout=-3s"), ("'-3s'", "90s")),
+    "no time at all": (("run", "--timeout", "0"), ("'0'",)),
+    "endless time": (("run", "--timeout", "inf"), ("'inf'",)),
+    "a sweep's bad duration": (("sweep", *tiny(), "--timeout", "1 fortnight"), ("fortnight",)),
+    "the doctor's bad duration": (("doctor", "--timeout", "nan"), ("nan",)),
+    "a sweep of nothing": (("sweep",), ("quick", "--context")),
+    "a sweep with a bad cell": (("sweep", "--context", "8,x"), ("context", "'x'")),
+    "a sweep with a hole": (("sweep", "--context", "8,"), ("context",)),
+    "unknown study": (("sweep", "everything"), ("everything", "quick", "TOML")),
+    "no such run": (("show", "zzzz"), ("zzzz", "steplab list")),
+    "no such run to report": (("report", "zzzz"), ("zzzz",)),
+    "no such study to report": (("report", "--study", "zzzz"), ("zzzz",)),
+    "no such run to export": (("export", "zzzz"), ("zzzz",)),
+    "export as a page": (("export", "--output", "page.html"), ("html", "jsonl")),
+    "a limit of nothing": (("list", "--limit", "0"), ("--limit",)),
+    "a file that is missing": (("import", "missing.jsonl"), ("missing.jsonl", "No such file")),
+    "a configuration that is missing": (("run", "--model", "hf:missing.json"), ("missing.json", "No such file")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), USAGE.values(), ids=USAGE.keys())
+def test_a_wrong_request_is_named_with_its_remedy(
+    guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    said = complaint(guarded(*arguments), 2)
+    assert all(word in said for word in words), said
+
+
+def test_a_line_break_in_a_value_does_not_break_the_line(guarded: Program) -> None:
+    complaint(guarded("run", "--model", "small\nmedium"), 2)
+
+
+def test_a_name_that_is_no_text_costs_no_measurement(guarded: Program) -> None:
+    # A byte that is no UTF-8, as Python passes it on.
+    complaint(guarded("run", *tiny(), "--name", "\udcff"), 2)
+
+
+def test_a_context_beyond_the_configurations_positions_is_refused(guarded: Program) -> None:
+    guarded.write("config.json", json.dumps(TINY_LLAMA))
+    said = complaint(guarded("run", *tiny(context="33"), "--model", "hf:config.json"), 2)
+    assert "33" in said
+    assert "32" in said
+    assert "max_position_embeddings" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", "{}", '{"model_type": 7}', "\x00"])
+def test_a_file_that_is_no_configuration_is_named(guarded: Program, content: str) -> None:
+    guarded.write("config.json", content)
+    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
+    assert "config.json" in said
+
+
+@pytest.mark.parametrize(
+    "study",
+    [
+        "context = [",
+        "contexts = [8]",
+        "[[grid]]\ncontxt = 8",
+        "[[grid]]\ncontext = []",
+        "[[grid]]\ncontext = 1.5",
+        "[[grid]]\nmodel = 7",
+        "[grid]\ncontext = 8",
+        "grid = 3",
+        'description = "none"',
+    ],
+)
+def test_a_file_that_is_no_study_is_refused(guarded: Program, study: str) -> None:
+    guarded.write("study.toml", study)
+    complaint(guarded("sweep", "study.toml"), 2)
+
+
+def test_debug_shows_where_an_error_comes_from(guarded: Program) -> None:
+    result = guarded("run", "--model", "smal", "--debug")
+    assert result.code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("steplab: unknown model")
+
+
+# Refused by the measuring process
+
+REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no such module": (("--model", "nowhere:build"), ("nowhere", "folder")),
+    "no such function": (("--model", "mine:build"), ("mine", "build")),
+    "not a function": (("--model", "mine:not_callable"), ("not_callable",)),
+    "a factory that returns nonsense": (("--model", "mine:returns_a_number"), ("int", "make_batch")),
+    "a module without a loss": (("--model", "mine:module"), ("(1, 4)", "loss")),
+    "an attention steplab cannot apply": (("--model", "mine:module", "--attention", "sdpa"), ("attention",)),
+    "a compilation steplab cannot apply": (("--model", "mine:whole_step", "--compile", "default"), ("compile",)),
+    "a size for planning only": (("--model", "xxl"), ("xxl", "planning")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_served_is_no_measurement(
+    guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    guarded.write("mine.py", FACTORIES)
+    said = complaint(guarded("run", *tiny(), *arguments), 2)
+    assert all(word in said for word in words), said
+
+
+def test_a_type_of_model_that_transformers_does_not_know_is_refused(guarded: Program) -> None:
+    pytest.importorskip("transformers")
+    guarded.write("config.json", json.dumps({"model_type": "perceptron9000"}))
+    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
+    assert "config.json" in said
+
+
+def test_cuda_is_refused_where_there_is_none(guarded: Program) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    said = complaint(guarded("run", *tiny(device="cuda")), 2)
+    assert "CUDA" in said
+    assert "--device cpu" in said
+
+
+def test_a_very_long_timeout_is_no_error_of_its_own(guarded: Program) -> None:
+    said = complaint(guarded("run", *tiny(), "--model", "nowhere:build", "--timeout", "9999999999h"), 2)
+    assert "nowhere" in said or "9999999999h" in said
+
+
+def test_a_factory_that_raises_is_a_row_and_one_line(filled: Program) -> None:
+    filled.write("mine.py", FACTORIES)
+    result = filled("run", *tiny(), "--model", "mine:raises", "--format", "json")
+    assert result.code == 1
+    assert result.stderr.splitlines() == ["steplab: error: RuntimeError: no such weights"]
+    [row] = result.rows()
+    assert (row["status"], row["model"], row["step_time_s"]) == ("error", "mine:raises", None)
+    assert row["failure"] == "RuntimeError: no such weights"
+    assert filled.rows()[0]["id"] == row["id"]
+
+
+# Stores
+
+
+@pytest.fixture
+def read_only(guarded: Program) -> Iterator[Program]:
+    guarded.store.chmod(0o444)
+    guarded.store.parent.chmod(0o555)
+    yield guarded
+    guarded.store.parent.chmod(0o755)
+    guarded.store.chmod(0o644)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("run", *tiny()), ("sweep", *tiny()), ("doctor", "--device", "cpu"), ("import", "all.jsonl")]
+)  # fmt: skip
+def test_a_read_only_store_is_refused_before_anything_is_measured(
+    read_only: Program, arguments: tuple[str, ...]
+) -> None:
+    privileges = without_privileges()
+    read_only.write("all.jsonl", read_only("export").stdout)
+    said = complaint(read_only(*arguments, prefix=privileges), 1)
+    assert "not writable" in said
+    assert str(read_only.store) in said
+
+
+def test_a_read_only_store_can_be_read(read_only: Program) -> None:
+    privileges = without_privileges()
+    for arguments in (("list", "--format", "json"), ("report",), ("export",)):
+        assert read_only(*arguments, prefix=privileges) == read_only(*arguments)
+
+
+def _garbage(store: Path) -> None:
+    store.write_text("this was never a database\n" * 500)
+
+
+def _damaged(store: Path) -> None:
+    content = bytearray(store.read_bytes())
+    content[4096:] = b"\xa5" * (len(content) - 4096)
+    store.write_bytes(content)
+
+
+def _newer(store: Path) -> None:
+    with sqlite3.connect(store) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+
+def _foreign(store: Path) -> None:
+    store.unlink()
+    with sqlite3.connect(store) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [(_garbage, "not a steplab store"), (_newer, "newer"), (_foreign, "another program")],
+)
+def test_a_store_that_is_none_is_left_as_it_is(
+    filled: Program, spoil: Callable[[Path], None], word: str, arguments: tuple[str, ...]
+) -> None:
+    spoil(filled.store)
+    before = digests(filled.store.parent)
+    said = complaint(filled(*arguments), 1)
+    assert word in said
+    assert str(filled.store) in said
+    assert digests(filled.store.parent) == before
+
+
+def test_a_damaged_store_costs_no_measurement_that_is_made(filled: Program) -> None:
+    _damaged(filled.store)
+    before = digests(filled.store.parent)
+    assert "damaged" in complaint(filled("list"), 1)
+    said = complaint(filled("run", *tiny(), "--name", "rescued"), 1)
+    assert "damaged" in said
+    assert digests(filled.store.parent) == before
+    [rescued] = filled.cwd.glob("*.jsonl")
+    assert rescued.name in said
+    filled.store.unlink()
+    assert filled("import", rescued).code == 0
+    assert [row["name"] for row in filled.rows()] == ["rescued"]
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("run", *tiny())], ids=["list", "run"])
+def test_a_folder_is_no_store(guarded: Program, arguments: tuple[str, ...]) -> None:
+    said = complaint(guarded(*arguments, "--store", guarded.cwd), 1)
+    assert "folder" in said
+
+
+def test_a_file_where_the_stores_folder_should_be_is_named(guarded: Program) -> None:
+    guarded.write("notes", "")
+    said = complaint(guarded("run", *tiny(), "--store", "notes/store.db"), 1)
+    assert "notes/store.db" in said
+
+
+@pytest.mark.parametrize("command", ["list", "report", "export"])
+def test_reading_before_anything_was_measured_says_how_to_begin(steplab: Program, command: str) -> None:
+    said = complaint(steplab(command), 1)
+    assert "steplab run" in said
+    assert not steplab.store.exists()
+
+
+# Imports
+
+
+@pytest.fixture
+def lines(filled: Program) -> list[str]:
+    """Three exported records, of which the program's store now holds the first alone."""
+    exported = filled("export").stdout.splitlines()
+    filled.store.unlink()
+    assert filled("import", _file(filled, "first.jsonl", exported[:1])).code == 0
+    return exported
+
+
+def _file(program: Program, name: str, lines: list[str]) -> Path:
+    return program.write(name, "".join(line + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["garbage", "{}", "[]", '{"schema": "steplab.run/1"}', '{"schema": "novel.chapter/1"}', "[" * 100_000],
+    ids=["no JSON", "no schema", "a list", "half a record", "another program's", "deeply nested"],
+)
+def test_a_line_that_is_no_record_is_named_and_nothing_is_imported(filled: Program, lines: list[str], bad: str) -> None:
+    before = digests(filled.store.parent)
+    _file(filled, "bad.jsonl", [lines[1], "", bad, lines[2]])
+    said = complaint(filled("import", "bad.jsonl"), 1)
+    assert "line 3" in said
+    assert "nothing was imported" in said
+    assert digests(filled.store.parent) == before
+
+
+def test_a_newer_format_of_record_is_refused_with_the_remedy(filled: Program, lines: list[str]) -> None:
+    before = digests(filled.store.parent)
+    newer = json.dumps(json.loads(lines[1]) | {"schema": "steplab.run/2"})
+    _file(filled, "newer.jsonl", [lines[2], newer])
+    said = complaint(filled("import", "newer.jsonl"), 1)
+    assert all(word in said for word in ("line 2", "steplab.run/2", "upgrade"))
+    assert digests(filled.store.parent) == before
+
+
+def test_an_unknown_field_of_the_same_format_is_no_obstacle(filled: Program, lines: list[str]) -> None:
+    later = json.dumps(json.loads(lines[1]) | {"mood": "cheerful"})
+    _file(filled, "later.jsonl", [later])
+    assert filled("import", "later.jsonl").code == 0
+    assert len(filled.rows()) == 2
+
+
+def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(filled: Program, lines: list[str]) -> None:
+    before = digests(filled.store.parent)
+    _file(filled, "good.jsonl", lines[1:])
+    _file(filled, "bad.jsonl", ["garbage"])
+    said = complaint(filled("import", "good.jsonl", "bad.jsonl"), 1)
+    assert "bad.jsonl" in said
+    assert "line 1" in said
+    assert digests(filled.store.parent) == before
+
+
+def test_bytes_that_are_no_text_are_refused(guarded: Program) -> None:
+    (guarded.cwd / "bytes.jsonl").write_bytes(b'{"schema": "steplab.run/1", "id": "\xff\xfe"}\n')
+    assert "line 1" in complaint(guarded("import", "bytes.jsonl"), 1)
+
+
+def test_a_gzip_file_that_is_cut_off_is_refused(guarded: Program) -> None:
+    whole = gzip.compress(b"x" * 10_000)
+    (guarded.cwd / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    assert "cut.jsonl.gz" in complaint(guarded("import", "cut.jsonl.gz"), 2)
+
+
+def test_another_record_under_a_stored_id_is_refused(guarded: Program) -> None:
+    other = json.loads(guarded("export").stdout.splitlines()[0]) | {"name": "changed"}
+    _file(guarded, "other.jsonl", [json.dumps(other)])
+    said = complaint(guarded("import", "other.jsonl"), 1)
+    assert other["id"] in said
+    assert "line 1" in said

@@ -1,0 +1,73 @@
+"""The examples, and models that are not steplab's, by the commands users type."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tests.cli.program import REPOSITORY, Program, tiny
+from tests.cli.test_bad_input import TINY_LLAMA
+
+
+@pytest.fixture
+def beside_examples(steplab: Program) -> Program:
+    """The program, started in a folder with a copy of the examples."""
+    shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
+    return steplab
+
+
+def test_a_model_of_ones_own_is_measured_by_name(beside_examples: Program) -> None:
+    result = beside_examples(
+        "run", "--model", "examples.my_model:build", "--context", "64", "--device", "cpu", "--format", "json"
+    )
+    assert result.code == 0, result.stderr
+    [row] = result.rows()
+    assert (row["status"], row["model"], row["context"]) == ("ok", "examples.my_model:build", 64)
+    assert min(row[key] for key in ("step_time_s", "forward_s", "backward_s", "optimizer_s")) > 0
+
+
+def test_a_loop_of_ones_own_is_recorded_beside_the_other_runs(beside_examples: Program) -> None:
+    finished = subprocess.run(
+        [sys.executable, "examples/own_loop.py"],
+        cwd=beside_examples.cwd,
+        env=beside_examples.environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    [row] = beside_examples.rows()
+    assert (row["name"], row["status"], row["model"]) == ("own loop", "ok", None)
+    assert 0 < row["forward_s"] < row["step_time_s"]
+    shown = beside_examples("show", row["id"])
+    assert shown.code == 0
+    assert "own loop" in shown.stdout
+    for format in ("table", "md", "latex", "csv", "html"):
+        assert beside_examples("report", "--format", format).code == 0
+
+
+def test_a_transformers_configuration_is_measured_with_its_own_sizes(steplab: Program) -> None:
+    pytest.importorskip("transformers")
+    steplab.write("config.json", json.dumps(TINY_LLAMA))
+    result = steplab("run", *tiny(context="32"), "--model", "hf:config.json", "--format", "json")
+    assert result.code == 0, result.stderr
+    [row] = result.rows()
+    assert (row["status"], row["model"], row["context"]) == ("ok", "hf:llama", 32)
+    record = json.loads(steplab("show", row["id"], "--format", "json").stdout)
+    assert record["spec"]["model"]["hf_config"] == TINY_LLAMA
+    embedding, attention, feed_forward, norms = 64 * 16, 4 * 16 * 16, 3 * 16 * 32, 3 * 16
+    assert record["model"] == {
+        "num_parameters": 2 * embedding + attention + feed_forward + norms,
+        "num_embedding_parameters": embedding,
+        "num_layers": 1,
+        "attention_width": 16,
+    }
+
+
+@pytest.mark.parametrize("name", ["llama-small", "llama-2.7b"])
+def test_the_configurations_that_come_along_are_read(beside_examples: Program, name: str) -> None:
+    result = beside_examples("sweep", "--model", f"hf:examples/hf/{name}.json", "--dry-run")
+    assert (result.code, result.stderr) == (0, "")
+    assert "hf:llama" in result.stdout

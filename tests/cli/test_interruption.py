@@ -1,0 +1,221 @@
+"""Whatever is killed, whenever: no process stays behind, and no finished cell is lost."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.cli.program import Program, finish, is_gone, kill, read_process, tiny, wait_until
+
+MODEL = '''
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def tell(name, pid):
+    Path(name).write_text(f"{pid}\\\\n")
+
+
+def build(context):
+    """A step that does nothing; at context 2, it is not ready before the file `hold` is gone."""
+    if context == 2:
+        tell("measuring.pid", os.getpid())
+        while Path("hold").exists():
+            time.sleep(0.02)
+    return lambda: None
+
+
+def with_helper():
+    """Starts a program, as a data loader or a compiler does, and is never ready."""
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    tell("helper.pid", helper.pid)
+    tell("measuring.pid", os.getpid())
+    time.sleep(120)
+
+
+def fork_helper():
+    """Leaves a forked process, which has everything open that this one has."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(120)
+        os._exit(0)
+    tell("helper.pid", pid)
+
+
+def leaves_helper():
+    fork_helper()
+    return lambda: None
+
+
+def crashes_beside_helper():
+    fork_helper()
+    os.kill(os.getpid(), signal.SIGSEGV)
+'''.replace("\\\\", "\\")
+
+SWEEP = ("sweep", *tiny(context="1,2,3"), "--model", "held:build")
+LONGEST_HANG_S = 20.0
+"""Far less than the helpers live."""
+
+
+@pytest.fixture
+def held(steplab: Program) -> Program:
+    """The program beside a model whose cell of context 2 hangs for as long as there is a file `hold`."""
+    steplab.write("held.py", MODEL)
+    steplab.write("hold", "")
+    return steplab
+
+
+def start_until_second_cell(held: Program) -> tuple[psutil.Popen, psutil.Process]:
+    """A sweep whose first cell is stored and whose second is under way: its process, and the measuring one."""
+    sweep = held.start(*SWEEP)
+    measuring = read_process(held.cwd / "measuring.pid", "the second cell is under way")
+    assert len(held.rows()) == 1, "the first cell is stored before the second begins"
+    assert measuring in sweep.children(recursive=True)
+    return sweep, measuring
+
+
+def resume(held: Program) -> list[str]:
+    """Let the second cell go, resume the sweep, and give the progress lines."""
+    (held.cwd / "hold").unlink()
+    resumed = held(*SWEEP, "--resume", "--format", "json")
+    assert resumed.code == 0, resumed.stderr
+    assert [(row["context"], row["status"]) for row in resumed.rows()] == [(1, "ok"), (2, "ok"), (3, "ok")]
+    return [line for line in resumed.stderr.splitlines() if line.startswith("[")]
+
+
+def test_killing_the_sweep_ends_the_measuring_process_and_keeps_what_was_finished(held: Program) -> None:
+    sweep, measuring = start_until_second_cell(held)
+    [first] = held.rows()
+    kill(sweep)
+    wait_until(lambda: is_gone(measuring), "the measuring process ends with its parent")
+    assert finish(sweep).code == -signal.SIGKILL
+    assert held.rows() == [first]
+
+    lines = resume(held)
+    assert [line.split("]")[0] for line in lines] == ["[1/2", "[2/2"], "the first cell is not measured again"
+    rows = held.rows()
+    assert [row["context"] for row in rows] == [3, 2, 1]
+    assert rows[-1] == first
+    [study] = held("list", "--studies", "--format", "json").rows()
+    assert (study["num_cells"], study["num_ok"], study["num_failed"]) == (3, 3, 0)
+
+
+def test_a_killed_measuring_process_is_a_row_and_the_only_cell_to_be_resumed(held: Program) -> None:
+    sweep, measuring = start_until_second_cell(held)
+    kill(measuring)
+    assert finish(sweep).code == 0
+    before = {row["context"]: row for row in held.rows()}
+    assert {context: row["status"] for context, row in before.items()} == {1: "ok", 2: "crashed", 3: "ok"}
+    assert "SIGKILL" in before[2]["failure"]
+
+    lines = resume(held)
+    assert [line.split("]")[0] for line in lines] == ["[1/1"]
+    after = {row["context"]: row for row in held.rows()}
+    assert [after[1], after[3]] == [before[1], before[3]]
+    assert after[2]["id"] != before[2]["id"]
+    assert len(held("export").stdout.splitlines()) == 4, "the crash is kept beside the better attempt"
+    assert resume_again(held) == before_ids(after)
+
+
+def resume_again(held: Program) -> list[str]:
+    """Ids of a sweep resumed once everything is measured."""
+    again = held(*SWEEP, "--resume", "--format", "json")
+    assert again.code == 0
+    assert "[" not in again.stderr
+    return [row["id"] for row in again.rows()]
+
+
+def before_ids(rows: dict[int, dict[str, str]]) -> list[str]:
+    return [rows[context]["id"] for context in sorted(rows)]
+
+
+def test_ctrl_c_ends_the_sweep_with_its_measuring_process_and_keeps_what_was_finished(held: Program) -> None:
+    sweep, measuring = start_until_second_cell(held)
+    [first] = held.rows()
+    os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does it: to everyone in the foreground
+    result = finish(sweep)
+    assert result.code == 130
+    assert is_gone(measuring)
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert "--resume" in result.stderr.splitlines()[-1]
+    assert held.rows() == [first]
+
+
+def test_ctrl_c_ends_a_run_quietly_and_stores_nothing(held: Program) -> None:
+    run = held.start("run", *tiny(context="2"), "--model", "held:build")
+    measuring = read_process(held.cwd / "measuring.pid", "the measurement is under way")
+    os.killpg(run.pid, signal.SIGINT)
+    result = finish(run)
+    assert (result.code, result.stdout) == (130, "")
+    assert "Traceback" not in result.stderr
+    assert is_gone(measuring)
+    assert held.rows() == []
+
+
+def test_a_terminated_sweep_leaves_no_measuring_process(held: Program) -> None:
+    sweep, measuring = start_until_second_cell(held)
+    sweep.terminate()
+    wait_until(lambda: is_gone(measuring), "the measuring process ends with its parent")
+    finish(sweep)
+    assert [row["context"] for row in held.rows()] == [1]
+
+
+def test_two_sweeps_share_a_store(steplab: Program) -> None:
+    steplab.write("held.py", MODEL)
+    sweeps = [
+        steplab.start("sweep", *tiny(context="1,3", steps=steps), "--model", "held:build", "--format", "json")
+        for steps in ("3", "4")
+    ]
+    results = [finish(sweep) for sweep in sweeps]
+    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
+    ids = {row["id"] for result in results for row in result.rows()}
+    assert len(ids) == 4
+    assert {row["id"] for row in steplab.rows()} == ids
+    studies = steplab("list", "--studies", "--format", "json").rows()
+    assert [study["num_ok"] for study in studies] == [2, 2]
+
+
+# What the measuring process has started itself
+
+
+@pytest.fixture
+def helper_file(held: Program) -> "Path":
+    return held.cwd / "helper.pid"
+
+
+@pytest.mark.parametrize("signal_sent", [signal.SIGKILL, signal.SIGINT])
+def test_what_the_model_started_ends_with_the_run(
+    held: Program, helper_file: Path, signal_sent: signal.Signals
+) -> None:
+    run = held.start("run", *tiny(), "--model", "held:with_helper")
+    measuring = read_process(held.cwd / "measuring.pid", "the measurement is under way")
+    helper = read_process(helper_file, "the helper was started")
+    try:
+        os.killpg(run.pid, signal_sent)
+        wait_until(lambda: is_gone(measuring), "the measuring process ends with its parent")
+        wait_until(lambda: is_gone(helper), "the helper ends with the measuring process", timeout_s=10)
+    finally:
+        kill(helper)
+    finish(run)
+
+
+@pytest.mark.parametrize(("model", "code", "said"), [("leaves_helper", 0, ""), ("crashes_beside_helper", 1, "SIGSEGV")])
+def test_a_process_that_the_model_leaves_behind_neither_delays_nor_outlives_the_run(
+    held: Program, helper_file: Path, model: str, code: int, said: str
+) -> None:
+    run = held.start("run", *tiny(), "--model", f"held:{model}")
+    helper = read_process(helper_file, "the helper was started")
+    try:
+        wait_until(lambda: is_gone(run), "the run ends though the helper lives", timeout_s=LONGEST_HANG_S)
+        wait_until(lambda: is_gone(helper), "the helper ends with the run", timeout_s=10)
+    finally:
+        kill(helper)
+    result = finish(run)
+    assert result.code == code, result.stderr
+    assert said in result.stderr

@@ -1,0 +1,201 @@
+"""Every command and every piece of Python in README.md works as it is written."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.cli.program import REPOSITORY, Program
+
+README = REPOSITORY / "README.md"
+SHELLS = ("sh", "bash", "shell", "console")
+NEEDS_A_GPU = "# needs a GPU"
+SET_UP = re.compile(r"python3? -m (venv|pip|pytest|build)\b")
+"""What installs or tests steplab, rather than uses it."""
+COMMAND_TIMEOUT_S = 240.0
+
+pytestmark = [
+    pytest.mark.skipif(not README.exists(), reason="there is no README.md yet"),
+    pytest.mark.timeout(900),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A command line, or a block of Python, and where it stands."""
+
+    line: int
+    language: str
+    text: str
+
+    @property
+    def needs_a_gpu(self) -> bool:
+        return NEEDS_A_GPU in self.text
+
+    def __str__(self) -> str:
+        return f"README.md line {self.line}: {self.text}"
+
+
+def blocks(markdown: str) -> Iterator[Piece]:
+    """The fenced blocks, with the line on which their text begins."""
+    fence = re.compile(r"^( *)(`{3,}|~{3,})([\w+-]*)[^\n]*\n(.*?)^ *\2 *$", re.MULTILINE | re.DOTALL)
+    for found in fence.finditer(markdown):
+        indent = len(found[1])
+        text = "".join(line[min(indent, len(line) - len(line.lstrip(" "))) :] for line in found[4].splitlines(True))
+        yield Piece(line=markdown.count("\n", 0, found.start(4)) + 1, language=found[3].lower(), text=text)
+
+
+def commands(block: Piece) -> Iterator[Piece]:
+    """The command lines of a shell block, continued ones joined; in a console block, those after a prompt."""
+    pending, started = "", block.line
+    for number, line in enumerate(block.text.splitlines(), start=block.line):
+        if not pending:
+            started = number
+            if block.language == "console" and not line.startswith("$ "):
+                continue
+        text = pending + line.removeprefix("$ ").strip()
+        if text.endswith("\\"):
+            pending = text[:-1].rstrip() + " "
+            continue
+        pending = ""
+        if text and not text.startswith("#"):
+            yield Piece(line=started, language="sh", text=text)
+
+
+def pieces() -> list[Piece]:
+    """All commands and all Python, in their order."""
+    found: list[Piece] = []
+    for block in blocks(README.read_text(encoding="utf-8")):
+        if block.language in SHELLS:
+            found += commands(block)
+        elif block.language in ("python", "py"):
+            found.append(block)
+    return found
+
+
+def is_ours(piece: Piece) -> bool:
+    """A command that uses steplab; others install it, or change folders."""
+    return (
+        piece.language == "sh" and bool(re.match(r"(steplab|python3?)\s", piece.text)) and not SET_UP.match(piece.text)
+    )
+
+
+@pytest.fixture
+def reader(steplab: Program) -> Program:
+    """The program for someone who types: in a copy of the checkout's examples, `steplab` and `python` on PATH."""
+    shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
+    scripts = steplab.folder / "bin"
+    scripts.mkdir()
+    for name, meaning in {"steplab": "-m steplab", "python": "", "python3": ""}.items():
+        script = scripts / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    steplab.environment["PATH"] = f"{scripts}:{steplab.environment['PATH']}"
+    return steplab
+
+
+def newest_id(program: Program) -> str:
+    rows = program.rows()
+    assert rows, "README.md names an ID before any command has made a run"
+    return str(rows[0]["id"])
+
+
+def run_piece(program: Program, piece: Piece) -> None:
+    """Run it as it is written."""
+    if piece.language == "sh":
+        text = re.sub(r"(?<![\w-])ID(?![\w=])", lambda _: newest_id(program), piece.text)
+        arguments = ["bash", "-o", "pipefail", "-c", text]
+    else:
+        arguments = [sys.executable, "-c", piece.text]
+    finished = subprocess.run(
+        arguments,
+        cwd=program.cwd,
+        env=program.environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+    assert finished.returncode == 0, f"{piece}\n{finished.stdout}\n{finished.stderr}"
+
+
+def check_without_running(program: Program, piece: Piece) -> None:
+    """That a command for a GPU is one: its options are understood, its files exist."""
+    words = shlex.split(piece.text, comments=True)
+    if words[0] != "steplab":
+        scripts = [word for word in words[1:] if word.endswith(".py")]
+        assert all((program.cwd / script).exists() for script in scripts), str(piece)
+    elif words[1] == "sweep":
+        result = program(*words[1:], "--dry-run")
+        assert result.code == 0, f"{piece}\n{result.stderr}"
+    else:
+        from cyclopts import CycloptsError
+
+        from steplab.cli.app import app
+
+        try:
+            app.parse_args(words[1:], exit_on_error=False, print_error=False)
+        except CycloptsError as error:
+            pytest.fail(f"{piece}\n{error}")
+        if words[1] == "run":  # a run's fields are those of a sweep of one cell
+            fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store"))
+            result = program("sweep", *fields, "--dry-run")
+            assert result.code == 0, f"{piece}\n{result.stderr}"
+
+
+def without_options(words: list[str], names: tuple[str, ...]) -> list[str]:
+    """The words less these options and their values; at least the default model is named."""
+    kept: list[str] = []
+    skip_next = False
+    for word in words:
+        if skip_next:
+            skip_next = False
+        elif word in names:
+            skip_next = True
+        elif not word.startswith(tuple(f"{name}=" for name in names)):
+            kept.append(word)
+    return kept or ["--model", "tiny"]
+
+
+def test_every_command_and_every_piece_of_python_works_in_its_order(reader: Program) -> None:
+    ours = [piece for piece in pieces() if is_ours(piece) or piece.language != "sh"]
+    assert any(piece.language == "sh" for piece in ours), "README.md shows no command"
+    for piece in ours:
+        if piece.language != "sh":
+            compile(piece.text, f"README.md line {piece.line}", "exec")
+        if not piece.needs_a_gpu:
+            run_piece(reader, piece)
+        elif piece.language == "sh":
+            check_without_running(reader, piece)
+
+
+def test_every_make_target_named_exists() -> None:
+    named = {
+        word
+        for piece in pieces()
+        if piece.language == "sh" and re.match(r"make\b", piece.text)
+        for word in shlex.split(piece.text, comments=True)[1:]
+        if "=" not in word and not word.startswith("-")
+    }
+    if not named:
+        pytest.skip("README.md names no make target")
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w.-]+)\s*:(?!=)", makefile, re.MULTILINE))
+    assert named <= targets
+
+
+def test_every_file_the_page_links_to_exists() -> None:
+    text = re.sub(r"(`{3,}).*?\1", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+    missing = [
+        link
+        for link in links
+        if "://" not in link and not link.startswith("mailto:") and not Path(REPOSITORY / link).exists()
+    ]
+    assert missing == []

@@ -1,0 +1,317 @@
+"""Measuring one step, and everything that reads the record afterwards."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.program import Program, Result, command, complaint, digests, kept_result, tiny
+
+from steplab.records.codec import decode
+from steplab.records.run import Run
+
+REPORT_FORMATS = ("table", "json", "csv", "md", "latex")
+COMMANDS = ("run", "sweep", "list", "show", "report", "export", "import", "doctor")
+READING = (("list",), ("list", "--studies"), ("report",), ("export",))
+
+
+@pytest.fixture
+def first_id(first_run: Result) -> str:
+    return str(first_run.rows()[0]["id"])
+
+
+# Measuring
+
+
+def test_run_gives_one_row_with_units_in_its_names(first_run: Result) -> None:
+    assert first_run.code == 0
+    assert first_run.stderr == ""
+    [row] = first_run.rows()
+    assert re.fullmatch(r"[0-9a-f]{12}", row["id"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["created_utc"])
+    said = {"name": "first", "status": "ok", "model": "tiny", "batch": 1, "context": 8, "steps": 3, "warmup": 1}
+    assert {key: row[key] for key in said} == said
+    assert 0 < row["forward_s"] < row["step_time_s"]
+    assert row["backward_s"] > 0
+    assert row["optimizer_s"] > 0
+    assert row["tokens_per_s"] == pytest.approx(8 / row["step_time_s"])
+    assert isinstance(row["host_peak_bytes"], int)
+    assert row["failure"] is None
+
+
+def test_an_unknown_peak_gives_no_mfu_but_the_reason_and_the_remedy(first_run: Result) -> None:
+    [row] = first_run.rows()
+    if row["peak_flops_per_s"] is not None:
+        pytest.skip(f"the catalogue knows the peak of {row['device']}")
+    assert row["mfu"] is None
+    assert row["device"] in row["peak_source"]
+    assert "steplab doctor" in row["peak_source"]
+
+
+@pytest.mark.parametrize("format", ["table", "md", "latex"])
+def test_run_is_shown_in_the_format_asked_for(steplab: Program, format: str) -> None:
+    result = steplab("run", *tiny(), "--pass", "forward", "--format", format)
+    assert (result.code, result.stderr) == (0, "")
+    opening = {"table": "tiny · batch 1 · context 8", "md": "| id | ", "latex": "% needs \\usepackage{booktabs}\n"}
+    assert result.stdout.startswith(opening[format])
+    assert "\x1b" not in result.stdout
+
+
+def test_run_writes_the_file_whole_and_in_the_format_of_its_ending(steplab: Program) -> None:
+    old = steplab.write("row.csv", "an older file\n")
+    result = steplab("run", *tiny(), "--pass", "forward", "--output", old)
+    assert result.code == 0, result.stderr
+    assert result.stdout == ""
+    [row] = csv.DictReader(io.StringIO(old.read_text()))
+    assert float(row["step_time_s"]) > 0
+    assert row["backward_s"] == ""
+    assert os.listdir(steplab.cwd) == ["row.csv"]
+    assert old.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_an_output_folder_that_is_missing_is_one_line(filled: Program) -> None:
+    before = digests(filled.store.parent)
+    said = complaint(filled("list", "--output", "missing/rows.csv"), 1)
+    assert "missing/rows.csv" in said
+    assert digests(filled.store.parent) == before
+
+
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_a_page_as_output_is_refused_before_anything_is_measured(filled: Program, command: str) -> None:
+    before = digests(filled.store.parent)
+    said = complaint(filled(command, *tiny(), "--output", "page.html"), 2)
+    assert "report" in said
+    assert digests(filled.store.parent) == before
+
+
+# Reading it again
+
+
+def test_show_describes_the_run(filled: Program, first_id: str) -> None:
+    result = filled("show", first_id)
+    assert result.code == 0
+    assert result.stderr == ""
+    assert first_id in result.stdout
+    for word in ("first", "tiny", "batch 1", "context 8", "torch"):
+        assert word in result.stdout
+
+
+def test_show_gives_the_whole_record_as_json(filled: Program, first_id: str) -> None:
+    result = filled("show", first_id, "--format", "json")
+    record = decode(result.stdout)
+    assert isinstance(record, Run)
+    assert (record.id, record.name, record.status) == (first_id, "first", "ok")
+    assert record.spec is not None
+    assert record.spec.steps == 3
+    assert record.timing is not None
+    step = record.timing.phase("step")
+    assert step is not None
+    assert len(step.best_s) == 3
+    assert record.environment is not None
+
+
+def test_the_beginning_of_an_id_is_enough(filled: Program, first_id: str) -> None:
+    whole = filled("show", first_id, "--format", "json")
+    assert filled("show", first_id[:7], "--format", "json") == whole
+
+
+def test_list_shows_the_newest_first(filled: Program, measured: Path, first_id: str) -> None:
+    swept = [row["id"] for row in kept_result(measured / "sweep.json").rows()]
+    assert [row["id"] for row in filled.rows()] == [*reversed(swept), first_id]
+
+
+def test_list_says_when_it_left_out_older_runs(filled: Program, first_id: str) -> None:
+    result = filled("list", "--limit", "2", "--format", "json")
+    assert len(result.rows()) == 2
+    assert first_id not in result.stdout
+    assert "--limit" in result.stderr
+    assert filled("list", "--limit", "3").stderr == ""
+
+
+def test_list_selects_by_name_and_by_study(filled: Program, first_id: str) -> None:
+    assert [row["id"] for row in filled("list", "--name", "first", "--format", "json").rows()] == [first_id]
+    [study] = filled("list", "--studies", "--format", "json").rows()
+    of_study = filled("list", "--study", study["id"][:7], "--format", "json").rows()
+    assert [row["context"] for row in of_study] == [16, 8]
+
+
+def test_list_counts_the_cells_of_each_study(filled: Program) -> None:
+    [study] = filled("list", "--studies", "--format", "json").rows()
+    assert (study["name"], study["num_cells"], study["num_ok"], study["num_failed"]) == ("sweep", 2, 2, 0)
+    table = filled("list", "--studies")
+    assert table.code == 0
+    assert study["id"] in table.stdout
+
+
+def test_a_table_fits_the_columns_there_are(filled: Program) -> None:
+    for columns in (40, 60, 100):
+        shown = filled("list", variables={"COLUMNS": str(columns)}).stdout
+        assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("arguments", READING, ids=" ".join)
+def test_reading_leaves_no_trace_beside_the_store(filled: Program, arguments: tuple[str, ...]) -> None:
+    before = digests(filled.store.parent)
+    assert filled(*arguments).code == 0
+    assert digests(filled.store.parent) == before
+
+
+def test_the_store_named_by_option_wins_over_the_variable(filled: Program, tmp_path: Path) -> None:
+    said = complaint(filled("list", "--store", tmp_path / "other.db"), 1)
+    assert str(tmp_path / "other.db") in said
+    assert "steplab run" in said
+
+
+def test_without_a_name_the_store_lies_in_the_data_folder(steplab: Program) -> None:
+    said = complaint(steplab("list", variables={"STEPLAB_STORE": ""}), 1)
+    assert f"{steplab.environment['XDG_DATA_HOME']}/steplab/store.db" in said
+
+
+# Carrying it elsewhere
+
+
+def test_export_and_import_carry_every_record_unchanged(filled: Program, tmp_path: Path) -> None:
+    assert filled("export", "--output", "all.jsonl").code == 0
+    exported = (filled.cwd / "all.jsonl").read_text()
+    assert len(exported.splitlines()) == 3
+    assert filled("export").stdout == exported
+    other = ("--store", tmp_path / "other.db")
+    first, again = (filled("import", "all.jsonl", *other) for _ in range(2))
+    assert (first.code, first.stdout) == (0, "")
+    assert "3 records added, 0" in first.stderr
+    assert again.code == 0
+    assert "0 records added, 3" in again.stderr
+    assert filled("export", *other).stdout == exported
+    assert filled("report", *other, "--format", "json").stdout == filled("report", "--format", "json").stdout
+
+
+def test_import_reads_gzip_and_standard_input(filled: Program, tmp_path: Path) -> None:
+    exported = filled("export").stdout.encode()
+    (filled.cwd / "all.jsonl.gz").write_bytes(gzip.compress(exported))
+    zipped, piped = tmp_path / "zipped.db", tmp_path / "piped.db"
+    assert filled("import", "all.jsonl.gz", "--store", zipped).code == 0
+    assert filled("import", "-", "--store", piped, stdin=exported).code == 0
+    for store in (zipped, piped):
+        assert filled("export", "--store", store).stdout.encode() == exported
+
+
+def test_export_takes_records_by_id_and_a_study(filled: Program, first_id: str) -> None:
+    [line] = filled("export", first_id[:6]).stdout.splitlines()
+    assert decode(line).id == first_id
+    [study] = filled("list", "--studies", "--format", "json").rows()
+    assert len(filled("export", "--study", study["id"]).stdout.splitlines()) == 2
+
+
+def test_export_as_csv_has_a_row_a_run(filled: Program) -> None:
+    assert filled("export", "--output", "all.csv").code == 0
+    rows = list(csv.DictReader((filled.cwd / "all.csv").open()))
+    assert [row["context"] for row in rows] == ["8", "8", "16"]
+    assert all(float(row["step_time_s"]) > 0 for row in rows)
+
+
+# Reports
+
+
+@pytest.mark.parametrize("format", REPORT_FORMATS)
+def test_report_gives_the_newest_study_in_every_format(filled: Program, format: str) -> None:
+    result = filled("report", "--format", format)
+    assert (result.code, result.stderr) == (0, "")
+    if format == "json":
+        assert [row["context"] for row in result.rows()] == [8, 16]
+    elif format == "csv":
+        assert [row["context"] for row in csv.DictReader(io.StringIO(result.stdout))] == ["8", "16"]
+    else:
+        opening = {"table": "context", "md": "| context |", "latex": "% needs \\usepackage{booktabs}"}
+        assert opening[format] in result.stdout.splitlines()[0]
+
+
+def test_report_of_named_runs_has_them_in_the_order_named(filled: Program, first_id: str) -> None:
+    ids = [first_id, *(row["id"] for row in filled.rows() if row["name"] != "first")]
+    rows = filled("report", *ids, "--format", "json").rows()
+    assert [row["id"] for row in rows] == ids
+
+
+def test_the_page_is_one_file_that_asks_for_nothing_else(filled: Program) -> None:
+    result = filled("report", "--output", "page.html", "--title", "Ours & <theirs>")
+    assert result.code == 0, result.stderr
+    page = (filled.cwd / "page.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    assert "Ours &amp; &lt;theirs&gt;" in page
+    assert "<theirs>" not in page
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+    assert filled("report", "--format", "html").stdout.lstrip().lower().startswith("<!doctype html>")
+
+
+# The program itself
+
+
+def test_a_reader_that_stops_early_is_no_error(filled: Program) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    finished = subprocess.run(
+        command(["export"]), stdout=write_end, stderr=subprocess.PIPE, env=filled.environment, check=False
+    )
+    os.close(write_end)
+    assert (finished.returncode, finished.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_standard_output_is_one_line(filled: Program) -> None:
+    with Path("/dev/full").open("wb") as full:
+        finished = subprocess.run(
+            command(["list"]), stdout=full, stderr=subprocess.PIPE, env=filled.environment, check=False
+        )
+    said = complaint(Result(code=finished.returncode, stdout="", stderr=finished.stderr.decode()), 1)
+    assert "No space left" in said
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(steplab: Program, name: str) -> None:
+    result = steplab(name, "--help")
+    assert (result.code, result.stderr) == (0, "")
+    assert f"steplab {name}" in result.stdout
+    assert not steplab.store.exists()
+
+
+def test_the_program_alone_explains_itself_and_names_every_command(steplab: Program) -> None:
+    alone = steplab()
+    assert alone.code == 0
+    assert all(name in alone.stdout for name in COMMANDS)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", steplab("--version").stdout)
+
+
+# Ceilings
+
+
+def test_doctor_measures_the_peak_that_later_runs_need_for_their_mfu(steplab: Program) -> None:
+    seen = steplab("doctor", "--device", "cpu")
+    assert seen.code == 0, seen.stderr
+    assert "matmul" in seen.stdout
+    assert "copy" in seen.stdout
+    [row] = steplab("run", *tiny(batch="4", context="64"), "--format", "json").rows()
+    assert 0 < row["mfu"] < 1.5
+    assert row["mfu_convention"] == "causal"
+    assert row["peak_flops_per_s"] > 0
+    assert "measured" in row["peak_source"]
+    assert "steplab doctor" in row["peak_source"]
+    ceilings = _exported(steplab, "steplab.ceilings")
+    assert len(ceilings) == 1
+    assert ceilings[0]["id"] in row["peak_source"]
+    assert steplab("show", ceilings[0]["id"]).stdout == seen.stdout
+
+
+def _exported(program: Program, schema: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in program("export").stdout.splitlines()]
+    return [record for record in records if record["schema"].startswith(schema)]

@@ -1,0 +1,225 @@
+"""The shape of the package: arrows that point one way, no torch where none is needed, nothing too long."""
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.runs import make_run, out_of_memory, recorder_run
+
+import steplab
+from steplab.records.codec import encode
+
+SOURCE = Path(steplab.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+
+ARROWS = {
+    "errors": set(),
+    "stats": set(),
+    "units": {"errors"},
+    "specs": {"units", "errors"},
+    "records": {"specs", "stats", "units", "errors"},
+    "costs": {"specs", "units", "errors"},
+    "ops": {"errors"},
+    "model": {"ops", "specs", "errors"},
+    "measurement": {"model", "ops", "records", "specs", "units", "errors"},
+    "store": {"records", "specs", "units", "errors"},
+    "report": {"records", "specs", "stats", "units", "errors"},
+    "lab": {"measurement", "costs", "store", "records", "specs", "units", "errors"},
+    "cli": {"lab", "report", "records", "specs", "units", "errors", "measurement"},
+    "__main__": {"cli"},
+    "__init__": {"lab", "store", "records", "specs", "errors"},
+}
+"""Part -> the parts it may import, itself aside. Whatever is imported for type checking counts too."""
+
+FROM_MEASUREMENT_TO_CLI = {"steplab.measurement.launch.Progress", "steplab.measurement.launch.OnProgress"}
+"""The command line shows how far a measurement is, and starts none."""
+
+TORCH_FREE = ["errors", "units", "stats", "specs", "records", "costs", "store", "report", "cli", "lab", "__main__"]
+
+
+def part_of(path: Path) -> str:
+    """The folder, or the file beside the folders, that a module belongs to."""
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything of steplab's that a file imports, wherever in the file."""
+    package = ["steplab", *path.relative_to(SOURCE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        for name in names:
+            if name.partition(".")[0] == "steplab":
+                yield node.lineno, name
+
+
+def violations(path: Path) -> Iterator[str]:
+    part = part_of(path)
+    for line, name in imports(path):
+        if name == "steplab.__version__":
+            continue
+        imported = (name.split(".") + ["the whole package"])[1]
+        allowed = imported == part or imported in ARROWS[part]
+        if part == "cli" and imported == "measurement":
+            allowed = name in FROM_MEASUREMENT_TO_CLI
+        if not allowed:
+            yield f"{path.relative_to(SOURCE)}:{line} {part} -> {name}"
+
+
+# --- arrows -----------------------------------------------------------------------------------------------
+
+
+def test_every_part_of_the_package_has_its_arrows() -> None:
+    assert {part_of(path) for path in FILES} == set(ARROWS)
+
+
+@pytest.mark.parametrize("part", sorted(ARROWS))
+def test_imports_point_downwards(part: str) -> None:
+    found = [line for path in FILES if part_of(path) == part for line in violations(path)]
+    assert found == []
+
+
+def test_the_arrows_make_no_circle() -> None:
+    remaining = dict(ARROWS)
+    while remaining:
+        bottom = [part for part, below in remaining.items() if not below & set(remaining)]
+        assert bottom, f"a circle among {sorted(remaining)}"
+        for part in bottom:
+            del remaining[part]
+
+
+@pytest.mark.parametrize(
+    ("part", "source", "name"),
+    [
+        ("ops/attention/x.py", "from steplab.specs.step import StepSpec", "steplab.specs.step.StepSpec"),
+        ("records/x.py", "if TYPE_CHECKING:\n    import steplab.report.html", "steplab.report.html"),
+        ("report/x.py", "def f():\n    from ..lab import measuring", "steplab.lab.measuring"),
+        ("stats.py", "from steplab import units", "steplab.units"),
+        ("store/x.py", "importlib.import_module('steplab.lab')", "steplab.lab"),
+        ("cli/x.py", "from steplab.measurement.launch import measure_in_child", "launch.measure_in_child"),
+        ("model/x.py", "import steplab", "steplab"),
+    ],
+)
+def test_an_arrow_that_points_upwards_would_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, source: str, name: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    path = tmp_path / part
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    (found,) = violations(path)
+    assert found.endswith(name)
+
+
+# --- without torch ----------------------------------------------------------------------------------------
+
+BLOCKED = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"torch was asked for ({name})", name="torch")
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def in_a_fresh_process(code: str, *arguments: str) -> str:
+    """What the code prints, with steplab on the path; it must end well."""
+    finished = subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(SOURCE.parent)!r})\n{code}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def modules_of(part: str) -> list[str]:
+    found = importlib.import_module(f"steplab.{part}")
+    inner = pkgutil.walk_packages(found.__path__, f"{found.__name__}.") if hasattr(found, "__path__") else ()
+    return [found.__name__, *(module.name for module in inner)]
+
+
+def test_the_blocker_blocks_torch() -> None:
+    code = f"{BLOCKED}\ntry:\n    import torch\nexcept ModuleNotFoundError as error:\n    print(error)"
+    assert "torch was asked for" in in_a_fresh_process(code)
+
+
+def test_what_needs_no_torch_is_imported_without_it() -> None:
+    modules = [name for part in TORCH_FREE for name in modules_of(part)]
+    assert len(modules) > len(TORCH_FREE)
+    in_a_fresh_process(f"{BLOCKED}\nfrom importlib import import_module\nfor name in {modules!r}: import_module(name)")
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv", "md", "latex", "html"])
+def test_measurements_made_elsewhere_are_reported_without_torch(tmp_path: Path, format: str) -> None:
+    runs = [make_run({"context": 128}), make_run({"context": 256}), out_of_memory({"model": "xl"}), recorder_run()]
+    (tmp_path / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
+    code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
+    at = ["--store", str(tmp_path / "store.db")]
+    in_a_fresh_process(code, "import", str(tmp_path / "runs.jsonl"), *at)
+    listed = in_a_fresh_process(code, "list", "--format", "json", *at)
+    reported = in_a_fresh_process(code, "report", "--format", format, *at)
+    for run in runs:
+        assert run.id in listed
+    assert "small" in reported
+    assert "my finetuning" in reported or format == "html"
+    assert reported.startswith("<!DOCTYPE html>") == (format == "html")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["sweep", "--help"], ["report", "--help"]], ids=" ".join
+)
+def test_help_is_given_without_torch(arguments: list[str]) -> None:
+    code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
+    assert in_a_fresh_process(code, *arguments).strip()
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """Nor anything else from outside the standard library."""
+    code = "before = set(sys.modules)\nimport steplab\nprint(*sorted(set(sys.modules) - before))"
+    loaded = {name.partition(".")[0] for name in in_a_fresh_process(code).split()}
+    assert loaded - set(sys.stdlib_module_names) == {"steplab"}
+
+
+# --- the public interface ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", steplab.__all__)
+def test_every_public_name_resolves_and_is_what_it_is_called(name: str) -> None:
+    value = getattr(steplab, name)
+    assert getattr(value, "__name__", name) == name
+    assert name in dir(steplab)
+    assert isinstance(value, str) or value.__doc__
+
+
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'mesure'"):
+        _ = steplab.mesure
+
+
+# --- length -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_and_functions_can_be_read_in_one_sitting(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST_FILE
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}

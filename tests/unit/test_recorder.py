@@ -1,0 +1,270 @@
+"""A loop of one's own, recorded: what is kept of it, also when it ends badly."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from steplab.errors import SteplabError, UserError
+from steplab.lab.recording import recorder
+from steplab.measurement.recorder import Recorder
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, find_phase
+from steplab.store.database import Store
+
+
+class Clock:
+    """The host's clock, which moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.ns = 10**12
+
+    def spend(self, milliseconds: int) -> None:
+        self.ns += milliseconds * 10**6
+
+
+Record = Callable[..., AbstractContextManager[Recorder]]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    time = SimpleNamespace(perf_counter_ns=lambda: made.ns, perf_counter=lambda: made.ns / 10**9)
+    monkeypatch.setattr("steplab.measurement.device.time", time)
+    return made
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    def start(name: str = "mine", **options: Any) -> AbstractContextManager[Recorder]:
+        return recorder(name, device="cpu", store=tmp_path / "store.db", **options)
+
+    return start
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[[], list[Run]]:
+    def read() -> list[Run]:
+        with Store.open(tmp_path / "store.db", write=False) as store:
+            return [run for run in store.iterate(kind="run") if isinstance(run, Run)]
+
+    return read
+
+
+Stored = Callable[[], list[Run]]
+
+
+def samples(phases: tuple[PhaseSamples, ...], name: str) -> tuple[float, ...]:
+    found = find_phase(phases, name)
+    assert found is not None
+    return found.best_s
+
+
+def test_steps_are_timed_and_those_of_the_warm_up_kept_apart(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=2, tokens_per_step=4096) as rec:
+        for milliseconds in (90, 30, 11, 13, 17):
+            with rec.step():
+                clock.spend(milliseconds)
+            clock.spend(1000)  # between the steps: not of any
+    run = stored()[0]
+    assert rec.run == run
+    assert run.timing is not None
+    assert samples(run.timing.warmup, "step") == (0.09, 0.03)
+    assert samples(run.timing.back_to_back, "step") == (0.011, 0.013, 0.017)
+    row = run_row(run)
+    assert row["step_time_s"] == statistics.median([0.011, 0.013, 0.017])
+    assert row["tokens_per_s"] == 4096 / 0.013
+    assert (run.name, run.spec, run.failure, run.status) == ("mine", None, None, "ok")
+    assert run.environment is not None
+    assert run.environment.device.kind == "cpu"
+
+
+def test_a_phase_that_occurs_several_times_in_a_step_is_summed(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0) as rec:
+        for first, second in ((2, 3), (4, 8)):
+            with rec.step():
+                with rec.phase("forward"):
+                    clock.spend(first)
+                with rec.phase("load batch"):
+                    clock.spend(100)
+                with rec.phase("forward"):
+                    clock.spend(second)
+    timing = stored()[0].timing
+    assert timing is not None
+    assert samples(timing.back_to_back, "forward") == (0.002 + 0.003, 0.004 + 0.008)
+    assert samples(timing.back_to_back, "load batch") == (0.1, 0.1)
+    assert samples(timing.back_to_back, "step") == (0.105, 0.112)
+
+
+def test_phases_may_lie_within_one_another(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0) as rec, rec.step(), rec.phase("outer"):
+        clock.spend(1)
+        with rec.phase("inner"):
+            clock.spend(2)
+    timing = stored()[0].timing
+    assert timing is not None
+    assert samples(timing.back_to_back, "outer") == (0.003,)
+    assert samples(timing.back_to_back, "inner") == (0.002,)
+
+
+def test_a_phase_that_not_every_step_has_has_as_many_samples_as_it_occurred(
+    clock: Clock, record: Record, stored: Stored
+) -> None:
+    with record(warmup=0) as rec:
+        for iteration in range(3):
+            with rec.step():
+                clock.spend(1)
+                if iteration == 1:
+                    with rec.phase("evaluate"):
+                        clock.spend(5)
+    timing = stored()[0].timing
+    assert timing is not None
+    assert samples(timing.back_to_back, "evaluate") == (0.005,)
+    assert len(samples(timing.back_to_back, "step")) == 3
+
+
+# --- loops that end badly ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raised", [ValueError, MemoryError, KeyboardInterrupt, SystemExit])
+def test_a_loop_that_raises_is_stored_with_what_it_had_measured(
+    clock: Clock, record: Record, stored: Stored, raised: type[BaseException]
+) -> None:
+    error = raised("diverged")
+    with pytest.raises(raised) as caught, record(warmup=1) as rec:
+        for iteration in range(5):
+            with rec.step():
+                clock.spend(10)
+                if iteration == 3:
+                    raise error
+    assert caught.value is error
+    run = stored()[0]
+    assert run.failure is not None
+    assert run.failure.kind == "error"
+    assert raised.__name__ in run.failure.message
+    assert "diverged" in run.failure.message
+    assert run.timing is not None
+    assert samples(run.timing.warmup, "step") == (0.01,)
+    assert samples(run.timing.back_to_back, "step") == (0.01, 0.01)
+
+
+def test_the_message_of_a_failure_is_one_line(clock: Clock, record: Record, stored: Stored) -> None:
+    with pytest.raises(RuntimeError), record():
+        raise RuntimeError("first\nsecond\nthird")
+    failure = stored()[0].failure
+    assert failure is not None
+    assert failure.message.splitlines() == ["RuntimeError: first"]
+
+
+def test_a_step_that_raises_is_not_counted_and_the_loop_may_go_on(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0) as rec:
+        for milliseconds in (10, 20, 30):
+            try:
+                with rec.step():
+                    clock.spend(milliseconds)
+                    if milliseconds == 20:
+                        raise ValueError("a bad batch")
+            except ValueError:
+                continue
+    run = stored()[0]
+    assert run.failure is None
+    assert run.timing is not None
+    assert samples(run.timing.back_to_back, "step") == (0.01, 0.03)
+
+
+# --- misuse -----------------------------------------------------------------------------------------------
+
+
+def nested_steps(rec: Recorder) -> Iterator[None]:
+    with rec.step(), rec.step():
+        yield
+
+
+def phase_outside(rec: Recorder) -> Iterator[None]:
+    with rec.phase("forward"):
+        yield
+
+
+def phase_of_a_taken_name(rec: Recorder) -> Iterator[None]:
+    with rec.step(), rec.phase("step"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("misuse", "said"),
+    [
+        (nested_steps, "inside another step"),
+        (phase_outside, "outside a step"),
+        (phase_of_a_taken_name, "call the phase something else"),
+    ],
+)
+def test_steps_and_phases_out_of_place_are_refused_with_the_fix(
+    record: Record, misuse: Callable[[Recorder], Iterator[None]], said: str
+) -> None:
+    with pytest.raises(UserError, match=said), record() as rec:
+        next(misuse(rec))
+
+
+def test_a_refused_step_leaves_the_recorder_usable(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0) as rec:
+        with pytest.raises(UserError), rec.step(), rec.step():
+            pass
+        with rec.step():
+            clock.spend(5)
+    timing = stored()[0].timing
+    assert timing is not None
+    assert samples(timing.back_to_back, "step") == (0.005,)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(0, 5), (3, 5), (5, 5)])
+def test_a_loop_no_longer_than_its_warm_up_is_noted_and_has_no_step_time(
+    clock: Clock, record: Record, stored: Stored, steps: int, warmup: int
+) -> None:
+    with record(warmup=warmup) as rec:
+        for _ in range(steps):
+            with rec.step():
+                clock.spend(1)
+    run = stored()[0]
+    note = next(note for note in run.notes if note.startswith("step time"))
+    assert "warm-up" in note
+    assert f"{steps} steps" in note
+    assert steps >= warmup or f"{warmup} of them" not in note  # of three steps, five cannot be anything
+    assert run_row(run)["step_time_s"] is None
+    assert run_row(run)["tokens_per_s"] is None
+
+
+def test_a_loop_longer_than_its_warm_up_needs_no_such_note(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0) as rec, rec.step():
+        clock.spend(1)
+    assert not [note for note in stored()[0].notes if note.startswith("step time")]
+
+
+def test_what_cannot_be_known_is_noted(record: Record, stored: Stored) -> None:
+    with record():
+        pass
+    notes = stored()[0].notes
+    assert any(note.startswith("MFU") for note in notes)
+    assert any(note.startswith("peak device memory") for note in notes)
+
+
+def test_a_negative_warm_up_is_refused(record: Record) -> None:
+    with pytest.raises(UserError, match="warmup must be at least 0, not -1"), record(warmup=-1):
+        pass
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_the_loop_begins(tmp_path: Path) -> None:
+    (tmp_path / "folder.db").mkdir()
+    began = False
+    with pytest.raises(SteplabError), recorder("mine", device="cpu", store=tmp_path / "folder.db"):
+        began = True
+    assert not began
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="device cuda:99"), recorder("mine", device="cuda:99", store=tmp_path / "s.db"):
+        pass

@@ -1,0 +1,313 @@
+"""Records survive JSON unchanged, read what newer versions wrote, and come to rows that invent nothing."""
+
+import dataclasses
+import itertools
+import json
+import statistics
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from tests.runs import make_run, out_of_memory, recorder_run
+
+from steplab.errors import SteplabError
+from steplab.records.ceilings import CEILINGS_SCHEMA, Ceiling, Ceilings
+from steplab.records.codec import decode, encode, kind_of, new_id, now_utc
+from steplab.records.environment import DeviceInfo, Environment
+from steplab.records.memory import Memory, PeakMemory
+from steplab.records.rows import run_row, utilization
+from steplab.records.run import RUN_SCHEMA, Failure, ModelFacts, Run, Utilization
+from steplab.records.timing import PhaseSamples, Timing, curve
+from steplab.specs.model import ModelSpec
+from steplab.specs.resolve import resolve_step
+
+TEXT = st.text(max_size=12)
+COUNT = st.integers(0, 2**63 - 1)
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+SECONDS = st.lists(st.floats(1e-9, 1e6), max_size=5).map(tuple)
+JSON_VALUE = st.recursive(
+    st.none() | st.booleans() | COUNT | NUMBER | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def maybe(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+def several(strategy: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    return st.lists(strategy, max_size=2).map(tuple)
+
+
+PHASES = several(st.builds(PhaseSamples, phase=TEXT, device_s=maybe(SECONDS), host_s=maybe(SECONDS)))
+ENVIRONMENTS = st.builds(
+    Environment,
+    device=st.builds(
+        DeviceInfo, kind=TEXT, name=TEXT, memory_bytes=maybe(COUNT), sm_clock_hz=maybe(NUMBER), threads=maybe(COUNT)
+    ),
+    host=TEXT,
+    cpu=TEXT,
+    num_cpus=COUNT,
+    python=TEXT,
+    torch=TEXT,
+    driver=maybe(TEXT),
+    variables=st.dictionaries(TEXT, TEXT, max_size=2),
+    gaps=several(TEXT),
+)
+HF_MODELS = st.builds(
+    ModelSpec,
+    name=TEXT,
+    kind=st.just("hf"),
+    hf_config=st.dictionaries(TEXT.filter(lambda key: "position" not in key), JSON_VALUE, max_size=3),
+)
+SPECS = st.sampled_from([resolve_step({}), resolve_step({"model": "2.7b", "pass": "forward", "seed": 7})]) | st.builds(
+    lambda model: dataclasses.replace(resolve_step({}), model=model), HF_MODELS
+)
+RUNS = st.builds(
+    Run,
+    id=TEXT,
+    created_utc=TEXT,
+    steplab_version=TEXT,
+    name=TEXT,
+    study=maybe(TEXT),
+    spec=maybe(SPECS),
+    tokens_per_step=maybe(COUNT),
+    environment=maybe(ENVIRONMENTS),
+    model=maybe(st.builds(ModelFacts, num_parameters=COUNT, num_layers=maybe(COUNT))),
+    timing=maybe(
+        st.builds(
+            Timing,
+            warmup=PHASES,
+            back_to_back=PHASES,
+            synchronised=PHASES,
+            back_to_back_host_s=maybe(NUMBER),
+            first_step_s=maybe(NUMBER),
+        )
+    ),
+    memory=maybe(
+        st.builds(
+            Memory,
+            peaks=several(
+                st.builds(PeakMemory, phase=TEXT, peak_allocated_bytes=COUNT, peak_reserved_bytes=COUNT)
+            ),
+            total_bytes=maybe(COUNT),
+            host_peak_bytes=maybe(COUNT),
+        )
+    ),
+    utilizations=several(
+        st.builds(
+            Utilization,
+            kind=st.sampled_from(["mfu", "hfu"]),
+            convention=TEXT,
+            flops=NUMBER,
+            dtype=TEXT,
+            peak_flops_per_s=maybe(NUMBER),
+            peak_source=TEXT,
+            value=maybe(NUMBER),
+        )
+    ),
+    failure=maybe(
+        st.builds(
+            Failure,
+            kind=st.sampled_from(["out_of_memory", "crashed", "timeout", "error"]),
+            message=TEXT,
+            requested_bytes=maybe(COUNT),
+            last_lines=several(TEXT),
+        )
+    ),
+    notes=several(TEXT),
+)
+CEILINGS = st.builds(
+    Ceilings,
+    id=TEXT,
+    created_utc=TEXT,
+    steplab_version=TEXT,
+    environment=ENVIRONMENTS,
+    ceilings=several(
+        st.builds(Ceiling, name=TEXT, dtype=maybe(TEXT), unit=TEXT, work=NUMBER, seconds=SECONDS.filter(bool))
+    ),
+)
+REAL = [make_run(), make_run({"pass": "forward", "compile": "default"}), out_of_memory(), recorder_run()]
+
+
+# --- JSON -------------------------------------------------------------------------------------------------
+
+
+@given(RUNS | CEILINGS)
+def test_a_record_comes_back_from_json_as_it_was(record: Run | Ceilings) -> None:
+    line = encode(record)
+    assert b"\n" not in line
+    assert decode(line) == record
+    assert decode(line.decode()) == record
+    assert json.loads(line) == json.loads(json.dumps(dataclasses.asdict(record)))
+
+
+@given(RUNS | CEILINGS, JSON_VALUE)
+def test_fields_of_a_later_version_are_ignored(record: Run | Ceilings, value: object) -> None:
+    assert decode(json.dumps(with_extra_fields(json.loads(encode(record)), value))) == record
+
+
+def with_extra_fields(value: Any, extra: object) -> Any:
+    """A field more in every object that steplab defines, at any depth; free-form mappings are left alone."""
+    if isinstance(value, list):
+        return [with_extra_fields(item, extra) for item in value]
+    if not isinstance(value, dict):
+        return value
+    free = ("variables", "hf_config")
+    known = {key: inner if key in free else with_extra_fields(inner, extra) for key, inner in value.items()}
+    return known | {"field_of_the_future": extra}
+
+
+def test_fields_that_an_earlier_version_did_not_write_take_their_defaults() -> None:
+    line = json.dumps({"schema": RUN_SCHEMA, "id": "a", "created_utc": "b", "steplab_version": "0.0.1"})
+    assert decode(line) == Run(id="a", created_utc="b", steplab_version="0.0.1")
+
+
+@pytest.mark.parametrize("kind", ["run", "ceilings"])
+def test_a_newer_major_format_is_refused_with_the_fix(kind: str) -> None:
+    with pytest.raises(SteplabError, match=rf"steplab\.{kind}/2.*upgrade steplab"):
+        decode(json.dumps({"schema": f"steplab.{kind}/2", "id": "a"}))
+
+
+@pytest.mark.parametrize("schema", ["steplab.run/0", "steplab.run", "steplab.run/new", "other/1", ""])
+def test_a_format_of_nobody_is_refused_by_name(schema: str) -> None:
+    with pytest.raises(SteplabError, match="is not a record format") as error:
+        decode(json.dumps({"schema": schema}))
+    assert repr(schema) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "not json", "{", "[]", "null", "{}", '{"schema": 1}', b"\xff\xfe", b'{"schema": "\xff"}',
+     '{"schema": "steplab.run/1"}', '{"schema": "steplab.run/1", "id": 3}', encode(make_run())[:-5],
+     encode(make_run()).replace(b'"train"', b'"sideways"'), encode(make_run()).replace(b'"batch":4', b'"batch":0')],
+)  # fmt: skip
+def test_what_is_no_record_is_refused_as_such(text: bytes | str) -> None:
+    with pytest.raises(SteplabError):
+        decode(text)
+
+
+def test_kinds_are_told_by_the_schema() -> None:
+    assert kind_of(make_run()) == "run"
+    assert RUN_SCHEMA == "steplab.run/1"
+    assert CEILINGS_SCHEMA == "steplab.ceilings/1"
+    assert json.loads(encode(make_run()))["schema"] == RUN_SCHEMA
+
+
+def test_identities_are_twelve_hexadecimal_digits_and_times_are_utc() -> None:
+    ids = {new_id() for _ in range(200)}
+    assert len(ids) == 200
+    assert all(len(id) == 12 and set(id) <= set("0123456789abcdef") for id in ids)
+    assert now_utc().endswith("Z")
+    assert len(now_utc()) == len("2026-11-21T07:30:00Z")
+
+
+# --- samples ----------------------------------------------------------------------------------------------
+
+
+def test_the_devices_own_samples_come_before_the_hosts() -> None:
+    assert PhaseSamples(phase="step", device_s=(1.0,), host_s=(2.0,)).best_s == (1.0,)
+    assert PhaseSamples(phase="step", host_s=(2.0,)).best_s == (2.0,)
+    assert PhaseSamples(phase="step").best_s == ()
+
+
+def test_the_curve_begins_with_the_warm_up() -> None:
+    timing = Timing(
+        warmup=(PhaseSamples(phase="step", host_s=(3.0, 2.0)),),
+        back_to_back=(PhaseSamples(phase="forward", host_s=(9.0,)), PhaseSamples(phase="step", host_s=(1.0,))),
+    )
+    assert curve(timing) == (3.0, 2.0, 1.0)
+    assert curve(Timing(warmup=(), back_to_back=())) == ()
+
+
+def test_a_ceiling_is_the_rate_of_the_fastest_repeat() -> None:
+    assert Ceiling(name="matmul", dtype="fp32", unit="FLOP/s", work=12.0, seconds=(4.0, 3.0, 6.0)).best_per_s == 4.0
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(1e-9, 1e6), min_size=1, max_size=9), st.lists(st.floats(1e-9, 1e6), min_size=1))
+def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forward: list[float]) -> None:
+    phases = (
+        PhaseSamples(phase="step", host_s=tuple(step)),
+        PhaseSamples(phase="forward", device_s=tuple(forward), host_s=(0.0,)),
+    )
+    row = run_row(recorder_run(timing=Timing(warmup=phases, back_to_back=phases), tokens_per_step=512))
+    assert row["step_time_s"] == statistics.median(step)
+    assert row["forward_s"] == statistics.median(forward)
+    assert row["tokens_per_s"] == 512 / statistics.median(step)
+    assert row["backward_s"] is row["optimizer_s"] is row["compile_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("left_out", "absent"),
+    [
+        ("timing", {"step_time_s", "forward_s", "backward_s", "optimizer_s", "tokens_per_s"}),
+        ("memory", {"peak_allocated_bytes", "peak_reserved_bytes", "host_peak_bytes"}),
+        ("environment", {"device"}),
+        ("tokens_per_step", {"tokens_per_s"}),
+        (
+            "spec",
+            {"model", "batch", "context", "pass", "precision", "compile", "attention", "optimizer", "warmup", "steps"},
+        ),
+    ],
+)
+def test_what_a_run_lacks_is_none_in_its_row(left_out: str, absent: set[str]) -> None:
+    before = run_row(make_run())
+    after = run_row(make_run(**{left_out: None}))
+    assert {name for name in before if before[name] != after[name]} == absent
+    assert all(after[name] is None for name in absent)
+
+
+def test_without_utilizations_a_row_says_none() -> None:
+    row = run_row(make_run(utilizations=()))
+    assert {row[name] for name in ("mfu", "mfu_convention", "hfu", "peak_flops_per_s", "peak_source")} == {None}
+
+
+@given(RUNS)
+def test_a_row_never_holds_a_zero_that_the_run_does_not(run: Run) -> None:
+    row = run_row(run)
+    assert row.keys() == run_row(make_run()).keys()
+    for name, phase in (("step_time_s", "step"), ("forward_s", "forward"), ("backward_s", "backward")):
+        samples = run.timing.phase(phase) if run.timing else None
+        assert (row[name] is None) == (samples is None or not samples.best_s)
+    step = run.memory.peak("step") if run.memory else None
+    assert row["peak_allocated_bytes"] == (step.peak_allocated_bytes if step else None)
+    assert row["failure"] == (run.failure.message if run.failure else None)
+    assert row["status"] == (run.failure.kind if run.failure else "ok")
+
+
+def test_every_kind_of_run_has_the_same_columns() -> None:
+    columns = [list(run_row(run)) for run in REAL]
+    assert all(a == b for a, b in itertools.pairwise(columns))
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "forward_backward", "train"])
+def test_the_optimizer_is_named_only_where_it_runs(pass_name: str) -> None:
+    row = run_row(make_run({"pass": pass_name}))
+    assert row["optimizer"] == ("adamw_fused" if pass_name == "train" else None)
+
+
+def test_compile_time_is_the_first_step_beyond_a_usual_one() -> None:
+    timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=(2.0, 4.0)),), first_step_s=20.0)
+    assert run_row(recorder_run(timing=timing))["compile_s"] == 20.0 - 3.0
+
+
+def test_a_utilization_is_that_of_the_convention_asked_for() -> None:
+    run = make_run()
+    for convention in ("causal", "full", "params"):
+        found = utilization(run, "mfu", convention)
+        assert found is not None
+        assert (found.kind, found.convention) == ("mfu", convention)
+
+
+def test_where_the_convention_is_unknown_the_rule_of_thumb_serves() -> None:
+    run = make_run()
+    params = tuple(u for u in run.utilizations if u.convention == "params")
+    found = utilization(dataclasses.replace(run, utilizations=params), "mfu", "causal")
+    assert found == params[0]
+    assert utilization(dataclasses.replace(run, utilizations=params), "hfu", "as_executed") is None

@@ -1,0 +1,580 @@
+"""One cell measured on the CPU, end to end: what a step does to the model, and what the record says of it."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.runs import make_run
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.errors import Unsupported, UserError
+from steplab.lab.utilization import PeakFigure, utilizations
+from steplab.measurement import session
+from steplab.measurement.session import Observer, measure_here
+from steplab.model.build import build_workload
+from steplab.model.workload import Workload
+from steplab.records.environment import Environment
+from steplab.records.run import Run
+from steplab.records.timing import curve
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import CHOICES
+
+PHASES = {
+    "forward": ["forward"],
+    "forward_backward": ["forward", "backward"],
+    "train": ["forward", "backward", "optimizer"],
+}
+TINY: dict[str, object] = {
+    "model": "tiny", "model.num_layers": 1, "model.d_model": 16, "model.d_ff": 24, "model.num_heads": 2,
+    "model.vocab_size": 31, "batch": 2, "context": 5, "warmup": 1, "steps": 2, "device": "cpu",
+}  # fmt: skip
+HUGE_BYTES = 2**62 + 3
+
+
+@pytest.fixture(autouse=True)
+def _same_process_settings() -> Iterator[None]:
+    """Measuring sets torch's process-wide options, for a process of its own: here they are put back."""
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@dataclasses.dataclass
+class Watched:
+    """A measured cell's model, as it was built and as it is now."""
+
+    module: nn.Module
+    before: dict[str, Tensor]
+    gradients: dict[str, list[Tensor]]
+    """Every gradient that reached a parameter."""
+
+    def changed(self) -> set[str]:
+        return {name for name, value in self.module.state_dict().items() if not torch.equal(value, self.before[name])}
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
+    """The models that are built from here on."""
+    seen: list[Watched] = []
+
+    def build(spec: Any, device: torch.device) -> Workload:
+        workload = build_workload(spec, device)
+        assert workload.module is not None
+        watched = Watched(
+            workload.module, {name: value.clone() for name, value in workload.module.state_dict().items()}, {}
+        )
+        for name, parameter in workload.module.named_parameters():
+            watched.gradients[name] = kept = []
+            parameter.register_hook(lambda gradient, kept=kept: kept.append(gradient.detach().clone()))
+        seen.append(watched)
+        return workload
+
+    monkeypatch.setattr(session, "build_workload", build)
+    return seen
+
+
+def measured(observer: Observer | None = None, **fields: object) -> Run:
+    return measure_here(resolve_step(TINY | {k.replace("__", "."): v for k, v in fields.items()}), observer or Observer())
+
+
+def succeeded(run: Run) -> Run:
+    assert run.failure is None, run.failure
+    return run
+
+
+# --- what a pass does -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
+def test_a_pass_has_its_phases_and_a_sample_a_step(pass_name: str) -> None:
+    run = succeeded(measured(**{"pass": pass_name}))
+    assert run.timing is not None
+    for phases, count in ((run.timing.warmup, 1), (run.timing.back_to_back, 2)):
+        assert [phase.phase for phase in phases] == [*PHASES[pass_name], "step"]
+        assert all(phase.device_s is None and len(phase.best_s) == count for phase in phases)
+    assert run.timing.synchronised == ()
+    assert run.timing.first_step_s is None
+    assert run.tokens_per_step == 10
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_step_is_the_sum_of_its_phases(warmup: int) -> None:
+    """Each phase ends on the very mark the next one begins with."""
+    timing = succeeded(measured(warmup=warmup)).timing
+    assert timing is not None
+    *parts, step = timing.back_to_back
+    for of_parts, whole in zip(zip(*(part.best_s for part in parts), strict=True), step.best_s, strict=True):
+        # Each figure is a whole number of nanoseconds, divided: one rounding each, and one an addition.
+        assert math.fsum(of_parts) == pytest.approx(whole, rel=5 * 2**-52, abs=0)
+    assert len(curve(timing)) == warmup + 2
+    assert sum(step.best_s) <= (timing.back_to_back_host_s or 0)
+
+
+def test_training_changes_every_parameter(watch: list[Watched]) -> None:
+    succeeded(measured(steps=2))
+    assert watch[0].changed() == set(watch[0].before)
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "forward_backward"])
+def test_a_pass_without_an_optimizer_changes_no_parameter(watch: list[Watched], pass_name: str) -> None:
+    succeeded(measured(**{"pass": pass_name}))
+    assert watch[0].changed() == set()
+
+
+@pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
+def test_every_step_with_a_backward_has_gradients_and_leaves_none(watch: list[Watched], pass_name: str) -> None:
+    succeeded(measured(**{"pass": pass_name}, warmup=1, steps=2))
+    expected = 0 if pass_name == "forward" else 3
+    for name, parameter in watch[0].module.named_parameters():
+        assert len(watch[0].gradients[name]) == expected, name
+        assert parameter.grad is None, name
+
+
+def test_gradients_do_not_accumulate_over_steps(watch: list[Watched]) -> None:
+    """Without an optimizer the parameters stay, and every second step sees the same batch: the same gradient."""
+    succeeded(measured(**{"pass": "forward_backward"}, warmup=0, steps=4))
+    for name, (first, second, third, fourth) in watch[0].gradients.items():
+        assert torch.equal(first, third), name
+        assert torch.equal(second, fourth), name
+        assert not torch.equal(first, second), name
+
+
+def test_inference_keeps_no_graph(watch: list[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    grad_modes = []
+    forward = nn.Linear.forward
+    monkeypatch.setattr(
+        nn.Linear, "forward", lambda self, x: grad_modes.append(torch.is_grad_enabled()) or forward(self, x)
+    )
+    succeeded(measured(**{"pass": "forward"}))
+    assert set(grad_modes) == {False}
+    assert not watch[0].module.training
+
+
+def test_a_seed_decides_the_weights_and_the_batch(watch: list[Watched]) -> None:
+    for seed in (3, 3, 4):
+        succeeded(measured(**{"pass": "forward_backward"}, seed=seed))
+    one, same, other = watch
+    assert all(torch.equal(one.before[name], same.before[name]) for name in one.before if "norm" not in name)
+    assert all(torch.equal(one.gradients[name][0], same.gradients[name][0]) for name in one.gradients)
+    assert not any(torch.equal(one.before[name], other.before[name]) for name in one.before if "norm" not in name)
+
+
+def test_the_gradients_are_those_of_the_model_by_itself(watch: list[Watched]) -> None:
+    succeeded(measured(**{"pass": "forward_backward"}, warmup=0, steps=1, seed=5))
+    workload = build_workload(resolve_step(TINY | {"seed": 5}), torch.device("cpu"))
+    assert workload.module is not None
+    assert workload.make_batch is not None
+    workload.module(*workload.make_batch()).backward()
+    for name, parameter in workload.module.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(watch[0].gradients[name][0], parameter.grad)
+
+
+def test_a_step_of_sgd_is_the_gradient_times_the_learning_rate(watch: list[Watched]) -> None:
+    succeeded(measured(optimizer="sgd", warmup=0, steps=1))
+    for name, parameter in watch[0].module.named_parameters():
+        expected = watch[0].before[name] - 1e-4 * watch[0].gradients[name][0]
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize("optimizer", [name for name in CHOICES["optimizer"] if name.startswith("adamw")])
+def test_the_ways_to_compute_adamw_agree(watch: list[Watched], optimizer: str) -> None:
+    succeeded(measured(optimizer=optimizer, warmup=0, steps=3))
+    succeeded(measured(optimizer="adamw_loop", warmup=0, steps=3))
+    one, reference = (watched.module.state_dict() for watched in watch)
+    for name, value in one.items():
+        torch.testing.assert_close(value, reference[name])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fused", "foreach"), [("adamw_fused", True, False), ("adamw_foreach", False, True), ("adamw_loop", False, False)]
+)
+def test_the_implementation_of_adamw_is_the_one_asked_for(optimizer: str, fused: bool, foreach: bool) -> None:
+    used = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: used.append(optimizer))
+    try:
+        succeeded(measured(optimizer=optimizer))
+    finally:
+        handle.remove()
+    assert len(used) == 3
+    assert all(isinstance(one, torch.optim.AdamW) for one in used)
+    assert {(bool(one.defaults["fused"]), bool(one.defaults["foreach"])) for one in used} == {(fused, foreach)}
+
+
+# --- precision --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """The types in which linear layers give their results."""
+    seen: set[torch.dtype] = set()
+    forward = nn.Linear.forward
+
+    def note(self: nn.Linear, x: Tensor) -> Tensor:
+        out = forward(self, x)
+        seen.add(out.dtype)
+        return out
+
+    monkeypatch.setattr(nn.Linear, "forward", note)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("precision", "product", "weight"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float32),
+        ("bf16_pure", torch.bfloat16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
+def test_a_precision_is_that_of_the_products_and_of_the_weights(
+    watch: list[Watched], products: set[torch.dtype], precision: str, product: torch.dtype, weight: torch.dtype, pass_name: str
+) -> None:
+    states: set[torch.dtype] = set()
+
+    def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for state in optimizer.state.values():
+            states.update({state["exp_avg"].dtype, state["exp_avg_sq"].dtype})
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        succeeded(measured(precision=precision, **{"pass": pass_name}))
+    finally:
+        handle.remove()
+    assert products == {product}
+    assert {parameter.dtype for parameter in watch[0].module.parameters()} == {weight}
+    assert {g.dtype for gradients in watch[0].gradients.values() for g in gradients} <= {weight}
+    assert states == ({weight} if pass_name == "train" else set())
+
+
+def test_pure_bf16_keeps_the_angles_of_the_rotary_embedding_in_fp32(watch: list[Watched]) -> None:
+    """bf16 has eight bits: positions beyond 256 would share their angles."""
+    succeeded(measured(precision="bf16_pure"))
+    assert {buffer.dtype for buffer in watch[0].module.buffers()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("precision", "exponent"), [("fp32", 0), ("bf16", 0), ("fp16", 16)])
+def test_only_fp16_scales_its_loss_by_the_scaler_that_torch_begins_with(
+    watch: list[Watched], precision: str, exponent: int
+) -> None:
+    for chosen in (precision, "fp32"):
+        succeeded(measured(precision=chosen, **{"pass": "forward_backward"}, warmup=0, steps=1))
+    scaled, plain = (
+        math.sqrt(sum(float(g.double().square().sum()) for gradients in one.gradients.values() for g in gradients))
+        for one in watch
+    )
+    assert round(math.log2(scaled / plain)) == exponent
+
+
+def test_training_in_fp16_undoes_the_scale_before_the_update(watch: list[Watched]) -> None:
+    """With SGD an update that kept the scale of 65536 would be that much larger."""
+    for precision in ("fp16", "fp32"):
+        succeeded(measured(precision=precision, optimizer="sgd", warmup=0, steps=1))
+    updates = [
+        math.sqrt(
+            sum(float((p.detach() - one.before[n]).double().square().sum()) for n, p in one.module.named_parameters())
+        )
+        for one in watch
+    ]
+    assert round(math.log2(updates[0] / updates[1])) == 0
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")])
+@pytest.mark.parametrize("before", ["high", "highest"])
+def test_tf32_is_allowed_where_it_was_asked_for_and_nowhere_else(precision: str, expected: str, before: str) -> None:
+    from steplab.measurement.step import step_phases
+
+    torch.set_float32_matmul_precision(before)
+    spec = resolve_step(TINY | {"precision": precision})
+    step_phases(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
+    assert torch.get_float32_matmul_precision() == expected
+    assert torch.backends.cudnn.allow_tf32 == (expected == "high")
+
+
+def test_tf32_on_a_device_that_has_none_is_refused() -> None:
+    """An explicit choice never falls back silently: the CPU would compute in fp32 and be called tf32."""
+    with pytest.raises(Unsupported, match="tf32"):
+        measured(precision="tf32")
+
+
+# --- compilation ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "given"), [("default", None), ("max-autotune", "max-autotune")])
+def test_the_step_that_compiles_is_timed_apart(monkeypatch: pytest.MonkeyPatch, mode: str, given: str | None) -> None:
+    """On a clock that stands still but for the forward pass: 40 s for the first one, 2 s for each other."""
+    now_ns = 0
+    modes = []
+
+    def compiled(module: nn.Module, *, mode: str | None) -> Callable[..., Any]:
+        modes.append(mode)
+        costs = iter([40, *[2] * 99])
+
+        def run(*batch: Tensor) -> Any:
+            nonlocal now_ns
+            now_ns += next(costs) * 10**9
+            return module(*batch)
+
+        return run
+
+    clock = SimpleNamespace(perf_counter=lambda: now_ns / 10**9, perf_counter_ns=lambda: now_ns)
+    for name in ("session", "loop", "device"):
+        monkeypatch.setattr(f"steplab.measurement.{name}.time", clock)
+    monkeypatch.setattr(torch, "compile", compiled)
+    run = succeeded(measured(compile=mode, warmup=1, steps=3))
+    assert modes == [given]
+    assert run.timing is not None
+    assert run.timing.first_step_s == 40.0
+    assert curve(run.timing) == (2.0, 2.0, 2.0, 2.0)
+    assert run.timing.back_to_back_host_s == 6.0
+
+
+def test_an_eager_step_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("torch.compile was called")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    succeeded(measured())
+
+
+# --- what is told on the way, and what the record says ----------------------------------------------------
+
+
+@dataclasses.dataclass
+class Log:
+    """An observer's log, in order."""
+
+    events: list[object] = dataclasses.field(default_factory=list)
+
+    def observer(self) -> Observer:
+        def on_environment(environment: Environment) -> None:
+            self.events.append(environment.device.kind)
+
+        return Observer(
+            on_environment=on_environment,
+            on_stage=lambda stage, num_steps: self.events.append((stage, num_steps)),
+            on_step=self.events.append,
+        )
+
+
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_an_observer_sees_the_stages_and_their_steps_in_order(monkeypatch: pytest.MonkeyPatch, compile: str) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, mode: module)
+    log = Log()
+    succeeded(measured(log.observer(), compile=compile, warmup=2, steps=3))
+    compiling = [("compile", 1)] if compile != "off" else []
+    assert log.events == ["cpu", ("build", 0), *compiling, ("warmup", 2), 0, 1, ("measure", 3), 0, 1, 2]
+
+
+def test_measuring_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    succeeded(measured())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_record_holds_the_sizes_of_the_model_as_built(watch: list[Watched]) -> None:
+    run = succeeded(measured())
+    assert run.spec is not None
+    assert run.spec.model.shape is not None
+    assert run.model is not None
+    assert run.model.num_parameters == sum(p.numel() for p in watch[0].module.parameters())
+    assert run.model.num_parameters == num_parameters(run.spec.model.shape)
+    assert run.model.num_embedding_parameters == num_embedding_parameters(run.spec.model.shape) == 31 * 16
+    assert (run.model.num_layers, run.model.attention_width) == (1, 16)
+
+
+def test_a_cpu_has_no_peak_of_device_memory_and_the_record_says_so() -> None:
+    run = succeeded(measured())
+    assert run.memory is not None
+    assert run.memory.peaks == ()
+    assert run.memory.total_bytes is None
+    assert run.memory.host_peak_bytes is None or run.memory.host_peak_bytes > 0
+    assert any("high-water mark" in note for note in run.notes)
+
+
+def test_the_planning_size_cannot_be_measured() -> None:
+    with pytest.raises(Unsupported, match="xxl.*planning only"):
+        measure_here(resolve_step({"model": "xxl", "device": "cpu"}), Observer())
+
+
+# --- failures ---------------------------------------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    """Fails on the forward pass of that number."""
+
+    def __init__(self, at: int, fail: Callable[[], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.at, self.calls, self.fail = at, 0, fail
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.at:
+            self.fail()
+        return (self.weight * x).sum()
+
+
+def explode() -> None:
+    raise ZeroDivisionError("the model's own mistake\nwith a second line")
+
+
+def allocate() -> None:
+    torch.empty(HUGE_BYTES, dtype=torch.uint8)
+
+
+def refuse() -> None:
+    raise UserError("not like this")
+
+
+def batch() -> Tensor:
+    return torch.ones(3)
+
+
+def exploding_at_once() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Failing(0, explode), batch
+
+
+def exploding_later() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Failing(2, explode), batch
+
+
+def exploding_after_the_measured_steps() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Failing(2 + 3, explode), batch
+
+
+def exploding_in_the_factory() -> tuple[nn.Module, Callable[[], Tensor]]:
+    explode()
+    raise AssertionError
+
+
+def allocating() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Failing(0, allocate), batch
+
+
+def refusing() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Failing(0, refuse), batch
+
+
+def own_step() -> Callable[[], object]:
+    return lambda: torch.ones(3).sum()
+
+
+def of_this_file(factory: Callable[[], object], **fields: object) -> Run:
+    name = f"{factory.__module__}:{factory.__name__}"
+    return measure_here(
+        resolve_step({"model": name, "device": "cpu", "warmup": 2, "steps": 3} | fields), Observer()
+    )
+
+
+@pytest.mark.parametrize(
+    ("factory", "stage"),
+    [(exploding_in_the_factory, "build"), (exploding_at_once, "warmup"), (exploding_later, "measure")],
+)
+def test_an_exception_of_the_model_is_a_failure_that_names_its_stage(factory: Callable[[], object], stage: str) -> None:
+    run = of_this_file(factory)
+    assert run.failure is not None
+    assert (run.status, run.failure.phase) == ("error", stage)
+    assert run.failure.message == "ZeroDivisionError: the model's own mistake"
+    assert run.failure.last_lines == ("the model's own mistake", "with a second line")
+    assert run.timing is run.memory is None
+    assert run.environment is not None
+    assert (run.model is None) == (stage == "build")
+
+
+def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:
+    """The count comes after all timing, and runs the model in a mode that not every model bears."""
+    run = succeeded(of_this_file(exploding_after_the_measured_steps))
+    assert run.timing is not None
+    assert len(curve(run.timing)) == 5
+    assert run.model is not None
+    assert run.model.counted_flops is None
+    assert any(note.startswith("HFU") for note in run.notes)
+
+
+def test_an_allocation_that_the_cpu_refuses_is_out_of_memory_to_the_byte() -> None:
+    run = of_this_file(allocating)
+    assert run.failure is not None
+    assert (run.failure.kind, run.failure.phase) == ("out_of_memory", "warmup")
+    assert run.failure.requested_bytes == HUGE_BYTES
+    assert "\n" not in run.failure.message
+
+
+def test_a_kernel_the_device_lacks_is_a_failure_that_names_the_choice() -> None:
+    run = measured(attention="sdpa_cudnn")
+    assert run.failure is not None
+    assert run.failure.kind == "error"
+    assert "sdpa_cudnn" in run.failure.message
+    assert "--attention sdpa" in run.failure.message
+
+
+def test_a_request_that_cannot_be_served_is_no_measurement() -> None:
+    with pytest.raises(UserError, match="not like this"):
+        of_this_file(refusing)
+
+
+def test_a_step_of_ones_own_is_one_phase() -> None:
+    run = succeeded(of_this_file(own_step))
+    assert run.timing is not None
+    assert [phase.phase for phase in run.timing.back_to_back] == ["step"]
+    assert len(curve(run.timing)) == 5
+    assert run.model is None
+
+
+@pytest.mark.parametrize("field", [{"precision": "bf16"}, {"compile": "default"}, {"pass": "forward"}])
+def test_an_option_that_a_step_of_ones_own_would_not_heed_is_refused(field: dict[str, object]) -> None:
+    with pytest.raises(Unsupported, match=next(iter(field))):
+        of_this_file(own_step, **field)
+
+
+# --- utilization ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["plain", "sdpa_flash"])
+@pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
+def test_a_utilization_is_its_flops_over_the_median_time_and_the_peak(pass_name: str, attention: str) -> None:
+    run = make_run({"model": "small", "context": 256, "pass": pass_name, "attention": attention, "precision": "bf16"})
+    assert run.spec is not None
+    assert run.spec.model.shape is not None
+    assert run.model is not None
+    assert run.timing is not None
+    step = run.timing.phase("step")
+    assert step is not None
+    found = {u.convention: u for u in utilizations(run, PeakFigure(flops_per_s=9e14, source="a data sheet"))}
+
+    N, E = run.model.num_parameters, run.model.num_embedding_parameters or 0
+    linear, square = 2 * (N - E), 4 * 12 * 768 * 256  # FLOPs a token of one pass: small has 12 layers of width 768
+    passes = 1 if pass_name == "forward" else 3
+    kernels = {"plain": 1 if passes == 1 else 3, "sdpa_flash": 1 / 2 if passes == 1 else (1 + 5 / 2) / 2}
+    tokens = 4 * 256
+    expected = {
+        "causal": passes * (linear + square / 2) * tokens,
+        "full": passes * (linear + square) * tokens,
+        "params": passes * 2 * N * tokens,
+        "as_executed": (passes * linear + kernels[attention] * square) * tokens,
+    }
+    assert {convention: u.flops for convention, u in found.items()} == expected
+    for convention, u in found.items():
+        assert u.kind == ("hfu" if convention == "as_executed" else "mfu")
+        assert u.value == u.flops / statistics.median(step.best_s) / 9e14
+        assert (u.dtype, u.peak_flops_per_s, u.peak_source) == ("bf16", 9e14, "a data sheet")
+
+
+def test_without_a_peak_the_flops_are_kept_and_the_reason_given() -> None:
+    found = utilizations(make_run(), PeakFigure(flops_per_s=None, source="unknown card"))
+    assert {u.convention for u in found} == {"causal", "full", "params", "as_executed"}
+    assert all(u.value is None and u.flops > 0 and u.peak_source == "unknown card" for u in found)
+
+
+@pytest.mark.parametrize("left_out", ["spec", "model", "timing"])
+def test_a_run_that_lacks_what_a_utilization_is_made_of_has_none(left_out: str) -> None:
+    assert utilizations(make_run(**{left_out: None}), PeakFigure(flops_per_s=1.0, source="")) == ()

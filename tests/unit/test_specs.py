@@ -1,0 +1,296 @@
+"""What a person may ask for: defaults, overrides, and errors that name the field and the fix."""
+
+import ast
+import dataclasses
+import importlib
+import json
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import steplab.records
+import steplab.specs
+from steplab.errors import UserError
+from steplab.ops.attention.api import IMPLEMENTATIONS
+from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
+from steplab.specs.resolve import FIELDS, resolve_step
+from steplab.specs.step import CHOICES, STEP_FIELDS, StepSpec, external_name, internal_name
+
+MODULES = [
+    importlib.import_module(f"{package.__name__}.{found.name}")
+    for package in (steplab.specs, steplab.records)
+    for found in pkgutil.iter_modules(package.__path__)
+]
+DATACLASSES = [
+    value
+    for module in MODULES
+    for value in vars(module).values()
+    if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
+]
+
+
+def refusal(**fields: object) -> str:
+    """What the user reads when these fields are refused; `__` stands for the dot in a size's name."""
+    with pytest.raises(UserError) as error:
+        resolve_step({name.replace("__", "."): value for name, value in fields.items()})
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def hf_config(folder: Path, **content: object) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **content}))
+    return f"hf:{folder}/config.json"
+
+
+# --- how specs and records are made -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", DATACLASSES, ids=lambda cls: cls.__name__)
+def test_specs_and_records_are_frozen_and_take_keywords_alone(cls: type) -> None:
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert all(field.kw_only for field in dataclasses.fields(cls))
+
+
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    for cls in ast.walk(tree):
+        if not isinstance(cls, ast.ClassDef) or "dataclass" not in " ".join(map(ast.unparse, cls.decorator_list)):
+            continue
+        if not ast.get_docstring(cls):
+            yield cls.name
+        for statement, below in zip(cls.body, [*cls.body[1:], None], strict=True):
+            if not isinstance(statement, ast.AnnAssign):
+                continue
+            if not (
+                isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+                and isinstance(below.value.value, str)
+            ):
+                yield f"{cls.name}.{ast.unparse(statement.target)}"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_field_has_a_docstring_under_it(module: object) -> None:
+    source = Path(module.__file__).read_text(encoding="utf-8")  # type: ignore[attr-defined]
+    assert list(undocumented(ast.parse(source))) == []
+
+
+def test_a_field_without_a_docstring_would_be_found() -> None:
+    source = '@dataclass\nclass A:\n    """A."""\n    x: int\n    y: int\n    """Y."""\n'
+    assert list(undocumented(ast.parse(source))) == ["A.x"]
+
+
+# --- sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "d_model", "d_ff", "layers", "heads", "head_dim", "vocab_size"),
+    [
+        ("small", 768, 3072, 12, 12, 64, 10_000),
+        ("medium", 1024, 4096, 24, 16, 64, 10_000),
+        ("large", 1280, 5120, 36, 20, 64, 10_000),
+        ("xl", 1600, 6400, 48, 25, 64, 10_000),
+        ("2.7b", 2560, 10240, 32, 32, 80, 10_000),
+        ("8b", 4096, 11008, 34, 32, 128, 151_936),
+    ],
+)
+def test_the_sizes_are_those_of_the_published_table(
+    name: str, d_model: int, d_ff: int, layers: int, heads: int, head_dim: int, vocab_size: int
+) -> None:
+    shape = MODEL_SIZES[name]
+    found = (shape.d_model, shape.d_ff, shape.num_layers, shape.num_heads, shape.head_dim, shape.vocab_size)
+    assert found == (d_model, d_ff, layers, heads, head_dim, vocab_size)
+
+
+def test_the_planning_size_has_feed_forward_blocks_alone() -> None:
+    shape = MODEL_SIZES["xxl"]
+    assert (shape.d_model, shape.d_ff, shape.num_layers) == (16384, 53248, 126)
+    assert tuple(name for name, size in MODEL_SIZES.items() if size.num_heads == 0) == PLANNING_ONLY == ("xxl",)
+
+
+# --- defaults and overrides -------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_takes_its_default() -> None:
+    assert resolve_step({}) == StepSpec(model=model_spec("tiny"))
+    spec = resolve_step({"model": "small"})
+    assert spec == StepSpec(
+        model=ModelSpec(name="small", kind="transformer", shape=MODEL_SIZES["small"]),
+        batch=4,
+        context=128,
+        pass_name="train",
+        precision="fp32",
+        compile="off",
+        attention="plain",
+        optimizer="adamw_fused",
+        warmup=5,
+        steps=10,
+        seed=0,
+        device="auto",
+    )
+
+
+def test_text_and_numbers_mean_the_same() -> None:
+    as_text = {"model": "small", "model.num_layers": "4", "batch": "2", "context": "64", "pass": "forward"}
+    as_numbers = {"model": "small", "model.num_layers": 4, "batch": 2, "context": 64, "pass": "forward"}
+    assert resolve_step(as_text) == resolve_step(as_numbers)
+    assert resolve_step(as_text).tokens == 2 * 64
+
+
+def test_an_override_changes_its_size_and_no_other() -> None:
+    spec = resolve_step({"model": "small", "model.num_layers": 4, "model.vocab_size": 500})
+    assert spec.model.shape == dataclasses.replace(MODEL_SIZES["small"], num_layers=4, vocab_size=500)
+    assert spec.model.label == "small[vocab_size=500,num_layers=4]"
+    assert MODEL_SIZES["small"].num_layers == 12
+    assert resolve_step({"model": "small", "model.num_layers": 12}).model.label == "small"
+
+
+def test_every_settable_field_is_one_of_the_step_or_of_the_model() -> None:
+    assert set(FIELDS) == {"model", *STEP_FIELDS} | {f"model.{f.name}" for f in dataclasses.fields(TransformerShape)}
+    assert [internal_name(name) for name in STEP_FIELDS] == [
+        field.name for field in dataclasses.fields(StepSpec) if field.name != "model"
+    ]
+    assert external_name("pass_name") == "pass"
+
+
+def test_the_attention_choices_are_the_implementations_there_are() -> None:
+    assert CHOICES["attention"] == tuple(IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in CHOICES.items() for value in values])
+def test_every_choice_is_accepted(field: str, value: str) -> None:
+    assert getattr(resolve_step({external_name(field): value}), field) == value
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:17"])
+def test_a_device_name_is_accepted(device: str) -> None:
+    assert resolve_step({"device": device}).device == device
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_model_is_answered_with_all_there_are() -> None:
+    message = refusal(model="smol")
+    assert "'smol'" in message
+    assert all(name in message for name in (*MODEL_SIZES, "hf:PATH/config.json", "package.module:function"))
+
+
+@pytest.mark.parametrize("field", ["batch", "context", "warmup", "steps", "seed", "model__num_layers"])
+@pytest.mark.parametrize("value", ["many", "", "1.5", 1.5, True, None, [1]])
+def test_what_is_no_whole_number_is_refused_by_field(field: str, value: object) -> None:
+    message = refusal(**{field: value})
+    assert message.startswith(field.replace("__", "."))
+    assert "whole number" in message
+    assert str(value) in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "least"),
+    [("batch", 0, 1), ("context", 0, 1), ("warmup", -1, 0), ("steps", 0, 1), ("seed", -1, 0),
+     ("model__num_layers", 0, 1), ("model__d_ff", -4, 1), ("model__num_heads", -1, 0), ("model__vocab_size", 0, 1)],
+)  # fmt: skip
+def test_a_number_out_of_range_is_answered_with_the_least_there_may_be(field: str, value: int, least: int) -> None:
+    message = refusal(**{field: value})
+    assert f"{field.replace('__', '.')} must be at least {least}, not {value}" in message
+
+
+@pytest.mark.parametrize("field", [external_name(name) for name in CHOICES])
+def test_an_unknown_choice_is_answered_with_the_valid_ones(field: str) -> None:
+    message = refusal(**{field: "sideways"})
+    assert f"{field} 'sideways'" in message
+    assert all(choice in message for choice in CHOICES[internal_name(field)])
+
+
+@pytest.mark.parametrize("field", ["model", "precision", "device"])
+@pytest.mark.parametrize("value", ["", 3, None, True])
+def test_what_is_no_name_is_refused_by_field(field: str, value: object) -> None:
+    assert refusal(**{field: value}).startswith(f"{field} must be a name, not {value!r}")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "auto:1", "mps:0", "CUDA", "cuda:²"])
+def test_an_unknown_device_is_answered_with_the_valid_ones(device: str) -> None:
+    message = refusal(device=device)
+    assert f"device '{device}'" in message
+    assert "auto, cpu, mps, cuda or cuda:N" in message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("contxt", "context"), ("precison", "precision"), ("model.num_layer", "model.num_layers"), ("models", "model")],
+)
+def test_a_misspelled_field_is_answered_with_the_nearest(wrong: str, right: str) -> None:
+    message = refusal(**{wrong: 1})
+    assert f"unknown field '{wrong}'" in message
+    assert f"did you mean {right}?" in message
+
+
+def test_a_field_like_no_other_is_answered_with_all_there_are() -> None:
+    message = refusal(zzz=1)
+    assert "unknown field 'zzz'" in message
+    assert all(field in message for field in FIELDS)
+
+
+@pytest.mark.parametrize(("d_model", "num_heads"), [(100, 4), (96, 32), (128, 3), (2, 2)])
+def test_heads_of_an_odd_width_are_refused_with_the_reason(d_model: int, num_heads: int) -> None:
+    message = refusal(model__d_model=d_model, model__num_heads=num_heads)
+    assert f"model.d_model {d_model}" in message
+    assert f"{num_heads} heads" in message
+    assert "multiple of 2 x model.num_heads" in message
+
+
+def test_sizes_of_a_model_that_has_none_of_ours_are_refused() -> None:
+    message = refusal(model="models:make", model__num_layers=2)
+    assert "model.num_layers" in message
+    assert "'models:make'" in message
+
+
+def test_a_size_that_no_model_has_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.width.*valid are vocab_size, d_model"):
+        model_spec("tiny", {"width": 1})
+
+
+# --- models of others -------------------------------------------------------------------------------------
+
+
+def test_a_configuration_is_taken_into_the_spec(tmp_path: Path) -> None:
+    name = hf_config(tmp_path, max_position_embeddings=64, hidden_size=32)
+    spec = resolve_step({"model": name, "context": 64})
+    assert spec.model.kind == "hf"
+    assert spec.model.hf_config == {"model_type": "llama", "max_position_embeddings": 64, "hidden_size": 32}
+    assert spec.model.label == "hf:llama"
+    assert resolve_step({"model": f"hf:{tmp_path}", "context": 64}).model.hf_config == spec.model.hf_config
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_a_context_beyond_the_positions_is_refused_with_the_limit(tmp_path: Path, key: str) -> None:
+    name = hf_config(tmp_path, **{key: 64})
+    message = refusal(model=name, context=65)
+    assert "context 65" in message
+    assert "--context 64" in message
+    assert name in message
+
+
+def test_a_configuration_without_a_limit_takes_any_context(tmp_path: Path) -> None:
+    assert resolve_step({"model": hf_config(tmp_path), "context": 10**6}).context == 10**6
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "{}", '{"model_type": 3}', "\x00"])
+def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    message = refusal(model=f"hf:{tmp_path}")
+    assert str(tmp_path / "config.json") in message
+    assert "is not a transformers configuration" in message
+
+
+def test_a_configuration_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    message = refusal(model=f"hf:{tmp_path}/none.json")
+    assert f"{tmp_path}/none.json" in message
+    assert "No such file" in message
+
+
+def test_a_factory_is_named_by_module_and_function() -> None:
+    assert resolve_step({"model": "my.models:make"}).model == ModelSpec(name="my.models:make", kind="factory")
+    assert "unknown model" in refusal(model="my.models:")

@@ -1,0 +1,158 @@
+"""Studies: how grids become cells, what comes with steplab, and what is refused."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from steplab.errors import UserError
+from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
+from steplab.specs.resolve import resolve_step
+from steplab.specs.study import load_study, preset_names, study_from_grids
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def refusal(source: str) -> str:
+    with pytest.raises(UserError) as error:
+        load_study(source, {})
+    return str(error.value)
+
+
+# --- expansion --------------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_the_product_of_its_values_and_its_first_field_varies_slowest() -> None:
+    study = study_from_grids("s", "d", [{"context": [32, 64], "precision": ["fp32", "bf16"], "batch": [1]}])
+    found = [(cell.context, cell.precision, cell.batch) for cell in study.cells]
+    assert found == list(itertools.product([32, 64], ["fp32", "bf16"], [1]))
+    assert (study.name, study.description) == ("s", "d")
+
+
+def test_a_cell_that_several_grids_name_is_measured_once_at_its_first_place() -> None:
+    grids = [{"context": [32, 64, 32]}, {"context": [64, 128], "batch": [4]}, {"context": ["128"]}]
+    assert [cell.context for cell in study_from_grids("s", "", grids).cells] == [32, 64, 128]
+
+
+def test_a_cell_is_what_its_fields_resolve_to() -> None:
+    study = study_from_grids("s", "", [{"model": ["tiny"], "model.num_layers": ["1"], "pass": ["forward"]}])
+    assert study.cells == (resolve_step({"model": "tiny", "model.num_layers": 1, "pass": "forward"}),)
+
+
+@pytest.mark.parametrize("grids", [[], [{"context": []}]])
+def test_a_study_without_cells_is_refused(grids: list[dict[str, list[object]]]) -> None:
+    with pytest.raises(UserError, match="study 'empty' has no cells; give at least one"):
+        study_from_grids("empty", "", grids)
+
+
+# --- what comes with steplab ------------------------------------------------------------------------------
+
+CELLS = {
+    "compiled": 5 * 2 * 2 * 3,  # sizes x contexts x attentions (plain and fused) x passes
+    "quick": 3 * 2 * 2,  # contexts x precisions x attentions
+    "sizes": 5 * 4 * 2 * 3,  # sizes x contexts x precisions x passes
+    "warmup": 2 * 4,  # sizes x numbers of warm-up steps
+}
+
+
+def test_the_presets_are_those_expected() -> None:
+    assert preset_names() == tuple(sorted(CELLS))
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_a_preset_is_valid_and_has_the_cells_its_description_promises(name: str) -> None:
+    study = load_study(name, {})
+    assert study.name == name
+    assert study.description
+    assert len(study.cells) == CELLS[name]
+    assert not {cell.model.name for cell in study.cells} & set(PLANNING_ONLY)
+
+
+def test_the_table_of_sizes_spans_every_size_that_is_measured_by_default() -> None:
+    cells = load_study("sizes", {}).cells
+    assert {cell.model.name for cell in cells} == set(MODEL_SIZES) - {"tiny", "8b", *PLANNING_ONLY}
+    assert {cell.context for cell in cells} == {128, 256, 512, 1024}
+    assert {(cell.warmup, cell.steps) for cell in cells} == {(5, 10)}
+
+
+def test_the_warm_up_study_compares_the_default_with_fewer_steps() -> None:
+    assert {cell.warmup for cell in load_study("warmup", {}).cells} == {0, 1, 2, 5}
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_a_study_named_after_itself(tmp_path: Path) -> None:
+    source = written(
+        tmp_path,
+        'description = "how far?"\n[[grid]]\nmodel = "tiny"\ncontext = [32, 64]\n[[grid]]\nprecision = "bf16"\n',
+    )
+    study = load_study(source, {})
+    assert (study.name, study.description) == ("mine", "how far?")
+    assert [(cell.context, cell.precision) for cell in study.cells] == [(32, "fp32"), (64, "fp32"), (128, "bf16")]
+
+
+@pytest.mark.parametrize("key", ["model.num_layers", '"model.num_layers"'])
+def test_a_size_may_be_written_as_a_dotted_key(tmp_path: Path, key: str) -> None:
+    study = load_study(written(tmp_path, f"[[grid]]\n{key} = [1, 3]\n"), {})
+    assert [cell.model.shape.num_layers for cell in study.cells if cell.model.shape] == [1, 3]
+
+
+def test_a_size_may_be_written_beside_the_model(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, '[[grid]]\nmodel = "small"\n"model.num_layers" = 2\n'), {})
+    assert [cell.model.label for cell in study.cells] == ["small[num_layers=2]"]
+
+
+def test_overrides_take_the_place_of_a_field_in_every_grid(tmp_path: Path) -> None:
+    source = written(tmp_path, "[[grid]]\ncontext = [32, 64]\nsteps = 7\n[[grid]]\ncontext = 128\n")
+    study = load_study(source, {"context": ["16"], "steps": ["3"], "warmup": ["0", "1"]})
+    assert [(cell.context, cell.steps, cell.warmup) for cell in study.cells] == [(16, 3, 0), (16, 3, 1)]
+
+
+def test_overrides_reach_a_preset() -> None:
+    study = load_study("quick", {"context": [32], "steps": [1]})
+    assert {(cell.context, cell.steps) for cell in study.cells} == {(32, 1)}
+    assert len(study.cells) == CELLS["quick"] // 3
+
+
+def test_a_study_that_is_not_there_is_answered_with_the_presets() -> None:
+    message = refusal("no-such-study")
+    assert "'no-such-study'" in message
+    assert all(name in message for name in preset_names())
+
+
+def test_a_folder_or_a_binary_file_is_no_study(tmp_path: Path) -> None:
+    assert str(tmp_path) in refusal(str(tmp_path))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    assert "binary.toml" in refusal(str(tmp_path / "binary.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[grid]\n", "not valid TOML"),
+        ("[[grid]]\ncontext = [32\n", "not valid TOML"),
+        ("grids = 3\n", "unknown key 'grids'"),
+        ("[grid]\ncontext = 32\n", "'grid' must be a list of [[grid]] tables"),
+        ("grid = [1]\n", "'grid' must be a list of [[grid]] tables"),
+        ("", "has no cells"),
+        ('description = "none"\n', "has no cells"),
+        ("[[grid]]\ncontxt = 32\n", "unknown field 'contxt'; did you mean context?"),
+        ('[[grid]]\ncontext = "many"\n', "context must be a whole number, not 'many'"),
+        ("[[grid]]\nprecision = 16\n", "precision must be a name, not 16"),
+        ("[[grid]]\ncontext = [[32]]\n", "context must be a whole number, not '[32]'"),
+        ('[[grid]]\nprecision = ["fp32", "fp8"]\n', "precision 'fp8' is not known"),
+    ],
+)
+def test_a_file_that_is_no_study_is_answered_with_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    assert said in refusal(written(tmp_path, text))
+
+
+def test_a_field_without_values_is_refused_by_name(tmp_path: Path) -> None:
+    message = refusal(written(tmp_path, "[[grid]]\ncontext = []\n"))
+    assert "context" in message
+    assert "at least one value" in message

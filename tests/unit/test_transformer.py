@@ -1,0 +1,276 @@
+"""The plain Transformer against transformers' Llama with the same weights, in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from steplab.model.transformer import ROPE_BASE, Transformer, rotary_table, rotate
+from steplab.ops.attention.api import attention_named
+from steplab.specs.model import TransformerShape
+
+CONTEXT = 24
+SHAPES = [
+    TransformerShape(vocab_size=50, d_model=32, d_ff=48, num_layers=1, num_heads=1),
+    TransformerShape(vocab_size=37, d_model=48, d_ff=80, num_layers=2, num_heads=4),
+    TransformerShape(vocab_size=64, d_model=60, d_ff=36, num_layers=3, num_heads=3),
+]
+OF_LLAMA = {
+    "embedding.": "model.embed_tokens.",
+    "norm.": "model.norm.",
+    "head.": "lm_head.",
+    "attention_norm.": "input_layernorm.",
+    "feed_forward_norm.": "post_attention_layernorm.",
+    "attention.query.": "self_attn.q_proj.",
+    "attention.key.": "self_attn.k_proj.",
+    "attention.value.": "self_attn.v_proj.",
+    "attention.output.": "self_attn.o_proj.",
+    "feed_forward.gate.": "mlp.gate_proj.",
+    "feed_forward.up.": "mlp.up_proj.",
+    "feed_forward.down.": "mlp.down_proj.",
+}
+"""Our module -> Llama's."""
+
+
+class Float64Norm(nn.Module):
+    """Llama's own norm goes through float32; this is its formula without that."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps)
+
+
+def plain(shape: TransformerShape, attention: str = "plain") -> Transformer:
+    torch.manual_seed(0)
+    module = Transformer(shape, context=CONTEXT, attention=attention_named(attention)).double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name:  # ones would hide a weight that is not used
+                parameter.normal_(1.0, 0.3)
+            else:
+                parameter.mul_(5)  # far from the uniform distribution over tokens
+    return module
+
+
+def llama(module: Transformer, shape: TransformerShape) -> Any:
+    """Llama with the weights of `module`, everything in float64, and our table of the rotary angles.
+
+    Its own table is computed in another order of float32 operations; `test_the_rotary_table…` holds ours to
+    the closed form.
+    """
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.d_model,
+        intermediate_size=shape.d_ff,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"  # the eager one takes its softmax in float32
+    model: Any = LlamaForCausalLM(config).double()
+    model.load_state_dict({name_of_llama(name): value for name, value in module.state_dict().items()})
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LlamaRMSNorm):
+                setattr(parent, name, Float64Norm(child))
+
+    def angles(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = module.rotary_2TD[:, position_ids]
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+    model.model.rotary_emb.forward = angles
+    return model
+
+
+def name_of_llama(name: str) -> str:
+    prefix = ""
+    if name.startswith("blocks."):
+        _, index, name = name.split(".", 2)
+        prefix = f"model.layers.{index}."
+    ours = next(ours for ours in OF_LLAMA if name.startswith(ours))
+    return prefix + OF_LLAMA[ours] + name.removeprefix(ours)
+
+
+def tokens_of(shape: TransformerShape, batch: int = 2, length: int = CONTEXT) -> Tensor:
+    return torch.randint(shape.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+# --- the same function as Llama ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("length", [1, 7, CONTEXT])
+def test_the_same_weights_give_llamas_logits(shape: TransformerShape, length: int) -> None:
+    module = plain(shape)
+    tokens = tokens_of(shape, length=length)
+    expected = llama(module, shape)(input_ids=tokens).logits
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(module(tokens), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_same_weights_give_llamas_loss(shape: TransformerShape) -> None:
+    """Llama shifts the labels itself, and takes the loss in float32, whose accuracy is then what counts."""
+    module = plain(shape)
+    tokens = tokens_of(shape)
+    expected = llama(module, shape)(input_ids=tokens, labels=tokens).loss
+    assert expected.dtype == torch.float32
+    loss = module(tokens[:, :-1], tokens[:, 1:])
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss.float(), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_same_weights_give_llamas_gradients(shape: TransformerShape) -> None:
+    module = plain(shape)
+    model = llama(module, shape)
+    tokens = tokens_of(shape)
+    module(tokens).square().mean().backward()
+    model(input_ids=tokens).logits.square().mean().backward()
+    expected = dict(model.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name_of_llama(name)].grad)
+
+
+def test_transformers_own_table_of_angles_pairs_the_same_elements() -> None:
+    """Nothing of the rotary embedding is ours here: float32 tables may differ as float32 results may."""
+    shape = SHAPES[1]
+    module = plain(shape).float()
+    model = llama(module.double(), shape)
+    del model.model.rotary_emb.forward
+    tokens = tokens_of(shape)
+    torch.testing.assert_close(module(tokens).float(), model(input_ids=tokens).logits.float())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_loss_is_the_mean_negative_log_probability_of_the_targets(shape: TransformerShape) -> None:
+    module = plain(shape)
+    tokens, targets = tokens_of(shape), tokens_of(shape).flip(0)
+    log_probabilities = module(tokens).log_softmax(-1).gather(-1, targets[..., None])
+    torch.testing.assert_close(module(tokens, targets), -log_probabilities.mean())
+
+
+def test_the_loss_is_the_one_passed_in() -> None:
+    shapes = []
+
+    def loss(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        shapes.append((tuple(logits_NV.shape), tuple(targets_N.shape)))
+        return logits_NV.sum()
+
+    module = Transformer(SHAPES[0], context=CONTEXT, attention=attention_named("plain"), loss=loss)
+    tokens = tokens_of(SHAPES[0])
+    module(tokens, tokens)
+    assert shapes == [((2 * CONTEXT, 50), (2 * CONTEXT,))]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "sdpa_flash", "sdpa_math"])
+def test_the_choice_of_attention_does_not_change_the_logits(attention: str) -> None:
+    tokens = tokens_of(SHAPES[2])
+    torch.testing.assert_close(plain(SHAPES[2], attention)(tokens), plain(SHAPES[2])(tokens))
+
+
+# --- causality and gradients ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("changed", [1, 11, CONTEXT - 1])
+def test_a_later_token_changes_no_earlier_logit(shape: TransformerShape, changed: int) -> None:
+    module = plain(shape)
+    tokens = tokens_of(shape)
+    other = tokens.clone()
+    other[:, changed] = (other[:, changed] + 1) % shape.vocab_size
+    before, after = module(tokens), module(other)
+    assert torch.equal(before[:, :changed], after[:, :changed])
+    assert (before[:, changed:] != after[:, changed:]).any(-1).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_reach_every_parameter(shape: TransformerShape) -> None:
+    module = plain(shape)
+    module(tokens_of(shape), tokens_of(shape).flip(0)).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.ne(0).any(), name
+    used = torch.zeros(shape.vocab_size, dtype=torch.bool)
+    used[tokens_of(shape).flatten()] = True
+    assert module.embedding.weight.grad is not None
+    assert torch.equal(module.embedding.weight.grad.ne(0).any(-1), used)
+
+
+def test_a_block_without_biases_or_dropout_is_the_same_in_training() -> None:
+    module = plain(SHAPES[1])
+    tokens = tokens_of(SHAPES[1])
+    assert torch.equal(module.train()(tokens), module.eval()(tokens))
+    assert not [name for name, _ in module.named_parameters() if "bias" in name]
+
+
+# --- rotary embedding -------------------------------------------------------------------------------------
+
+
+def exact_table(context: int, head_dim: int) -> Tensor:
+    return torch.stack((angles(context, head_dim).cos(), angles(context, head_dim).sin()))
+
+
+def angles(context: int, head_dim: int) -> Tensor:
+    """position x base^(-2i/D), in float64 (Su et al. 2021, section 3.4.2)."""
+    rows = [[t * ROPE_BASE ** (-2 * i / head_dim) for i in range(head_dim // 2)] for t in range(context)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("context", "head_dim"), [(1, 2), (17, 2), (128, 64), (1024, 80), (4096, 128)])
+def test_the_rotary_table_is_as_exact_as_float32_allows(context: int, head_dim: int) -> None:
+    """An angle is a product of a position and a power, each rounded.
+
+    The exponent is rounded once, which moves the power by a factor 1 + ln(base) u; the power, its result and
+    the product are rounded too (a power may be off by a whole last place, 2 u). Cosine and sine are rounded
+    to a last place of their own. u is float32's unit roundoff, half its eps.
+    """
+    u = torch.finfo(torch.float32).eps / 2
+    exact = angles(context, head_dim)
+    allowed = exact * (math.log(ROPE_BASE) + 3) * u + 2 * u
+    cos, sin = rotary_table(context, head_dim)
+    assert cos.shape == sin.shape == (context, head_dim // 2)
+    assert ((cos.double() - exact.cos()).abs() <= allowed).all()
+    assert ((sin.double() - exact.sin()).abs() <= allowed).all()
+
+
+def test_rotating_is_multiplying_complex_numbers() -> None:
+    x = torch.randn(2, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(9, 4, dtype=torch.float64), angles(9, 8))
+    out = rotate(x, exact_table(9, 8))
+    torch.testing.assert_close(out, torch.cat((turned.real, turned.imag), -1))
+
+
+@pytest.mark.parametrize("shift", [1, 5, 40])
+def test_dot_products_depend_on_relative_positions_alone(shift: int) -> None:
+    make = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 1, 16, dtype=torch.float64, generator=make) for _ in range(2))
+    table = exact_table(64, 16)
+    at = [(rotate(q, table[:, i]), rotate(k, table[:, i])) for i in range(64)]
+
+    def dot(query: int, key: int) -> Tensor:
+        return (at[query][0] * at[key][1]).sum()
+
+    for query, key in [(0, 0), (3, 0), (9, 20), (20, 9)]:
+        torch.testing.assert_close(dot(query, key), dot(query + shift, key + shift))
+    assert dot(3, 0) != dot(4, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rotating_keeps_the_type_and_is_done_in_the_tables_precision(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    table = rotary_table(9, 8)
+    out = rotate(x, table)
+    assert out.dtype == dtype
+    assert torch.equal(out, rotate(x.float(), table).to(dtype))
