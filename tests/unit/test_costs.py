@@ -166,9 +166,7 @@ def test_where_a_size_is_unknown_only_the_rule_of_thumb_is_counted(unknown: str)
     count = num_parameters(MODEL_SIZES["tiny"])
     arguments = {name: known[name] for name in known if name != "num_parameters"}
     for convention in get_args(Convention):
-        found = model_flops_per_token(
-            convention, num_parameters=count, **arguments, context=128, backward=True
-        )
+        found = model_flops_per_token(convention, num_parameters=count, **arguments, context=128, backward=True)
         assert found == (6 * count if convention == "params" else None)
     assert executed_flops_per_token(resolve_step({}), num_parameters=count, **arguments) is None
 

@@ -1,6 +1,6 @@
 """The measuring loop on a device whose clocks are told what time it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +24,12 @@ class FakeDevice:
         self.host_s = 1000.0
         self.free_from_s = 0.0
         self.events: list[str] = []
+        self.reserved = 0
         self._peaks = iter(peaks or [])
+
+    def reserve_marks(self, count: int) -> None:
+        self.events.append("reserve marks")
+        self.reserved = count
 
     def mark(self) -> float:
         self.events.append("mark")
@@ -49,7 +54,7 @@ class FakeDevice:
             return None
         return PeakMemory(phase=phase, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
-    def phase(self, name: str, costs: list[tuple[float, float]]) -> Phase:
+    def phase(self, name: str, costs: Sequence[tuple[float, float]]) -> Phase:
         """A phase that takes (launch, work) seconds of the host and of the device, one pair a call."""
         remaining = iter(costs)
 
@@ -91,9 +96,11 @@ def test_back_to_back_steps_are_never_waited_for(device: Make) -> None:
     fake = device()
     phases = [fake.phase("forward", [(1, 5)] * 2), fake.phase("backward", [(1, 5)] * 2)]
     run_back_to_back(phases, fake, 2, fake.on_step, before_drain=lambda: fake.events.append("drain"))
-    step = ["mark", "forward", "mark", "backward", "mark"]
+    step = ["forward", "mark", "backward", "mark"]
     assert fake.events == [
+        "reserve marks",
         "synchronize",
+        "mark",
         *step,
         "step 0 given",
         *step,
@@ -101,6 +108,24 @@ def test_back_to_back_steps_are_never_waited_for(device: Make) -> None:
         "drain",
         "synchronize",
     ]
+
+
+@pytest.mark.parametrize(("num_phases", "iterations"), [(1, 0), (1, 3), (3, 4)])
+def test_as_many_marks_are_prepared_as_are_made(device: Make, num_phases: int, iterations: int) -> None:
+    fake = device()
+    phases = [fake.phase(f"phase {index}", [(1, 1)] * iterations) for index in range(num_phases)]
+    run_back_to_back(phases, fake, iterations, fake.on_step)
+    assert fake.reserved == fake.events.count("mark") == num_phases * iterations + 1
+
+
+def test_the_steps_leave_no_gap_between_them(device: Make) -> None:
+    """Their times add up to that of the loop, also where the host keeps the device waiting."""
+    fake = device()
+    forward, backward = [(3, 8), (20, 1), (3, 2)], [(9, 1), (1, 32), (1, 64)]
+    phases = [fake.phase("forward", forward), fake.phase("backward", backward)]
+    samples, host_s = run_back_to_back(phases, fake, 3, fake.on_step)
+    assert sum(samples[-1].best_s) == host_s
+    assert sum(samples[0].best_s) + sum(samples[1].best_s) == host_s
 
 
 def test_the_host_runs_ahead_of_the_device(device: Make) -> None:
@@ -162,7 +187,7 @@ def test_no_iterations_give_no_samples_and_still_reach_the_drain(device: Make) -
     samples, host_s = run_back_to_back(
         [fake.phase("forward", [])], fake, 0, fake.on_step, before_drain=lambda: fake.events.append("drain")
     )
-    assert fake.events == ["synchronize", "drain", "synchronize"]
+    assert fake.events == ["reserve marks", "synchronize", "mark", "drain", "synchronize"]
     assert all(sample.best_s == () for sample in samples)
     assert host_s == 0
 

@@ -136,12 +136,17 @@ def test_a_loop_that_raises_is_stored_with_what_it_had_measured(
     clock: Clock, record: Record, stored: Stored, raised: type[BaseException]
 ) -> None:
     error = raised("diverged")
-    with pytest.raises(raised) as caught, record(warmup=1) as rec:
-        for iteration in range(5):
-            with rec.step():
-                clock.spend(10)
-                if iteration == 3:
-                    raise error
+
+    def loop() -> None:
+        with record(warmup=1) as rec:
+            for iteration in range(5):
+                with rec.step():
+                    clock.spend(10)
+                    if iteration == 3:
+                        raise error
+
+    with pytest.raises(raised) as caught:
+        loop()
     assert caught.value is error
     run = stored()[0]
     assert run.failure is not None

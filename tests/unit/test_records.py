@@ -90,9 +90,7 @@ RUNS = st.builds(
     memory=maybe(
         st.builds(
             Memory,
-            peaks=several(
-                st.builds(PeakMemory, phase=TEXT, peak_allocated_bytes=COUNT, peak_reserved_bytes=COUNT)
-            ),
+            peaks=several(st.builds(PeakMemory, phase=TEXT, peak_allocated_bytes=COUNT, peak_reserved_bytes=COUNT)),
             total_bytes=maybe(COUNT),
             host_peak_bytes=maybe(COUNT),
         )
@@ -200,7 +198,7 @@ def test_kinds_are_told_by_the_schema() -> None:
 def test_identities_are_twelve_hexadecimal_digits_and_times_are_utc() -> None:
     ids = {new_id() for _ in range(200)}
     assert len(ids) == 200
-    assert all(len(id) == 12 and set(id) <= set("0123456789abcdef") for id in ids)
+    assert all(len(one) == 12 and set(one) <= set("0123456789abcdef") for one in ids)
     assert now_utc().endswith("Z")
     assert len(now_utc()) == len("2026-11-21T07:30:00Z")
 
@@ -258,7 +256,8 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
 )
 def test_what_a_run_lacks_is_none_in_its_row(left_out: str, absent: set[str]) -> None:
     before = run_row(make_run())
-    after = run_row(make_run(**{left_out: None}))
+    missing: dict[str, Any] = {left_out: None}
+    after = run_row(make_run(**missing))
     assert {name for name in before if before[name] != after[name]} == absent
     assert all(after[name] is None for name in absent)
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.runs import make_run
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
@@ -60,6 +62,10 @@ class Watched:
         return {name for name, value in self.module.state_dict().items() if not torch.equal(value, self.before[name])}
 
 
+def keep_a_copy(kept: list[Tensor], gradient: Tensor) -> None:
+    kept.append(gradient.detach().clone())
+
+
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     """The models that are built from here on."""
@@ -72,8 +78,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
             workload.module, {name: value.clone() for name, value in workload.module.state_dict().items()}, {}
         )
         for name, parameter in workload.module.named_parameters():
-            watched.gradients[name] = kept = []
-            parameter.register_hook(lambda gradient, kept=kept: kept.append(gradient.detach().clone()))
+            watched.gradients[name] = []
+            parameter.register_hook(partial(keep_a_copy, watched.gradients[name]))
         seen.append(watched)
         return workload
 
@@ -81,8 +87,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
     return seen
 
 
-def measured(observer: Observer | None = None, **fields: object) -> Run:
-    return measure_here(resolve_step(TINY | {k.replace("__", "."): v for k, v in fields.items()}), observer or Observer())
+def measured(observer: Observer | None = None, /, **fields: object) -> Run:
+    return measure_here(
+        resolve_step(TINY | {k.replace("__", "."): v for k, v in fields.items()}), observer or Observer()
+    )
 
 
 def succeeded(run: Run) -> Run:
@@ -148,11 +156,14 @@ def test_gradients_do_not_accumulate_over_steps(watch: list[Watched]) -> None:
 
 
 def test_inference_keeps_no_graph(watch: list[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
-    grad_modes = []
+    grad_modes: list[bool] = []
     forward = nn.Linear.forward
-    monkeypatch.setattr(
-        nn.Linear, "forward", lambda self, x: grad_modes.append(torch.is_grad_enabled()) or forward(self, x)
-    )
+
+    def note(self: nn.Linear, x: Tensor) -> Tensor:
+        grad_modes.append(torch.is_grad_enabled())
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", note)
     succeeded(measured(**{"pass": "forward"}))
     assert set(grad_modes) == {False}
     assert not watch[0].module.training
@@ -195,7 +206,8 @@ def test_the_ways_to_compute_adamw_agree(watch: list[Watched], optimizer: str) -
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "fused", "foreach"), [("adamw_fused", True, False), ("adamw_foreach", False, True), ("adamw_loop", False, False)]
+    ("optimizer", "fused", "foreach"),
+    [("adamw_fused", True, False), ("adamw_foreach", False, True), ("adamw_loop", False, False)],
 )
 def test_the_implementation_of_adamw_is_the_one_asked_for(optimizer: str, fused: bool, foreach: bool) -> None:
     used = []
@@ -238,7 +250,12 @@ def products(monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
 )
 @pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
 def test_a_precision_is_that_of_the_products_and_of_the_weights(
-    watch: list[Watched], products: set[torch.dtype], precision: str, product: torch.dtype, weight: torch.dtype, pass_name: str
+    watch: list[Watched],
+    products: set[torch.dtype],
+    precision: str,
+    product: torch.dtype,
+    weight: torch.dtype,
+    pass_name: str,
 ) -> None:
     states: set[torch.dtype] = set()
 
@@ -402,11 +419,33 @@ def test_a_cpu_has_no_peak_of_device_memory_and_the_record_says_so() -> None:
 
 
 def test_the_planning_size_cannot_be_measured() -> None:
-    with pytest.raises(Unsupported, match="xxl.*planning only"):
+    with pytest.raises(Unsupported, match=r"xxl.*planning only"):
         measure_here(resolve_step({"model": "xxl", "device": "cpu"}), Observer())
 
 
 # --- failures ---------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Module):
+    """The smallest model of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum()
+
+
+class Attending(nn.Module):
+    """A projection, then torch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*self.layer(x).chunk(3, -1)).sum()
 
 
 class Failing(nn.Module):
@@ -440,6 +479,14 @@ def batch() -> Tensor:
     return torch.ones(3)
 
 
+def linear() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Linear(), lambda: torch.ones(5, 8)
+
+
+def attending() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Attending(), lambda: torch.ones(2, 3, 16, 8)
+
+
 def exploding_at_once() -> tuple[nn.Module, Callable[[], Tensor]]:
     return Failing(0, explode), batch
 
@@ -471,9 +518,7 @@ def own_step() -> Callable[[], object]:
 
 def of_this_file(factory: Callable[[], object], **fields: object) -> Run:
     name = f"{factory.__module__}:{factory.__name__}"
-    return measure_here(
-        resolve_step({"model": name, "device": "cpu", "warmup": 2, "steps": 3} | fields), Observer()
-    )
+    return measure_here(resolve_step({"model": name, "device": "cpu", "warmup": 2, "steps": 3} | fields), Observer())
 
 
 @pytest.mark.parametrize(
@@ -486,7 +531,8 @@ def test_an_exception_of_the_model_is_a_failure_that_names_its_stage(factory: Ca
     assert (run.status, run.failure.phase) == ("error", stage)
     assert run.failure.message == "ZeroDivisionError: the model's own mistake"
     assert run.failure.last_lines == ("the model's own mistake", "with a second line")
-    assert run.timing is run.memory is None
+    assert run.timing is None
+    assert run.memory is None
     assert run.environment is not None
     assert (run.model is None) == (stage == "build")
 
@@ -536,6 +582,40 @@ def test_an_option_that_a_step_of_ones_own_would_not_heed_is_refused(field: dict
         of_this_file(own_step, **field)
 
 
+# --- FLOPs of a model of one's own ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
+def test_the_flops_of_a_model_of_ones_own_are_counted_as_it_runs(pass_name: str) -> None:
+    """Five rows times an 8 x 4 matrix; backward the gradient of the matrix alone, for no input asks for one."""
+    run = succeeded(of_this_file(linear, **{"pass": pass_name}))
+    assert run.model is not None
+    assert run.model.num_parameters == 8 * 4
+    product = 2 * 5 * 8 * 4
+    assert run.model.counted_flops == (product if pass_name == "forward" else 2 * product)
+
+
+def test_attention_is_not_left_out_of_the_count() -> None:
+    """torch's counter may give 0 for the CPU's fused attention: a count without it would be no count."""
+    run = succeeded(of_this_file(attending, **{"pass": "forward"}))
+    assert run.model is not None
+    rows, square = 2 * 3 * 16, 2 * 3 * 16 * 16
+    exact = 2 * rows * 8 * 24 + 2 * 2 * square * 8
+    assert run.model.counted_flops == exact or (
+        run.model.counted_flops is None and any(note.startswith("HFU") for note in run.notes)
+    )
+
+
+def test_a_model_of_ones_own_that_is_compiled_is_not_counted_and_the_record_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, mode: module)
+    run = succeeded(of_this_file(linear, compile="default"))
+    assert run.model is not None
+    assert run.model.counted_flops is None
+    assert any(note.startswith("HFU") for note in run.notes)
+
+
 # --- utilization ------------------------------------------------------------------------------------------
 
 
@@ -575,6 +655,17 @@ def test_without_a_peak_the_flops_are_kept_and_the_reason_given() -> None:
     assert all(u.value is None and u.flops > 0 and u.peak_source == "unknown card" for u in found)
 
 
+def test_of_a_model_of_ones_own_only_what_it_executes_is_known() -> None:
+    run = succeeded(of_this_file(linear))
+    assert run.timing is not None
+    step = run.timing.phase("step")
+    assert step is not None
+    (found,) = utilizations(run, PeakFigure(flops_per_s=1e9, source="doctor"))
+    assert (found.kind, found.convention, found.flops) == ("hfu", "as_executed", 2 * 2 * 5 * 8 * 4)
+    assert found.value == found.flops / statistics.median(step.best_s) / 1e9
+
+
 @pytest.mark.parametrize("left_out", ["spec", "model", "timing"])
 def test_a_run_that_lacks_what_a_utilization_is_made_of_has_none(left_out: str) -> None:
-    assert utilizations(make_run(**{left_out: None}), PeakFigure(flops_per_s=1.0, source="")) == ()
+    missing: dict[str, Any] = {left_out: None}
+    assert utilizations(make_run(**missing), PeakFigure(flops_per_s=1.0, source="")) == ()

@@ -1,6 +1,7 @@
 """Studies: how grids become cells, what comes with steplab, and what is refused."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from steplab.errors import UserError
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
 from steplab.specs.resolve import resolve_step
-from steplab.specs.study import load_study, preset_names, study_from_grids
+from steplab.specs.study import Grid, load_study, preset_names, study_from_grids
 
 
 def written(folder: Path, text: str) -> str:
@@ -44,7 +45,7 @@ def test_a_cell_is_what_its_fields_resolve_to() -> None:
 
 
 @pytest.mark.parametrize("grids", [[], [{"context": []}]])
-def test_a_study_without_cells_is_refused(grids: list[dict[str, list[object]]]) -> None:
+def test_a_study_without_cells_is_refused(grids: Sequence[Grid]) -> None:
     with pytest.raises(UserError, match="study 'empty' has no cells; give at least one"):
         study_from_grids("empty", "", grids)
 

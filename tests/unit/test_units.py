@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from steplab import units
 from steplab.errors import UserError
 
-FACTORS = {
+FACTORS: dict[str, Decimal | int] = {
     "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
     "ns": Decimal("1e-9"), "µs": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": 1,
     "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "": 1,
