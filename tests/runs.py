@@ -146,12 +146,9 @@ def _timing(spec: StepSpec, rng: random.Random, flops: float) -> Timing:
     cold = (9.0, 1.8, 1.15)
     hosts = {phase: tuple(s + 2e-5 for s in samples(share, spec.steps)) for phase, share in shares.items()}
     return Timing(
-        warmup=tuple(
-            PhaseSamples(phase=p, device_s=samples(s, spec.warmup, cold)) for p, s in shares.items()
-        ),
+        warmup=tuple(PhaseSamples(phase=p, device_s=samples(s, spec.warmup, cold)) for p, s in shares.items()),
         back_to_back=tuple(
-            PhaseSamples(phase=p, device_s=samples(s, spec.steps, cold[spec.warmup :]))
-            for p, s in shares.items()
+            PhaseSamples(phase=p, device_s=samples(s, spec.steps, cold[spec.warmup :])) for p, s in shares.items()
         ),
         synchronised=tuple(
             PhaseSamples(phase=p, device_s=samples(s, spec.steps), host_s=hosts[p]) for p, s in shares.items()
@@ -165,9 +162,7 @@ def _memory(spec: StepSpec, facts: ModelFacts) -> Memory:
     shape = spec.model.shape
     assert shape is not None
     width = 4 if spec.precision in ("fp32", "tf32") else 2.6
-    states = facts.num_parameters * (
-        4 if spec.pass_name == "forward" else 8 if spec.pass_name != "train" else 16
-    )
+    states = facts.num_parameters * (4 if spec.pass_name == "forward" else 8 if spec.pass_name != "train" else 16)
     per_layer = spec.tokens * (14 * shape.d_model + 4 * shape.d_ff)
     per_layer += 3 * spec.batch * shape.num_heads * spec.context**2 * (spec.attention == "plain")
     kept = 1 if spec.pass_name == "forward" else shape.num_layers

@@ -172,9 +172,7 @@ def test_memory_bandwidth_follows_from_the_bus(name: str, bus_bits: int, bits_pe
         ("Infinity Fabric", ("MI300X",), 7 * 128e9),
     ],
 )
-def test_interconnect_follows_from_its_links(
-    interconnect: str, names: tuple[str, ...], expected: float
-) -> None:
+def test_interconnect_follows_from_its_links(interconnect: str, names: tuple[str, ...], expected: float) -> None:
     for name in names:
         assert hardware_named(name).interconnect == interconnect
         assert hardware_named(name).interconnect_bytes_per_s == expected

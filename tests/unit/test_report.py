@@ -79,9 +79,7 @@ def test_latex_escapes_what_it_would_act_on() -> None:
     assert r"\textbackslash{}input\{x\} \$\&\%\_\textasciitilde{}\textasciicircum{}" in text
     assert r"\input" not in text
     body = text[text.index(r"\toprule") : text.index(r"\bottomrule")]
-    assert (
-        len({len(re.findall(r"(?<!\\)&", line)) for line in body.splitlines() if line.endswith(r"\\")}) == 1
-    )
+    assert len({len(re.findall(r"(?<!\\)&", line)) for line in body.splitlines() if line.endswith(r"\\")}) == 1
     assert r"\begin{tabular}" in text
     assert r"\end{tabular}" in text
 
@@ -391,7 +389,5 @@ def test_reporting_needs_no_torch_and_renders_lazily() -> None:
         "import steplab.report.html, steplab.report.formats, steplab.report.run_text, steplab.report.charts\n"
         "print([name for name in ('matplotlib', 'rich', 'jinja2', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd()
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
     assert done.stdout.strip() == "[]"

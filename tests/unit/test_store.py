@@ -102,9 +102,7 @@ def digests(folder: Path) -> dict[str, str]:
 # Where it lies
 
 
-def test_default_path_is_the_variable_then_xdg_then_home(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_default_path_is_the_variable_then_xdg_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("STEPLAB_STORE", "/somewhere/own.db")
     monkeypatch.setenv("XDG_DATA_HOME", "/xdg")
@@ -263,9 +261,7 @@ def test_a_study_is_found_by_its_cells_and_by_prefix(store: Store) -> None:
     ("failure", "is_finished"),
     [(None, True), ("out_of_memory", True), ("error", True), ("crashed", False), ("timeout", False)],
 )
-def test_only_a_killed_cell_is_measured_again(
-    store: Store, failure: FailureKind | None, is_finished: bool
-) -> None:
+def test_only_a_killed_cell_is_measured_again(store: Store, failure: FailureKind | None, is_finished: bool) -> None:
     study = store.begin_study(STUDY)
     store.add(make_run("a", study=study, failure=failure), cell=cell_key(TINY))
     store.add(make_run("b", study=None, spec=TINY_BF16))
@@ -498,9 +494,7 @@ def test_a_read_only_store_can_be_read_and_is_refused_for_writing(path: Path, re
     with Store.open(path, write=True) as store:
         store.add(make_run("a"))
     before = digests(path.parent)
-    with without_write_permission(
-        *{"file": [path], "folder": [path.parent]}.get(read_only, [path, path.parent])
-    ):
+    with without_write_permission(*{"file": [path], "folder": [path.parent]}.get(read_only, [path, path.parent])):
         output = python(OPEN_BOTH_WAYS, path, prefix=unprivileged()).communicate()[0]
     refused, read = output.splitlines()
     assert refused.startswith("refused:")
@@ -590,9 +584,7 @@ def test_two_processes_write_at_once_into_a_new_store(path: Path) -> None:
     assert [writer.communicate()[0] for writer in writers] == ["", ""]
     assert [writer.returncode for writer in writers] == [0, 0]
     with Store.open(path, write=False) as store:
-        assert sorted(map(str, ids(store))) == [
-            f"{letter}{number:03}" for letter in "ab" for number in range(200)
-        ]
+        assert sorted(map(str, ids(store))) == [f"{letter}{number:03}" for letter in "ab" for number in range(200)]
 
 
 def test_a_reader_is_not_stopped_by_a_writer_and_a_second_writer_says_what_it_waited_for(path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_grid_is_the_product_of_its_values_and_its_first_field_varies_slowest(
 
 
 def test_a_cell_that_several_grids_name_is_measured_once_at_its_first_place() -> None:
-    grids = [{"context": [32, 64, 32]}, {"context": [64, 128], "batch": [4]}, {"context": ["128"]}]
+    grids: list[Grid] = [{"context": [32, 64, 32]}, {"context": [64, 128], "batch": [4]}, {"context": ["128"]}]
     assert [cell.context for cell in study_from_grids("s", "", grids).cells] == [32, 64, 128]
 
 
@@ -54,7 +54,7 @@ def test_a_study_without_cells_is_refused(grids: Sequence[Grid]) -> None:
 
 CELLS = {
     "compiled": 5 * 2 * 2 * 3,  # sizes x contexts x attentions (plain and fused) x passes
-    "quick": 3 * 2 * 2,  # contexts x precisions x attentions
+    "quick": 3 * 2 + 1,  # contexts x attentions, and one cell in bf16
     "sizes": 5 * 4 * 2 * 3,  # sizes x contexts x precisions x passes
     "warmup": 2 * 4,  # sizes x numbers of warm-up steps
 }
@@ -115,9 +115,9 @@ def test_overrides_take_the_place_of_a_field_in_every_grid(tmp_path: Path) -> No
 
 
 def test_overrides_reach_a_preset() -> None:
-    study = load_study("quick", {"context": [32], "steps": [1]})
+    study = load_study("sizes", {"context": [32], "steps": [1]})
     assert {(cell.context, cell.steps) for cell in study.cells} == {(32, 1)}
-    assert len(study.cells) == CELLS["quick"] // 3
+    assert len(study.cells) == CELLS["sizes"] // 4
 
 
 def test_a_study_that_is_not_there_is_answered_with_the_presets() -> None:

@@ -47,11 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code; every error is one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        for argument in given:
+            if not argument.isprintable() and any("\ud800" <= character <= "\udfff" for character in argument):
+                raise UserError(f"the argument {argument!r} is not text; records hold text only")
         code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
     except CycloptsError as error:
-        return _fail(" ".join(str(error).split()), UserError.exit_code, given)
+        return _fail(str(error), UserError.exit_code, given)
     except SteplabError as error:
         return _fail(str(error), error.exit_code, given)
     except KeyboardInterrupt:
@@ -67,5 +70,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int, arguments: list[str]) -> int:
     if "--debug" in arguments:
         traceback.print_exc()
-    print(f"steplab: {message}", file=sys.stderr)
+    print(f"steplab: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -24,16 +24,13 @@ def export(
 ) -> None:
     """Write records out, for another machine or another program."""
     from steplab.cli.output import chosen_format, emit
-    from steplab.errors import UserError
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode
     from steplab.records.rows import run_row
     from steplab.records.run import Run
     from steplab.report.formats import render_rows
 
-    chosen = chosen_format(format, output, default="jsonl")
-    if chosen not in ("jsonl", "csv"):
-        raise UserError(f"export writes jsonl or csv, not {chosen}; `steplab report` writes the other formats")
+    chosen = chosen_format(format, output, allowed=("jsonl", "csv"))
     with open_store(store.store, write=False) as opened:
         study_id = opened.study_id(study) if study else None
         records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)

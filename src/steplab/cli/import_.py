@@ -10,20 +10,37 @@ from steplab.cli.options import StoreOptions
 
 
 def import_(
-    files: Annotated[tuple[Path, ...], Parameter(help="JSONL files written by export (.gz too); - is standard input")],
+    files: Annotated[
+        tuple[Path, ...],
+        Parameter(help="JSONL files written by export (.gz too); - is standard input", allow_leading_hyphen=True),
+    ],
     /,
     *,
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Add exported records to the store; those it has already are left alone."""
+    """Add exported records to the store, all or none; those it has already are left alone."""
     from steplab.cli.output import say
     from steplab.lab.keeping import open_store
 
-    texts = [(str(file), _read(file)) for file in files]
+    lines = [line for file in files for line in _lines(file)]
     with open_store(store.store, write=True) as opened:
-        for name, text in texts:
-            added, already = opened.import_lines(text.splitlines())
-            say(f"{name}: {added} records added, {already} were there already")
+        added, already = opened.import_lines(lines)
+    say(f"{added} records added, {already} were there already")
+
+
+def _lines(file: Path) -> list[bytes]:
+    """The file's lines, every one of them a record this version reads."""
+    from steplab.errors import SteplabError
+    from steplab.records.codec import decode
+
+    lines = _read(file).splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                decode(line)
+        except SteplabError as error:
+            raise SteplabError(f"{file}, line {number}: {error}; nothing was imported") from error
+    return lines
 
 
 def _read(file: Path) -> bytes:

@@ -3,9 +3,10 @@
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, UserError
 
 _ENDINGS = {
     ".json": "json",
@@ -19,11 +20,25 @@ _ENDINGS = {
 }
 
 
-def chosen_format(format: str | None, output: Path | None, default: str = "table") -> str:
-    """The format asked for; else the one the file's ending stands for; else the default."""
-    if format:
-        return format
-    return _ENDINGS.get(output.suffix.lower(), default) if output else default
+ROW_FORMATS = ("table", "json", "csv", "md", "latex")
+"""What a table of runs can be written as."""
+
+
+def chosen_format(format: str | None, output: Path | None, allowed: Sequence[str] = ROW_FORMATS) -> str:
+    """The format asked for; else the one the file's ending stands for; else the first allowed.
+
+    To be called before the work begins: raises UserError for a format the command does not write, and
+    SteplabError for a file that cannot be made.
+    """
+    ending = _ENDINGS.get(output.suffix.lower()) if output else None
+    chosen = format or ending or allowed[0]
+    if chosen not in allowed:
+        page = "; `steplab report` makes pages" if chosen == "html" else ""
+        raise UserError(f"this command does not write {chosen}; choose one of {', '.join(allowed)}{page}")
+    if output and not os.access(output.parent, os.W_OK):
+        why = "its folder is not writable" if output.parent.is_dir() else f"there is no folder {output.parent}"
+        raise SteplabError(f"cannot write {output}: {why}")
+    return chosen
 
 
 def emit(text: str, output: Path | None) -> None:
@@ -31,8 +46,13 @@ def emit(text: str, output: Path | None) -> None:
     if not text.endswith("\n"):
         text += "\n"
     if output is None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise SteplabError(f"cannot write to standard output: {error.strerror}") from error
         return
     try:
         handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")

@@ -28,13 +28,13 @@ def report(
 
     For example: steplab report --output page.html
     """
-    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.lab.reporting import runs_to_report
     from steplab.records.rows import run_row
     from steplab.report.formats import render_rows
 
     selection = runs_to_report(ids, study=study, name=name, store=store.store)
-    chosen = chosen_format(format, output)
+    chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     if chosen == "html":
         from steplab.report.html import render_page
 

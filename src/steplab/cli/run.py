@@ -5,7 +5,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions, StepOptions
-from steplab.errors import UserError
 
 
 def run(
@@ -29,6 +28,7 @@ def run(
     from steplab.units import parse_duration
 
     spec = resolve_step(step.fields())
+    chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         record = measure(
             spec,
@@ -36,11 +36,6 @@ def run(
             store=out.store,
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
-        )
-    chosen = chosen_format(out.format, out.output)
-    if chosen == "html":
-        raise UserError(
-            "a page is made by `steplab report --output page.html`; here choose table, json, csv, md or latex"
         )
     color = stdout_color() and out.output is None
     text = render_run(record, color=color) if chosen == "table" else render_rows([run_row(record)], chosen)

@@ -46,6 +46,7 @@ def sweep(
     if dry_run:
         emit("\n".join(describe(cell) for cell in asked.cells), out.output)
         return 0
+    chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         try:
             result = run_sweep(
@@ -58,7 +59,6 @@ def sweep(
         except KeyboardInterrupt:
             say("steplab: interrupted; the finished cells are stored, and the same command with --resume continues")
             raise
-    chosen = chosen_format(out.format, out.output)
     color = stdout_color() and out.output is None
     emit(render_rows([run_row(run) for run in result.runs], chosen, color=color), out.output)
     failed = sum(run.failure is not None for run in result.runs)

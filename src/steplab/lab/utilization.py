@@ -12,6 +12,7 @@ from steplab.costs.flops import (
     executed_flops_per_token,
     model_flops_per_token,
 )
+from steplab.errors import SteplabError
 from steplab.records.environment import DeviceInfo
 from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.specs.hardware import find_hardware
@@ -46,7 +47,10 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
     stated = hardware.peak_flops(dtype) if hardware else None
     if stated:
         return PeakFigure(flops_per_s=stated.flops_per_s, source=stated.source)
-    ceilings = store.latest_ceilings(device.name)
+    try:
+        ceilings = store.latest_ceilings(device.name)
+    except SteplabError as error:  # a store that fails must not cost the measurement in hand
+        return PeakFigure(flops_per_s=None, source=f"the measured ceilings could not be read: {error}")
     measured = ceilings.matmul(dtype) if ceilings else None
     if ceilings and measured:
         source = f"measured: {dtype} matmul by steplab doctor, {ceilings.created_utc}, record {ceilings.id}"

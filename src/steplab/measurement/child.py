@@ -6,6 +6,7 @@ parent lives: when it ends, however the parent died, this process ends too and f
 """
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -73,7 +74,7 @@ def _end_with_parent() -> None:
     """Wait for the end of standard input (by its descriptor: a daemon thread must hold no lock of Python's)."""
     while os.read(0, 1):
         pass
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # the whole session: what the model started is to end as well
 
 
 if __name__ == "__main__":

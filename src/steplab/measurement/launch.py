@@ -28,6 +28,8 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
 _LAST_LINES = 12
+_EXIT_S = 10.0
+"""How long a child may take to exit after its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,7 @@ def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress) -> 
         )
         os.close(write_fd)
         watchdog = _Watchdog(child, timeout_s)
+        threading.Thread(target=_end_group_with, args=(child,), daemon=True).start()
         listener = _Listener(on_progress)
         try:
             assert child.stdin is not None
@@ -110,7 +113,9 @@ def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress) -> 
                 child.stdin.write(encode(request) + b"\n")
                 child.stdin.flush()
             listener.listen(pipe)
-            child.wait()
+            # With its answer in hand, a child that does not get out of the door is no longer waited for.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_EXIT_S if listener.answered else None)
         finally:
             watchdog.cancel()
             _end(child)
@@ -121,6 +126,8 @@ class _Watchdog:
     """Ends the child once its time is up."""
 
     def __init__(self, child: subprocess.Popen[bytes], timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
         self.timeout_s = timeout_s
         self.fired = False
         self._child = child
@@ -164,9 +171,16 @@ class _Listener:
                 self.environment = msgspec.json.decode(message.value, type=Environment)
             elif message.kind == "record":
                 self.record = decode(bytes(message.value))
+                return
             elif message.kind == "refused":
                 exit_code, text = msgspec.json.decode(message.value, type=tuple[int, str])
                 self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
+                return
+
+    @property
+    def answered(self) -> bool:
+        """Whether the child has said its last word."""
+        return self.record is not None or self.refusal is not None
 
     def _tell(self, progress: Progress) -> None:
         self.progress = progress
@@ -195,10 +209,15 @@ def _crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
     return Failure(kind="crashed", message=message, phase=stage, signal=name, last_lines=last_lines)
 
 
+def _end_group_with(child: subprocess.Popen[Any]) -> None:
+    """End what a child leaves behind as it ends: a forked data loader would keep the pipe open for ever."""
+    child.wait()
+    _kill_group(child)
+
+
 def _end(child: subprocess.Popen[Any]) -> None:
     """No child outlives the call that made it, nor does what the child started."""
-    if child.poll() is None:
-        _kill_group(child)
+    _kill_group(child)
     child.wait()
     if child.stdin:
         with contextlib.suppress(BrokenPipeError):
@@ -206,7 +225,7 @@ def _end(child: subprocess.Popen[Any]) -> None:
 
 
 def _kill_group(child: subprocess.Popen[Any]) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         os.killpg(child.pid, signal.SIGKILL)
 
 

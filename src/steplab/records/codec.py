@@ -52,7 +52,7 @@ def decode(text: bytes | str) -> Record:
         if record_type is None:
             raise SteplabError(_refusal(schema))
         return msgspec.json.decode(text, type=record_type)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SteplabError(f"not a steplab record: {error}") from error
 
 

@@ -140,7 +140,7 @@ def _read_hf_config(path: Path) -> dict[str, Any]:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise UserError(f"cannot read the model configuration {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a transformers configuration: {error}") from error
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{path} is not a transformers configuration: it names no model_type")

@@ -14,6 +14,9 @@ Attention = Literal["plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
 
 
+_LARGEST = 2**63 - 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec:
     """Everything that decides what one training step computes and how it is measured."""
@@ -46,8 +49,8 @@ class StepSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            if not least <= getattr(self, name) <= _LARGEST:
+                raise UserError(f"{name} must be at least {least} and below 2^63, not {getattr(self, name)}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 shown = external_name(name)

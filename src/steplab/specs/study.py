@@ -71,7 +71,8 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"study {source} is not valid TOML: {error}") from error
+        hint = '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
+        raise UserError(f"study {source} is not valid TOML: {error}{hint}") from error
     unknown = set(content) - {"description", "grid"}
     grids = content.get("grid", [])
     if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
