@@ -1,9 +1,10 @@
 """The table of a training step: every size, context, precision and pass, eager and compiled, beside transformers.
 
-    python benchmarks/step_study.py STORE [SECONDS]      (from the root of the checkout)
+    python benchmarks/step_study.py STORE [SECONDS]          (from the root of the checkout)
+    python benchmarks/step_study.py STORE SECONDS peers      (the comparison with transformers alone, on one GPU)
 
-Runs the preset studies (sizes, compiled, warmup), the comparison with transformers' Llama, and a cell that cannot
-fit, as sweeps that share one store: one worker a GPU, each with that GPU alone to itself. It stops by itself after
+Runs the preset studies (sizes, compiled, warmup) and a cell that cannot fit, as sweeps that share one store: one
+worker a GPU, each with that GPU alone to itself; the comparison with transformers has the machine to itself. It stops by itself after
 SECONDS (default: an hour); run it again and it continues with what is missing.
 """
 
@@ -25,11 +26,6 @@ def sweeps() -> list[list[str]]:
     """The work, longest first, in pieces small enough to share out."""
     pieces = [["compiled", "--model", model, "--context", c] for model in ("xl", "2.7b") for c in ("512", "256")]
     pieces += [["sizes", "--model", "2.7b", "--precision", "fp32", "--context", str(c)] for c in CONTEXTS[:2]]
-    for size in ("small", "2.7b"):
-        # Twice each (the seed makes the cells differ), in turn: the neighbour is measured minutes, not hours, apart.
-        models = f"{size},hf:{EXAMPLES}/llama-{size}.json"
-        fast = ["--attention", "sdpa", "--compile", "default", "--precision", "bf16", "--context", "512"]
-        pieces.append(["peers", "--seed", "0,1", "--model", models, "--steps", "30", *fast])
     pieces += [["sizes", "--model", "xl", "--precision", "fp32", "--context", str(c)] for c in CONTEXTS[:2]]
     pieces += [["compiled", "--model", model] for model in ("large", "medium", "small")]
     pieces += [["sizes", "--model", m, "--precision", "fp32", "--context", "256,128"] for m in ("2.7b", "xl")]
@@ -39,9 +35,23 @@ def sweeps() -> list[list[str]]:
     return pieces
 
 
+def peers() -> list[list[str]]:
+    """steplab's model beside transformers', each four times in the order ABBA ABBA, so that a drift of the machine
+    favours neither; the seed makes a new cell of the same step. The first pair only fills the compiler's cache."""
+    fast = ["--attention", "sdpa", "--compile", "default", "--precision", "bf16", "--context", "512", "--steps", "30"]
+    pieces = []
+    for size in ("small", "2.7b"):
+        ours, theirs = size, f"hf:{EXAMPLES}/llama-{size}.json"
+        for seed in range(5):
+            pair = f"{theirs},{ours}" if seed % 2 == 0 else f"{ours},{theirs}"
+            name = "peers-cold" if seed == 0 else "peers"
+            pieces.append([name, "--model", pair, "--seed", str(seed), *fast])
+    return pieces
+
+
 def command(piece: list[str], store: str) -> list[str]:
     """A sweep by preset name, or, for the names that are no preset, over the fields alone."""
-    study = [piece[0]] if piece[0] in ("sizes", "compiled", "warmup") else []
+    study = [piece[0]] if piece[0] in ("sizes", "compiled", "warmup") else ["--name", piece[0]]
     return [
         sys.executable,
         "-m",
@@ -57,10 +67,11 @@ def command(piece: list[str], store: str) -> list[str]:
     ]
 
 
-def main(store: str, seconds: str = "3600") -> None:
+def main(store: str, seconds: str = "3600", what: str = "all") -> None:
     deadline_s = time.monotonic() + float(seconds)
     work: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    for piece in sweeps():
+    num_workers = 1 if what == "peers" else torch.cuda.device_count()
+    for piece in peers() if what == "peers" else sweeps():
         work.put(piece)
 
     def worker(gpu: int) -> None:
@@ -81,7 +92,7 @@ def main(store: str, seconds: str = "3600") -> None:
             took_s = time.monotonic() - started_s
             print(f"gpu {gpu}: {' '.join(piece)}: exit {sweep.returncode}, {took_s:.0f} s", flush=True)
 
-    workers = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(torch.cuda.device_count())]
+    workers = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(num_workers)]
     for thread in workers:
         thread.start()
     for thread in workers:

@@ -1,5 +1,6 @@
 """steplab sweep"""
 
+import dataclasses
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -15,6 +16,7 @@ def sweep(
     /,
     *,
     step: StepOptions = StepOptions(),
+    name: Annotated[str | None, Parameter(help="What to call it in listings [default: the study's name]")] = None,
     resume: Annotated[
         bool,
         Parameter(help="Continue the newest sweep over the same cells: run only what is missing", negative=""),
@@ -43,6 +45,8 @@ def sweep(
     if study is None and not grid:
         raise UserError("nothing to sweep; name a preset (`steplab sweep quick`) or fields (`--context 128,256`)")
     asked = load_study(study, grid) if study else study_from_grids("sweep", "", [grid])
+    if name:
+        asked = dataclasses.replace(asked, name=name)
     if dry_run:
         emit("\n".join(describe(cell) for cell in asked.cells), out.output)
         return 0

@@ -1,0 +1,131 @@
+"""What only a GPU can show: events against the host's clock, exact out-of-memory figures, every precision."""
+
+from statistics import median
+
+import pytest
+import torch
+
+from steplab.measurement import compat
+from steplab.measurement.device import open_device
+from steplab.measurement.session import Observer, measure_here
+from steplab.ops.attention.api import attention
+from steplab.records.run import Run
+from steplab.records.timing import find_phase
+from steplab.specs.hardware import find_hardware
+from steplab.specs.resolve import resolve_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+
+def measured(**fields: object) -> Run:
+    given = {"model": "tiny", "context": 128, "warmup": 3, "steps": 5} | fields
+    return measure_here(resolve_step(given), Observer())
+
+
+def test_event_times_tile_the_loop_that_the_host_clock_measured() -> None:
+    run = measured(model="small", context=512)
+    assert run.timing is not None
+    assert run.timing.back_to_back_host_s is not None
+    step = run.timing.phase("step")
+    assert step is not None
+    assert step.device_s is not None
+    assert step.host_s is None
+    # The host's clock holds the same steps, plus one synchronisation and the way to it.
+    assert sum(step.device_s) == pytest.approx(run.timing.back_to_back_host_s, rel=0.02)
+
+
+def test_phases_sum_to_the_step() -> None:
+    run = measured(model="small", context=512)
+    assert run.timing is not None
+    parts = [run.timing.phase(name) for name in ("forward", "backward", "optimizer")]
+    step = run.timing.phase("step")
+    assert step is not None
+    for index, whole in enumerate(step.best_s):
+        assert sum(part.best_s[index] for part in parts if part) == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_phase_alone_takes_no_longer_on_the_device_than_on_the_host() -> None:
+    run = measured(model="small", context=512)
+    assert run.timing is not None
+    for phase in run.timing.synchronised:
+        assert phase.device_s is not None
+        assert phase.host_s is not None
+        assert median(phase.device_s) <= median(phase.host_s)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "bf16_pure"])
+@pytest.mark.parametrize("pass_name", ["forward", "forward_backward", "train"])
+def test_every_precision_runs_every_pass(precision: str, pass_name: str) -> None:
+    run = measured(precision=precision, **{"pass": pass_name})
+    assert run.failure is None
+    assert run.memory is not None
+    peak = run.memory.peak("step")
+    assert peak is not None
+    assert 0 < peak.peak_allocated_bytes <= peak.peak_reserved_bytes
+
+
+def test_a_pass_holds_no_more_than_its_parts_explain() -> None:
+    """fp32 training: weights, gradients and two moments, so at least four times the parameters at the step's peak."""
+    run = measured(model="small", context=16, batch=1)
+    assert run.model is not None
+    assert run.memory is not None
+    peak = run.memory.peak("step")
+    assert peak is not None
+    parameters_bytes = 4 * run.model.num_parameters
+    assert 4 * parameters_bytes <= peak.peak_allocated_bytes <= 4.5 * parameters_bytes
+
+
+def test_out_of_memory_is_a_record_with_the_exact_request() -> None:
+    compat.watch_refused_allocations()
+    run = measured(**{"model.vocab_size": 1_000_000_000})
+    assert run.failure is not None
+    assert run.failure.kind == "out_of_memory"
+    assert run.failure.requested_bytes == 1_000_000_000 * 128 * 4
+    assert run.failure.phase == "build"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "sdpa"])
+@pytest.mark.parametrize("shape", [(2, 4, 128, 64), (1, 2, 77, 64), (1, 1, 1, 64)])
+def test_attention_errs_at_most_twice_as_much_as_plain(implementation: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    exact = attention(q.double(), k.double(), v.double(), causal=True)
+
+    def error(name: str) -> float:
+        return float((attention(q, k, v, causal=True, implementation=name).double() - exact).norm())
+
+    assert error(implementation) <= 2 * error("plain")
+
+
+def test_an_attention_without_a_kernel_says_what_to_choose() -> None:
+    run = measured(attention="sdpa_flash", precision="fp32")
+    assert run.failure is not None
+    assert run.failure.message == (
+        "attention sdpa_flash has no kernel for fp32 on cuda; choose --attention sdpa, or another precision"
+    )
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compile_time_is_its_own_number(mode: str) -> None:
+    run = measured(compile=mode, precision="bf16", attention="sdpa")
+    assert run.failure is None
+    assert run.timing is not None
+    assert run.timing.first_step_s is not None
+    warmup = find_phase(run.timing.warmup, "step")
+    assert warmup is not None
+    assert max(warmup.best_s) < run.timing.first_step_s
+
+
+def test_the_environment_knows_this_gpu() -> None:
+    device = open_device("auto").torch_device
+    run = measured()
+    assert run.environment is not None
+    info = run.environment.device
+    assert info.name == torch.cuda.get_device_name(device)
+    assert info.uuid == str(torch.cuda.get_device_properties(device).uuid)
+    assert info.sm_clock_hz or run.environment.gaps
+    if "H200" in info.name:
+        assert find_hardware(info.name) is not None
