@@ -4,8 +4,8 @@
     python benchmarks/step_study.py STORE SECONDS peers      (the comparison with transformers alone, on one GPU)
 
 Runs the preset studies (sizes, compiled, warmup) and a cell that cannot fit, as sweeps that share one store: one
-worker a GPU, each with that GPU alone to itself; the comparison with transformers has the machine to itself. It stops by itself after
-SECONDS (default: an hour); run it again and it continues with what is missing.
+worker a GPU, each with that GPU alone to itself; the comparison with transformers has the machine to itself. It stops
+by itself after SECONDS (default: an hour); run it again and it continues with what is missing.
 """
 
 import os

@@ -18,23 +18,21 @@ from steplab.units import GIB
 SIZES = ("small", "medium", "large", "xl", "2.7b")
 Key = tuple[str, int, str]
 
+HEAD = """# The training step on one {env.device.name}
+
+torch {env.torch}, Triton {env.triton}, cuDNN {env.cudnn}, driver {env.driver}, batch 4, vocabulary 10,000,
+fused AdamW, fp32 weights, autocast for bf16, 5 warm-up steps, 10 measured; medians of back-to-back steps by CUDA
+events. Made by `python benchmarks/step_study.py STORE` (one worker a GPU of one machine, each cell alone on its
+GPU), written by `python benchmarks/step_table.py`; raw samples in tests/golden/{records}.
+"""
+
 
 def main(records: str) -> None:
     runs = [
         run for line in gzip.decompress(Path(records).read_bytes()).splitlines() if isinstance(run := decode(line), Run)
     ]
     env = next(run.environment for run in runs if run.environment)
-    print(f"# The training step on one {env.device.name}\n")
-    print(
-        f"torch {env.torch}, Triton {env.triton}, cuDNN {env.cudnn}, driver {env.driver}, batch 4, vocabulary 10,000,"
-    )
-    print(
-        "fused AdamW, fp32 weights, autocast for bf16, 5 warm-up steps, 10 measured; medians of back-to-back steps by CUDA"
-    )
-    print(
-        "events. Made by `python benchmarks/step_study.py STORE` (one worker a GPU of one machine, each cell alone on its"
-    )
-    print(f"GPU), written by `python benchmarks/step_table.py`; raw samples in tests/golden/{Path(records).name}.\n")
+    print(HEAD.format(env=env, records=Path(records).name))
     for title, name, attention in (
         ("Eager, scores materialised", "sizes", "plain"),
         ("Compiled, scores materialised", "compiled", "plain"),
@@ -68,10 +66,9 @@ def _grid(runs: Iterable[Run]) -> None:
         mfu = utilization(train, "mfu", "causal") if train else None
         peak = train.memory.peak("step") if train and train.memory else None
         times = " | ".join(_milliseconds(passes.get(name)) for name in ("forward", "forward_backward", "train"))
+        peak_gib = _gib(peak.peak_allocated_bytes if peak else None)
         shares = f"{100 * mfu.value:.1f} %" if mfu and mfu.value else "–"
-        print(
-            f"| {key[0]} | {key[1]} | {key[2]} | {times} | {shares} | {_gib(peak.peak_allocated_bytes if peak else None)} |"
-        )
+        print(f"| {key[0]} | {key[1]} | {key[2]} | {times} | {shares} | {peak_gib} |")
     print()
 
 

@@ -96,7 +96,7 @@ def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) 
         return abs(value - settled) <= tolerance * settled
 
     triples = [close(median(samples[i : i + 3])) for i in range(len(samples) - 2)]
-    for first in range(len(samples) // 2 + 1):
+    for first in range(len(samples) // 2):
         if close(samples[first]) and all(triples[first:]):
             return first
     return None

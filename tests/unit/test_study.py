@@ -53,7 +53,7 @@ def test_a_study_without_cells_is_refused(grids: Sequence[Grid]) -> None:
 # --- what comes with steplab ------------------------------------------------------------------------------
 
 CELLS = {
-    "compiled": 5 * 2 * 2 * 3,  # sizes x contexts x attentions (plain and fused) x passes
+    "compiled": 5 * 2 * 3,  # sizes x contexts x passes
     "quick": 3 * 2 + 1,  # contexts x attentions, and one cell in bf16
     "sizes": 5 * 4 * 2 * 3,  # sizes x contexts x precisions x passes
     "warmup": 2 * 4,  # sizes x numbers of warm-up steps

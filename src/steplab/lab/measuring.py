@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from steplab.errors import UserError
 from steplab.lab.keeping import keep, open_store
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, measure_in_child
@@ -22,8 +23,8 @@ def measure(
 ) -> Run:
     """Measure one training step in a process of its own, and store the record.
 
-    `spec` is a StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), whose
-    other fields follow by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping):
+    `spec` is a whole StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), with
+    the other fields by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping):
 
         run = steplab.measure("small", context=256, precision="bf16")
         run = steplab.measure("tiny", **{"model.num_layers": 4})
@@ -35,7 +36,7 @@ def measure(
         named = {"model": spec} if spec is not None else {}
         spec = resolve_step({**named, **{("pass" if k == "pass_name" else k): v for k, v in fields.items()}})
     elif fields:
-        spec = dataclasses.replace(spec, **fields)  # type: ignore[arg-type]
+        raise UserError(f"measure takes a whole StepSpec or fields, not both; leave out {', '.join(fields)}")
     with open_store(store, write=True) as opened:
         run = measure_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
         run = with_utilizations(dataclasses.replace(run, name=name), opened)

@@ -39,7 +39,7 @@ def recorder(
         recording = Recorder(name, tokens_per_step=tokens_per_step, warmup=warmup, device=device)
         try:
             yield recording
-        except Exception as error:
+        except BaseException as error:
             keep(opened, recording.finish(error))
             raise
         recording.run = recording.finish()

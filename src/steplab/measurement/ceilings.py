@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from steplab import __version__
-from steplab.measurement.device import Device, open_device
+from steplab.measurement.device import Device, has_tf32, open_device
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import new_id, now_utc
@@ -46,7 +46,7 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
     where = device.torch_device
     torch.manual_seed(0)
     for name, dtype in _DTYPES:
-        if name == "tf32" and not _has_tf32(where):
+        if name == "tf32" and not has_tf32(where):
             continue
         on_stage(f"{name} matmul", 0)
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
@@ -79,8 +79,3 @@ def _repeat(device: Device, work: Callable[[], object], repeats: int) -> tuple[f
         spans.append((start, device.mark()))
     device.synchronize()
     return tuple(device.seconds_between(start, end) for start, end in spans)
-
-
-def _has_tf32(where: torch.device) -> bool:
-    """NVIDIA's Ampere (compute capability 8.0) was the first to have it."""
-    return where.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(where) >= (8, 0)

@@ -135,3 +135,10 @@ def host_peak_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * KIB  # macOS counts bytes, Linux KiB
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether matmuls of fp32 tensors can run in TF32: on NVIDIA GPUs from compute capability 8.0 on."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

@@ -28,7 +28,14 @@ def failure_from(error: Exception, stage: str, spec: StepSpec, device: Device) -
             f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
             "choose --attention sdpa, or another precision"
         )
-    return Failure(kind="error", message=message, phase=stage, last_lines=tuple(str(error).splitlines()[-_LAST_LINES:]))
+        return Failure(kind="error", message=message, phase=stage)
+    return failure_of(error, stage)
+
+
+def failure_of(error: BaseException, stage: str | None) -> Failure:
+    """Any other error: its first line, and the lines it ends with."""
+    lines = tuple(str(error).splitlines()[-_LAST_LINES:])
+    return Failure(kind="error", message=_first_line(error), phase=stage, last_lines=lines if len(lines) > 1 else ())
 
 
 def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | None) -> Failure:
@@ -43,6 +50,6 @@ def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | N
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -89,7 +89,7 @@ def run_synchronised(
             device_s[phase.name].append(device.seconds_between(start, end))
             peak = device.peak(phase.name)
             if peak is not None:
-                peaks[phase.name] = max(peak, peaks.get(phase.name, peak), key=lambda p: p.peak_allocated_bytes)
+                peaks[phase.name] = peak.with_larger_of(peaks.get(phase.name, peak))
         on_step(iteration)
     samples = tuple(
         PhaseSamples(phase=name, device_s=tuple(device_s[name]), host_s=tuple(host_s[name])) for name in host_s

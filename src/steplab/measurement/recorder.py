@@ -8,9 +8,10 @@ from steplab import __version__
 from steplab.errors import UserError
 from steplab.measurement.device import host_peak_bytes, open_device
 from steplab.measurement.environment import read_clocks, read_environment
+from steplab.measurement.failures import failure_of
 from steplab.records.codec import new_id, now_utc
 from steplab.records.memory import Memory
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 
 Span = tuple[Any, Any]
@@ -61,14 +62,16 @@ class Recorder:
         yield
         self._current.setdefault(name, []).append((start, self._device.mark()))
 
-    def finish(self, error: Exception | None = None) -> Run:
+    def finish(self, error: BaseException | None = None) -> Run:
         """The record of all complete steps; with `error`, as a failure."""
         self._device.synchronize()
         peak = self._device.peak("step")
         measured = self._steps[self._warmup :]
         notes = ["MFU: a loop of one's own has no FLOP count that steplab could know"]
         if not measured:
-            notes.append(f"step time: the loop ran {len(self._steps)} steps, {self._warmup} of them are warm-up")
+            notes.append(
+                f"step time: the loop ran {len(self._steps)} steps, no more than its {self._warmup} of warm-up"
+            )
         if peak is None:
             notes.append("peak device memory: torch keeps no high-water mark on this device")
         return Run(
@@ -84,7 +87,7 @@ class Recorder:
                 total_bytes=self._environment.device.memory_bytes,
                 host_peak_bytes=host_peak_bytes(),
             ),
-            failure=Failure(kind="error", message=f"{type(error).__name__}: {error}") if error else None,
+            failure=failure_of(error, None) if error else None,
             notes=tuple(notes),
         )
 

@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from steplab import __version__
-from steplab.errors import SteplabError
-from steplab.measurement.device import Device, host_peak_bytes, open_device
+from steplab.errors import SteplabError, Unsupported
+from steplab.measurement.device import Device, has_tf32, host_peak_bytes, open_device
 from steplab.measurement.environment import read_clocks, read_environment
-from steplab.measurement.failures import failure_from
+from steplab.measurement.failures import failure_from, failure_of
+from steplab.measurement.flop_count import count_flops
 from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
 from steplab.measurement.step import step_phases
 from steplab.model.build import build_workload
@@ -44,6 +43,9 @@ def measure_here(spec: StepSpec, observer: Observer) -> Run:
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
     device = open_device(spec.device)
+    if spec.precision == "tf32" and not has_tf32(device.torch_device):
+        why = f"{device.torch_device} has no such matmuls, and would compute in fp32"
+        raise Unsupported("precision tf32", why, "use --precision fp32")
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
     run = _Cell(spec, device, environment, observer)
@@ -73,15 +75,12 @@ class _Cell:
         phases = step_phases(workload, spec, device.torch_device)
         first_step_s = self.compile(phases) if spec.compile != "off" else None
         self.begin("warmup", spec.warmup)
-        clocks: list[Environment] = []
-
-        def note_clocks() -> None:
-            clocks.append(read_clocks(self.environment, device.torch_device))
-
-        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=note_clocks)
+        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=self.read_clocks)
         self.begin("measure", spec.steps)
         device.reset_peak()
-        measured, host_s = run_back_to_back(phases, device, spec.steps, on_step)
+        # Without warm-up steps the clocks read above were those of an idle GPU.
+        before_drain = _nothing if spec.warmup else self.read_clocks
+        measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         step_peak = device.peak("step")
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
@@ -90,7 +89,6 @@ class _Cell:
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
         else:
             self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
-        self.environment = clocks[0]
         if spec.model.kind == "factory" and self.model is not None:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
@@ -123,15 +121,20 @@ class _Cell:
         self.device.synchronize()
         return time.perf_counter() - started
 
+    def read_clocks(self) -> None:
+        self.environment = read_clocks(self.environment, self.device.torch_device)
+
     def count_flops(self, model: ModelFacts, phases: list[Phase]) -> None:
-        """Count what a step of a foreign model executes. After all timing, because counting slows it down."""
+        """Count what a step of a foreign model executes: after all timing, because counting slows it down."""
         if self.spec.compile != "off":
             self.notes.append("HFU: torch's FLOP counter does not see into a compiled model of one's own")
             return
-        with FlopCounterMode(display=False) as counter:
-            for phase in phases:
-                phase.run()
-        self.model = dataclasses.replace(model, counted_flops=float(counter.get_total_flops()))
+        try:
+            counted = count_flops(phases, self.device.torch_device)
+        except Exception as error:  # whatever a foreign model raises now must not cost what was measured
+            self.notes.append(f"HFU: counting the FLOPs failed: {failure_of(error, None).message}")
+        else:
+            self.model = dataclasses.replace(model, counted_flops=counted)
 
     def record(
         self, *, timing: Timing | None = None, memory: Memory | None = None, failure: Failure | None = None
@@ -149,6 +152,10 @@ class _Cell:
             failure=failure,
             notes=tuple(self.notes),
         )
+
+
+def _nothing() -> None:
+    """There is nothing to do while the loop drains."""
 
 
 def _facts(workload: Workload) -> ModelFacts | None:

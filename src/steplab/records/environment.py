@@ -18,13 +18,13 @@ class DeviceInfo:
     compute_capability: str | None = None
     """CUDA compute capability, '9.0'."""
     sm_clock_hz: float | None = None
-    """Clock of the SMs, read while the last measured steps were still running."""
+    """Clock of the SMs, read while the last warm-up steps (without any: the measured ones) were still running."""
     memory_clock_hz: float | None = None
-    """Clock of the memory, read then too."""
+    """Clock of the memory, read at the same time."""
     power_limit_w: float | None = None
     """Power limit in force."""
     temperature_c: float | None = None
-    """Temperature at the end of the measurement, in degrees Celsius."""
+    """Temperature in degrees Celsius, read at the same time."""
     threads: int | None = None
     """Threads torch computes with on a CPU."""
 

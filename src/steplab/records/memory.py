@@ -14,6 +14,14 @@ class PeakMemory:
     peak_reserved_bytes: int
     """Most bytes the allocator held from the device (torch.cuda.max_memory_reserved)."""
 
+    def with_larger_of(self, other: "PeakMemory") -> "PeakMemory":
+        """The phase's peak over two looks at it, each figure by itself."""
+        return PeakMemory(
+            phase=self.phase,
+            peak_allocated_bytes=max(self.peak_allocated_bytes, other.peak_allocated_bytes),
+            peak_reserved_bytes=max(self.peak_reserved_bytes, other.peak_reserved_bytes),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:

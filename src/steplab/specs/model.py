@@ -10,6 +10,9 @@ import msgspec
 
 from steplab.errors import UserError
 
+LARGEST = 2**63 - 1
+"""No count is larger: it would fit neither a tensor's size nor a database."""
+
 ModelKind = Literal["transformer", "hf", "factory"]
 
 
@@ -32,8 +35,8 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, least = getattr(self, field.name), 0 if field.name in ("num_heads", "vocab_size") else 1
-            if value < least:
-                raise UserError(f"model.{field.name} must be at least {least}, not {value}")
+            if not least <= value <= LARGEST:
+                raise UserError(f"model.{field.name} must be at least {least} and below 2^63, not {value}")
         if self.num_heads == 0:
             return
         if self.vocab_size == 0:
@@ -102,7 +105,9 @@ class ModelSpec:
     @property
     def max_context(self) -> int | None:
         """Longest context the position embedding was made for; None: no limit known."""
-        limit = (self.hf_config or {}).get("max_position_embeddings", (self.hf_config or {}).get("n_positions"))
+        config = self.hf_config or {}
+        text = config.get("text_config", config)  # models that also take images nest the language model's part
+        limit = text.get("max_position_embeddings", text.get("n_positions")) if isinstance(text, dict) else None
         return limit if isinstance(limit, int) else None
 
 

@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.model import ModelSpec
+from steplab.specs.model import LARGEST, ModelSpec
 
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Attention = Literal["plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
-
-
-_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +46,7 @@ class StepSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
-            if not least <= getattr(self, name) <= _LARGEST:
+            if not least <= getattr(self, name) <= LARGEST:
                 raise UserError(f"{name} must be at least {least} and below 2^63, not {getattr(self, name)}")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
@@ -57,7 +54,7 @@ class StepSpec:
                 raise UserError(f"{shown} '{getattr(self, name)}' is not known; choose one of {', '.join(choices)}")
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "mps", "cuda") or (":" in self.device) != bool(
-            kind == "cuda" and index.isdigit()
+            kind == "cuda" and index.isascii() and index.isdecimal()
         ):
             raise UserError(f"device '{self.device}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
         limit = self.model.max_context

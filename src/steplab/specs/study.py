@@ -81,7 +81,7 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
     return study_from_grids(
         Path(source).stem,
         str(content.get("description", "")),
-        [{**{name: _as_list(value) for name, value in _flat(grid).items()}, **overrides} for grid in grids],
+        [{**{name: _as_list(name, value) for name, value in _flat(grid).items()}, **overrides} for grid in grids],
     )
 
 
@@ -96,8 +96,8 @@ def _flat(grid: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
-def _as_list(value: object) -> list[object]:
+def _as_list(name: str, value: object) -> list[object]:
     values = list(value) if isinstance(value, list) else [value]
     if not values:
-        raise UserError("a field of a study needs at least one value")
+        raise UserError(f"{name} needs at least one value in a study")
     return values
