@@ -7,6 +7,7 @@ import gzip
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
 
@@ -40,7 +41,7 @@ def main(records: str) -> None:
         print(f"## {title}\n")
         _grid([run for run in runs if run.name == name and run.spec and run.spec.attention == attention])
     print("## Beside transformers, compiled, bf16, context 512, both with torch's scaled_dot_product_attention\n")
-    _peers([run for run in runs if run.name == "peers"])
+    _peers([run for run in runs if run.spec and run.spec.attention == "sdpa"])
     print("## 0, 1, 2 and 5 warm-up steps: mean of the ten steps that follow, milliseconds\n")
     _warmup([run for run in runs if run.name == "warmup"])
     print("## A cell that does not fit\n")
@@ -73,18 +74,19 @@ def _grid(runs: Iterable[Run]) -> None:
 
 
 def _peers(runs: Iterable[Run]) -> None:
-    by_name: dict[tuple[str, str], list[float]] = defaultdict(list)
+    steps: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
     for run in runs:
         assert run.spec
         size = "small" if "small" in run.spec.model.name else "2.7b"
-        who = "transformers Llama" if run.spec.model.kind == "hf" else "steplab"
-        by_name[(size, who)] += _step(run)
-    print("| model | steplab ms | transformers ms | steplab / transformers |")
-    print("|---|---|---|---|")
+        steps[(size, "transformers" if run.spec.model.kind == "hf" else "steplab")].append(_step(run))
+    print("| model | steplab ms | transformers ms | steplab / transformers | processes: steplab; transformers |")
+    print("|---|---|---|---|---|")
     for size in ("small", "2.7b"):
-        ours, theirs = median(by_name[(size, "steplab")]), median(by_name[(size, "transformers Llama")])
-        print(f"| {size} | {ours * 1e3:.2f} | {theirs * 1e3:.2f} | {ours / theirs:.3f} |")
-    print("\nFour processes each, in the order ABBA ABBA on one GPU, 30 steps a process; the median of all samples.\n")
+        both = [steps[(size, who)] for who in ("steplab", "transformers")]
+        ours, theirs = (median(chain.from_iterable(processes)) for processes in both)
+        each = "; ".join(", ".join(f"{median(p) * 1e3:.2f}" for p in processes) for processes in both)
+        print(f"| {size} | {ours * 1e3:.2f} | {theirs * 1e3:.2f} | {ours / theirs:.3f} | {each} |")
+    print("\nAll processes of a row on one GPU, one after the other; the median of all samples.\n")
 
 
 def _warmup(runs: Iterable[Run]) -> None:

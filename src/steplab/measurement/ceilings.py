@@ -63,9 +63,14 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
 
 
 def _matmul_s(device: Device, n: int, dtype: torch.dtype, repeats: int) -> tuple[float, ...]:
+    """Times of the fastest of the three layouts in which a linear layer multiplies: forward, and for the gradients
+    of its input and of its weight. A CPU without bf16 instructions is twenty times faster in one than in another.
+    """
     a, b = (torch.randn(n, n, device=device.torch_device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return _repeat(device, lambda: torch.mm(a, b, out=out), repeats)
+    layouts = ((a, b.T), (a, b), (a.T, b))
+    timed = (_repeat(device, lambda x=x, y=y: torch.mm(x, y, out=out), repeats) for x, y in layouts)  # type: ignore[misc]
+    return min(timed, key=min)
 
 
 def _repeat(device: Device, work: Callable[[], object], repeats: int) -> tuple[float, ...]:

@@ -20,7 +20,8 @@ def run_row(run: Run) -> Row:
         "pass": spec.pass_name if spec else None,
         "precision": spec.precision if spec else None,
         "compile": spec.compile if spec else None,
-        "attention": spec.attention if spec else None,
+        # A factory's model brings its own attention; the spec's field is not used.
+        "attention": spec.attention if spec and spec.model.kind != "factory" else None,
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,

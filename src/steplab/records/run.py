@@ -24,7 +24,7 @@ class Failure:
     phase: str | None = None
     """What was under way: build, compile, warmup, measure."""
     requested_bytes: int | None = None
-    """Size of the allocation that did not fit, where the allocator said it."""
+    """Size of the allocation that did not fit, as the allocator asked it of the driver (CUDA: rounded up to 2 MiB)."""
     peak_allocated_bytes: int | None = None
     """Most bytes in live tensors before that."""
     signal: str | None = None

@@ -149,8 +149,10 @@ def make_sheet(rows: Sequence[Row]) -> Sheet:
 def _cell(column: Column, row: Row) -> str:
     if column.key != "failure":
         return column.text(row)
-    status = str(row.get("status"))
-    return "ok" if status == "ok" else reason(status, str(row.get("failure") or ""))
+    status = row.get("status")
+    if status is None:  # a row of a study, say, which has no one result
+        return ABSENT
+    return "ok" if status == "ok" else reason(str(status), str(row.get("failure") or ""))
 
 
 def _is_shared(column: Column, rows: Sequence[Row]) -> bool:
