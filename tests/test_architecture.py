@@ -26,11 +26,13 @@ ARROWS = {
     "records": {"specs", "stats", "units", "errors"},
     "costs": {"specs", "units", "errors"},
     "ops": {"errors"},
+    "traces": {"costs", "records", "stats", "units", "errors"},
+    "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
     "measurement": {"model", "ops", "records", "specs", "units", "errors"},
     "store": {"records", "specs", "units", "errors"},
     "report": {"records", "specs", "stats", "units", "errors"},
-    "lab": {"measurement", "costs", "store", "records", "specs", "units", "errors"},
+    "lab": {"measurement", "costs", "explain", "traces", "store", "records", "specs", "units", "errors"},
     "cli": {"lab", "report", "records", "specs", "units", "errors", "measurement"},
     "__main__": {"cli"},
     "__init__": {"lab", "store", "records", "specs", "errors"},
@@ -40,7 +42,21 @@ ARROWS = {
 FROM_MEASUREMENT_TO_CLI = {"steplab.measurement.launch.Progress", "steplab.measurement.launch.OnProgress"}
 """The command line shows how far a measurement is, and starts none."""
 
-TORCH_FREE = ["errors", "units", "stats", "specs", "records", "costs", "store", "report", "cli", "lab", "__main__"]
+TORCH_FREE = [
+    "errors",
+    "units",
+    "stats",
+    "specs",
+    "records",
+    "costs",
+    "traces",
+    "explain",
+    "store",
+    "report",
+    "cli",
+    "lab",
+    "__main__",
+]
 
 
 def part_of(path: Path) -> str:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from steplab.records.environment import Environment
 from steplab.records.memory import Memory
+from steplab.records.profile import Profile
 from steplab.records.timing import Timing
 from steplab.specs.step import StepSpec
 
@@ -96,6 +97,8 @@ class Run:
     """Raw samples; None for a failure."""
     memory: Memory | None = None
     """Peaks; None for a failure."""
+    profile: Profile | None = None
+    """Where the time of some steps went, seen by a profiler after all timing was done; None if none was asked for."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU under each convention that applies, and HFU."""
     failure: Failure | None = None
