@@ -102,16 +102,16 @@ class PhaseTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Collectives against everything else that ran on the device, as lengths of exact unions of intervals."""
+    """Collectives against computation, as lengths of exact unions of intervals."""
 
     total_s: float
     """Time in which at least one collective ran."""
     overlapped_s: float
-    """Of it, time in which something else ran as well."""
+    """Of it, time in which a kernel that is no collective ran as well; memory copies and fills do not count."""
 
     @property
     def exposed_s(self) -> float:
-        """Time in which nothing but communication ran."""
+        """Time in which no computation ran beside it."""
         return self.total_s - self.overlapped_s
 
 

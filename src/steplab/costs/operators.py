@@ -1,0 +1,207 @@
+"""FLOPs and bytes of one call of an operator, from the shapes and types of its inputs.
+
+FLOPs: 2 a multiply-add of a matrix product; for the rest, what the formula needs an element, as listed below (an
+exponential or a root counts one). Bytes: each input read once and each output written once, the least that must move.
+An operator that is not listed has no cost here: None, not zero.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ITEM_BYTES = {
+    "float": 4,
+    "double": 8,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "long int": 8,
+    "int": 4,
+    "short int": 2,
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
+}
+"""Bytes of an element, by the names of types in torch's traces."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """An input as a trace describes it."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes if it were dense."""
+        return self.numel * self.item_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What one call computes and moves."""
+
+    flops: float | None
+    moved_bytes: float
+
+
+Rule = Callable[[Sequence[Tensor]], Cost]
+
+
+def operator_cost(name: str, tensors: Sequence[Tensor]) -> Cost | None:
+    """Cost of a call of `name` (aten::mm) with these tensor inputs, in order; None if no rule knows it.
+
+    A kernel that Inductor generated (triton_*) is given its outputs as inputs too: what it moves is their sum, and
+    its FLOPs are not known.
+    """
+    if name.startswith("triton_"):
+        return Cost(flops=None, moved_bytes=sum(t.size_bytes for t in tensors)) if tensors else None
+    rule = _RULES.get(name.removeprefix("aten::").removesuffix("_"))
+    try:
+        return rule(tensors) if rule and tensors else None
+    except (IndexError, ValueError):  # fewer inputs, or of another rank, than the rule is for
+        return None
+
+
+def _product(batch: int, m: int, k: int, n: int, a: Tensor, extra_bytes: int = 0) -> Cost:
+    elements = batch * (m * k + k * n + m * n)
+    return Cost(flops=2 * batch * m * k * n, moved_bytes=elements * a.item_bytes + extra_bytes)
+
+
+def _mm(tensors: Sequence[Tensor]) -> Cost:
+    a, b = tensors[0], tensors[1]
+    (m, k), (_, n) = a.shape, b.shape
+    return _product(1, m, k, n, a)
+
+
+def _addmm(tensors: Sequence[Tensor]) -> Cost:
+    bias, a, b = tensors[:3]
+    (m, k), (_, n) = a.shape, b.shape
+    return _product(1, m, k, n, a, bias.size_bytes)
+
+
+def _bmm(tensors: Sequence[Tensor]) -> Cost:
+    a, b = tensors[0], tensors[1]
+    (batch, m, k), (_, _, n) = a.shape, b.shape
+    return _product(batch, m, k, n, a)
+
+
+def _baddbmm(tensors: Sequence[Tensor]) -> Cost:
+    added, a, b = tensors[:3]
+    (batch, m, k), (_, _, n) = a.shape, b.shape
+    return _product(batch, m, k, n, a, added.size_bytes)
+
+
+def _linear(tensors: Sequence[Tensor]) -> Cost:
+    x, weight = tensors[0], tensors[1]
+    n, k = weight.shape
+    return _product(1, x.numel // k, k, n, x, tensors[2].size_bytes if len(tensors) > 2 else 0)
+
+
+def _pointwise(flops: int) -> Rule:
+    """As many FLOPs an output element; the output has the broadcast shape and the widest of the inputs' types."""
+
+    def cost(tensors: Sequence[Tensor]) -> Cost:
+        out = math.prod(_broadcast([t.shape for t in tensors]))
+        widest = max(t.item_bytes for t in tensors)
+        return Cost(flops=flops * out, moved_bytes=sum(t.size_bytes for t in tensors) + out * widest)
+
+    return cost
+
+
+def _like_first(flops: int, inputs: int = 1) -> Rule:
+    """FLOPs an element of the first input, whose shape and type the output has; so many inputs are read."""
+
+    def cost(tensors: Sequence[Tensor]) -> Cost:
+        first = tensors[0]
+        read = sum(t.size_bytes for t in tensors[:inputs])
+        return Cost(flops=flops * first.numel, moved_bytes=read + first.size_bytes)
+
+    return cost
+
+
+def _reduction(tensors: Sequence[Tensor]) -> Cost:
+    """One addition an element; what is written is too small to matter and not known from the inputs."""
+    return Cost(flops=tensors[0].numel, moved_bytes=tensors[0].size_bytes)
+
+
+def _copy(tensors: Sequence[Tensor]) -> Cost:
+    """copy_(to, from): the second is read, which may be of another type, and broadcast."""
+    to, source = tensors[0], tensors[1]
+    return Cost(flops=0, moved_bytes=to.size_bytes + source.size_bytes)
+
+
+def _fill(tensors: Sequence[Tensor]) -> Cost:
+    return Cost(flops=0, moved_bytes=tensors[0].size_bytes)
+
+
+def _concatenation(tensors: Sequence[Tensor]) -> Cost:
+    return Cost(flops=0, moved_bytes=2 * sum(t.size_bytes for t in tensors))
+
+
+def _embedding(tensors: Sequence[Tensor]) -> Cost:
+    """embedding(weight, indices): a row read and written an index."""
+    weight, indices = tensors[0], tensors[1]
+    rows_bytes = indices.numel * weight.shape[1] * weight.item_bytes
+    return Cost(flops=0, moved_bytes=indices.size_bytes + 2 * rows_bytes)
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Shape that all broadcast to; raises ValueError where they do not."""
+    out: list[int] = []
+    for sizes in zip(*(_padded(shape, max(map(len, shapes))) for shape in shapes), strict=True):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            raise ValueError(f"{shapes} do not broadcast")
+        out.append(wide.pop() if wide else 1)
+    return tuple(out)
+
+
+def _padded(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return (1,) * (rank - len(shape)) + shape
+
+
+_UNARY = "neg exp log sqrt rsqrt reciprocal abs sigmoid tanh sin cos relu pow triu tril"
+_BINARY = "mul add sub rsub div maximum minimum eq ne lt le gt ge where masked_fill clamp"
+
+_RULES: dict[str, Rule] = {
+    "mm": _mm,
+    "addmm": _addmm,
+    "bmm": _bmm,
+    "baddbmm": _baddbmm,
+    "linear": _linear,
+    # max, subtract, exp, sum, divide
+    "_softmax": _like_first(5),
+    "_log_softmax": _like_first(5),
+    # multiply, sum, subtract, multiply; the gradient and the forward's output are read
+    "_softmax_backward_data": _like_first(4, inputs=2),
+    "_log_softmax_backward_data": _like_first(4, inputs=2),
+    # square, sum, scale, weight
+    "_fused_rms_norm": _like_first(4),
+    # the same again for the gradient of the input, and a product and a sum for the weight's
+    "_fused_rms_norm_backward": _like_first(10, inputs=2),
+    # two sums, subtract, scale, weight, bias
+    "native_layer_norm": _like_first(7),
+    "native_layer_norm_backward": _like_first(11, inputs=2),
+    # sigmoid is negate, exp, add, divide; silu multiplies; its gradient has four more
+    "silu": _like_first(5),
+    "silu_backward": _like_first(9, inputs=2),
+    "gelu": _like_first(8),
+    "gelu_backward": _like_first(14, inputs=2),
+    "sum": _reduction,
+    "mean": _reduction,
+    "amax": _reduction,
+    "copy": _copy,
+    "fill": _fill,
+    "zero": _fill,
+    "cat": _concatenation,
+    "embedding": _embedding,
+    **{name: _pointwise(1) for name in (*_UNARY.split(), *_BINARY.split())},
+}

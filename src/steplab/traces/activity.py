@@ -1,0 +1,125 @@
+"""What ran on the device, each piece with who launched it: the table that the digest groups and sums.
+
+On a GPU a piece is a kernel, copy or fill. On a CPU the operators are the kernels: a piece is a stretch in which one
+operator is the innermost on its thread, its own time without its children's.
+"""
+
+import re
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from steplab.records.profile import CATEGORIES
+from steplab.traces.categories import kernel_category, op_category
+from steplab.traces.host import Host
+from steplab.traces.nesting import Nesting
+from steplab.traces.trace import NONE, Column, Trace
+
+# Operators that only make a view or an empty tensor: their time is bookkeeping of the operator around them.
+_BOOKKEEPING = re.compile(
+    r"^aten::_?(alias|as_strided|chunk|detach|empty|empty_like|empty_strided|expand|narrow|resolve_conj|resolve_neg"
+    r"|result_type|reshape|reshape_alias|select|slice|split|t|transpose|unbind|unflatten|unsafe_view|unsqueeze|view)_?$"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """Parallel columns, in the order of start."""
+
+    name: Column
+    start_ns: Column
+    end_ns: Column
+    stream: Column
+    launch_ns: Column
+    """Start of the host call that launched it; NONE where the trace has none."""
+    launched_ns: Column
+    """Its end."""
+    call: Column
+    """Number of that call, so that pieces of one launch can be told from pieces of two."""
+    op: Column
+    """Number of the operator that launched it; NONE: none."""
+    step: Column
+    """Number of the step that launched it; NONE: none."""
+    phase: Column
+    """Number of the phase, in Host.phase_names."""
+    path: Column
+    """Number of the range, in Host.paths."""
+    category: Column
+    """Number of the category, in CATEGORIES."""
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def where(self, chosen: Column) -> "Activity":
+        """The pieces that a mask or an index chooses."""
+        return Activity(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+
+
+def device_activity(trace: Trace, host: Host) -> Activity:
+    """Every kernel, copy and fill, attributed by its launch. One without a launch is where the piece before it is."""
+    work, calls = trace.work, trace.calls
+    by_correlation = np.argsort(calls.correlation, kind="stable")
+    known = calls.correlation[by_correlation]
+    at = np.minimum(np.searchsorted(known, work.correlation), max(len(known) - 1, 0))
+    found = (known[at] == work.correlation) & (work.correlation != NONE) if len(known) else np.zeros(len(at), bool)
+    call = np.where(found, by_correlation[at], NONE) if len(known) else np.full(len(at), NONE)
+
+    def of_call(column: Column) -> Column:
+        return np.where(found, column[call], NONE) if len(column) else call
+
+    launch_ns, thread = of_call(calls.start_ns), of_call(calls.thread)
+    return Activity(
+        name=work.name,
+        start_ns=work.start_ns,
+        end_ns=work.start_ns + work.duration_ns,
+        stream=work.stream,
+        launch_ns=launch_ns,
+        launched_ns=of_call(calls.start_ns + calls.duration_ns),
+        call=call,
+        op=host.op_at(launch_ns, thread),
+        step=_filled(host.step_at(launch_ns), found),
+        phase=_filled(host.phase_at(launch_ns, thread), found),
+        path=np.where(found, host.path_at(launch_ns, thread), 0),
+        category=_categories(trace, work.name, on_device=True),
+    )
+
+
+def cpu_activity(trace: Trace, host: Host) -> Activity:
+    """The stretches of each operator's own time."""
+    ops = trace.ops
+    views = [number for number, name in enumerate(trace.names) if _BOOKKEEPING.match(name)]
+    kept = np.flatnonzero(~np.isin(ops.name, views))
+    start_ns, end_ns, owner = Nesting(ops.start_ns[kept], ops.duration_ns[kept], ops.thread[kept]).segments
+    order = np.argsort(start_ns, kind="stable")
+    start_ns, end_ns, op = start_ns[order], end_ns[order], kept[owner[order]]
+    name, thread = ops.name[op], ops.thread[op]
+    return Activity(
+        name=name,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        stream=thread,
+        launch_ns=start_ns,
+        launched_ns=start_ns,
+        call=op,
+        op=op,
+        step=host.step_at(start_ns),
+        phase=host.phase_at(start_ns, thread),
+        path=host.path_at(start_ns, thread),
+        category=_categories(trace, name, on_device=False),
+    )
+
+
+def _categories(trace: Trace, name: Column, *, on_device: bool) -> Column:
+    categorise = kernel_category if on_device else op_category
+    by_name = np.full(len(trace.names) or 1, 0)
+    for number in np.unique(name):
+        by_name[number] = CATEGORIES.index(categorise(trace.names[number]))
+    return by_name[name]
+
+
+def _filled(values: Column, found: Column) -> Column:
+    """Each value that was not found replaced by the one before it."""
+    if not len(values):
+        return values
+    last = np.maximum.accumulate(np.where(found, np.arange(len(values)), 0))
+    return values[last]

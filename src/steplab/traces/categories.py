@@ -1,0 +1,141 @@
+"""What kind of work a kernel or operator does, by rules on its name.
+
+The first rule that matches decides, so the particular stand before the general. A name that no rule knows is
+`uncategorised`, and every report says how much time that is: a rule is added here rather than a guess made.
+"""
+
+import re
+from functools import lru_cache
+
+# What libraries call their kernels: nvjet, xmma, cutlass and cublas are matrix products (convolutions are done as
+# such); triton_poi/red/per are Inductor's pointwise, reduction and persistent-reduction kernels, named after the
+# operators fused into them.
+_KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", (r"nccl|nvshmem|symm_mem|(one|two)_shot_all_reduce|multimem|rccl|\bgloo\b",)),
+    (
+        "copy",
+        (
+            r"^Mem(cpy|set)\b|^\[CUDA mem|CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose_readWrite",
+            r"n\w{3}ToN\w{3}Kernel",
+        ),
+    ),
+    (
+        "attention",
+        (r"flash|fmha|mha_|sdpa|flex_attention|attention_kernel|Attention(Backward)?Kernel|_attn_(fwd|bwd)",),
+    ),
+    ("optimizer", (r"adam|sgd_|FusedOptimizer|multi_tensor_apply|adagrad|lamb_|amp_update_scale|amp_non_finite",)),
+    (
+        "matmul",
+        (
+            r"nvjet|(?<!fb)gemm|gemv|xmma|cutlass|cublas|scudnn|^Cijk_|splitK|wgmma|matmul|\bdot_kernel",
+            r"convolve|conv2d|conv_depthwise|winograd|dgrad|wgrad|fprop",
+            r"triton_(tem_)?(fused_)?\w*\b(add)?b?mm\b|triton_tem_fused|reduce_1Block_kernel",
+        ),
+    ),
+    ("softmax", (r"softmax|SoftMax",)),
+    (
+        "embedding",
+        (
+            r"embedding|indexSelect|index_select|vectorized_gather_kernel|compute_grad_weight|sum_and_scatter",
+            r"krn_partial|EmbeddingBag",
+        ),
+    ),
+    (
+        "normalisation",
+        (
+            r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|batch_?norm|GammaBeta|RowwiseMoments|group_?norm|\bbn_",
+            r"triton_\w*mean\w*rsqrt|triton_\w*rsqrt\w*mean",
+        ),
+    ),
+    (
+        "other",
+        (
+            r"distribution_|philox|Sort|sort_|radix|topk|TopK|index_|scatter|gather|unique|nonzero|bincount|histogram",
+            r"max_pool|avg_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|col2im|nms_kernel|spin_kernel",
+            r"OffsetsKernel|fft|bounds_check|linearize_index",
+        ),
+    ),
+    ("copy", (r"triton_poi_fused_(_to_copy|clone|copy|copy_|t|transpose|view|permute|cat|constant_pad_nd|_)+\d*$",)),
+    (
+        "elementwise",
+        (r"elementwise|triton_poi_|triu_tril|launch_clamp|dropout|fill_|arange|masked_|where_kernel|tanh|gelu",),
+    ),
+    (
+        "reduction",
+        (r"reduce|triton_(red|per)_|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max",),
+    ),
+    ("other", (r"void cub::|thrust::",)),
+)
+
+_OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("communication", (r"^(c10d|gloo|nccl|_c10d_functional)\b|all_?reduce|all_?gather|reduce_?scatter",)),
+    ("attention", (r"scaled_dot_product|_flash_attention|_efficient_attention|_cudnn_attention|flex_attention",)),
+    ("optimizer", (r"_fused_(adam|sgd|adagrad)|_foreach_|Optimizer\.|_amp_",)),
+    (
+        "matmul",
+        (
+            r"::(mm|addmm|_addmm\w*|bmm|baddbmm|matmul|linear|mv|addmv|dot|einsum|_scaled_mm|_int_mm)(_out)?$",
+            r"::(mkldnn_\w*linear\w*|mkl_linear|\w*convolution\w*)$|mkldnn::_?linear",
+        ),
+    ),
+    ("softmax", (r"softmax",)),
+    ("embedding", (r"embedding|index_select",)),
+    ("normalisation", (r"(layer|rms|batch|group)_norm",)),
+    (
+        "copy",
+        (
+            r"::(copy_|_to_copy|to|clone|contiguous|cat|_cat|stack|type_as|_pin_memory)$",
+            r"::(_local_scalar_dense|item|is_nonzero)$",
+        ),
+    ),
+    (
+        "reduction",
+        (
+            r"::(sum|mean|amax|amin|max|min|argmax|prod|norm|linalg_vector_norm|logsumexp|cumsum|all|any|std|var)$",
+            r"::(nll_loss\w*forward|count_nonzero|equal)$",
+        ),
+    ),
+    (
+        "other",
+        (
+            r"^autograd::|^torch::|AccumulateGrad|Backward|^detach$",
+            r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
+            r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
+            r"::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",
+            r"::(index\w*|gather|scatter\w*|sort|topk|one_hot|triu_indices|\w*loss\w*|cross_entropy\w*|real|imag)$",
+            r"::(randn?|randint|random_|uniform_|normal_|bernoulli_|dropout|is_\w+|_has_\w+)$",
+        ),
+    ),
+    (
+        "elementwise",
+        (
+            r"::_?(mul|add|sub|rsub|div|pow|neg|exp|log|sqrt|rsqrt|reciprocal|abs|sign|clamp|floor|round|erf)_?$",
+            r"::(sigmoid|silu|gelu|relu|tanh|mish|hardtanh|softplus|threshold|native_dropout)(_backward)?_?$",
+            r"::(sin|cos|log1p|expm1|maximum|minimum|remainder|addcmul|addcdiv|lerp|isnan|isinf)(_scalar)?_?$",
+            r"::(where|masked_fill|fill|zero|zeros|ones|full|zeros_like|ones_like|full_like|triu|tril|arange)_?$",
+            r"::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)$|^triton_poi_",
+        ),
+    ),
+    ("reduction", (r"^triton_(red|per)_",)),
+)
+
+
+@lru_cache(maxsize=1 << 16)
+def kernel_category(name: str) -> str:
+    """Category of a device kernel."""
+    return _first_match(_KERNEL_RULES, name)
+
+
+@lru_cache(maxsize=1 << 16)
+def op_category(name: str) -> str:
+    """Category of an operator, for devices on which the operators are the kernels."""
+    return _first_match(_OP_RULES, name)
+
+
+Rules = list[tuple[str, re.Pattern[str]]]
+_KERNEL_RULES: Rules = [(category, re.compile("|".join(patterns))) for category, patterns in _KERNELS]
+_OP_RULES: Rules = [(category, re.compile("|".join(patterns))) for category, patterns in _OPS]
+
+
+def _first_match(rules: Rules, name: str) -> str:
+    return next((category for category, pattern in rules if pattern.search(name)), "uncategorised")

@@ -1,0 +1,189 @@
+"""From a Trace to a Profile: choose the steps, attribute the work, add it up."""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steplab.errors import SteplabError
+from steplab.records.profile import CATEGORIES, Communication, HostCallStats, KernelStats, OpStats, Profile, Timeline
+from steplab.traces.activity import Activity, cpu_activity, device_activity
+from steplab.traces.host import Host
+from steplab.traces.intervals import length, overlap
+from steplab.traces.op_costs import computed_in, cost, describe
+from steplab.traces.trace import NONE, Column, Trace
+from steplab.traces.windows import Window, cut, phase_times
+
+Seconds = NDArray[np.float64]
+
+_WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
+_ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pinned")
+
+
+def digest(trace: Trace, *, source: str | None = None, file: str | None = None) -> Profile:
+    """Sum a trace up. source and file go into the record as they are (source: the trace's own by default).
+
+    Raises SteplabError for a trace in which nothing ran.
+    """
+    host = Host(trace)
+    on_host = not len(trace.work.name)
+    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    notes = list(trace.notes)
+    num_steps = len(host.steps[0])
+    if not num_steps:
+        notes.append("the trace marks no steps: all of it counts as one")
+    activity = activity.where(np.flatnonzero(activity.step != NONE))
+    if not len(activity):
+        raise SteplabError("the trace holds no kernel and no operator within a step: nothing to profile")
+    notes += _notes(activity, trace, on_host=on_host)
+    windows = cut(activity)
+    phases = tuple(phase_times(activity, windows, host.phase_names, host.phase_seconds(), on_host=on_host))
+    return Profile(
+        source=source or trace.source,
+        device="cpu" if on_host else "cuda",
+        num_steps=max(1, len(np.unique(activity.step))),
+        window_s=(int(activity.end_ns.max()) - int(activity.start_ns.min())) / 1e9,
+        phases=phases,
+        kernels=tuple(sorted(_kernels(activity, trace, host, on_host=on_host), key=lambda k: -k.total_s)),
+        ops=tuple(sorted(_ops(activity, trace, host), key=lambda op: -op.device_s)),
+        host_calls=tuple(sorted(_host_calls(trace, host), key=lambda call: -call.total_s)),
+        communication=_communication(activity, trace),
+        timeline=_timeline(activity, windows, trace, host),
+        num_launches=len(np.unique(activity.call[activity.call != NONE])),
+        file=file,
+        notes=tuple(notes),
+    )
+
+
+def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
+    lost = int((activity.call == NONE).sum())
+    if lost:
+        yield (
+            f"{lost} of {len(activity)} kernels have no launch in the trace: each counts to the phase of the one before"
+        )
+    if not on_host and not len(trace.ops.name):
+        yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
+    elif (trace.ops.inputs == NONE).all():
+        yield "the trace was made without record_shapes: no FLOPs and no bytes"
+
+
+def _kernels(activity: Activity, trace: Trace, host: Host, *, on_host: bool) -> Iterator[KernelStats]:
+    lasted_s: Seconds = (activity.end_ns - activity.start_ns) / 1e9
+    for chosen in _groups(activity.name, activity.phase, activity.path, activity.stream):
+        first = chosen[0]
+        calls_s = lasted_s[chosen]
+        if on_host:  # an operator's own time lies in several pieces, which together are one call
+            _, call = np.unique(activity.call[chosen], return_inverse=True)
+            calls_s = np.bincount(call, weights=calls_s).astype(np.float64)
+        yield KernelStats(
+            name=trace.names[activity.name[first]],
+            category=CATEGORIES[activity.category[first]],
+            phase=host.phase_names[activity.phase[first]],
+            range=host.paths[activity.path[first]],
+            stream=int(activity.stream[first]),
+            calls=len(calls_s),
+            total_s=float(calls_s.sum()),
+            median_s=float(np.median(calls_s)),
+            max_s=float(calls_s.max()),
+        )
+
+
+def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
+    known = activity.where(np.flatnonzero(activity.op != NONE))
+    name, inputs = trace.ops.name[known.op], trace.ops.inputs[known.op]
+    lasted_s = (known.end_ns - known.start_ns) / 1e9
+    for chosen in _groups(name, inputs, known.phase, known.path):
+        first = chosen[0]
+        calls = len(np.unique(known.op[chosen]))
+        by_category = np.bincount(known.category[chosen], weights=lasted_s[chosen], minlength=len(CATEGORIES))
+        given = trace.inputs[inputs[first]] if inputs[first] != NONE else None
+        costs = cost(trace.names[name[first]], given) if given else None
+        yield OpStats(
+            name=trace.names[name[first]],
+            category=CATEGORIES[int(by_category.argmax())],
+            phase=host.phase_names[known.phase[first]],
+            range=host.paths[known.path[first]],
+            inputs=describe(given) if given else "",
+            dtype=computed_in(given) if given else "",
+            calls=calls,
+            kernels=len(chosen),
+            device_s=float(lasted_s[chosen].sum()),
+            flops=calls * costs.flops if costs and costs.flops is not None else None,
+            moved_bytes=calls * costs.moved_bytes if costs else None,
+        )
+
+
+def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
+    """Calls that wait for the device, copy to or from it, or ask it for memory, within the steps."""
+    calls = trace.calls
+    waiting = [number for number, name in enumerate(trace.names) if _WAITS.search(name)]
+    chosen = np.flatnonzero(np.isin(calls.name, waiting) & (host.step_at(calls.start_ns) != NONE))
+    work_of = dict(zip(trace.work.correlation.tolist(), trace.work.name.tolist(), strict=True))
+    copies = [work_of.get(correlation, NONE) for correlation in calls.correlation[chosen].tolist()]
+    phase = host.phase_at(calls.start_ns[chosen], calls.thread[chosen])
+    path = host.path_at(calls.start_ns[chosen], calls.thread[chosen])
+    for group in _groups(calls.name[chosen], np.array(copies, dtype=np.int64), phase, path):
+        first = group[0]
+        copy = trace.names[copies[first]] if copies[first] != NONE else ""
+        name = trace.names[calls.name[chosen[first]]]
+        if "emcpy" in name and not _ACROSS.search(copy):
+            continue  # a copy within the device makes nobody wait
+        yield HostCallStats(
+            name=f"{name}: {copy}" if copy else name,
+            phase=host.phase_names[phase[first]],
+            range=host.paths[path[first]],
+            calls=len(group),
+            total_s=float(calls.duration_ns[chosen[group]].sum()) / 1e9,
+        )
+
+
+def _communication(activity: Activity, trace: Trace) -> Communication | None:
+    collective = activity.category == CATEGORIES.index("communication")
+    if not collective.any():
+        return None
+    transfers = [number for number, name in enumerate(trace.names) if name.startswith(("Memcpy", "Memset"))]
+    computing = ~collective & ~np.isin(activity.name, transfers)
+    inside, outside = ((activity.start_ns[chosen], activity.end_ns[chosen]) for chosen in (collective, computing))
+    return Communication(total_s=length(*inside) / 1e9, overlapped_s=overlap(inside, outside) / 1e9)
+
+
+def _timeline(activity: Activity, windows: list[Window], trace: Trace, host: Host) -> Timeline:
+    """The last step, from the beginning of its first window."""
+    step = windows[-1].step
+    mine = [window for window in windows if window.step == step]
+    zero = mine[0].start_ns
+    shown = activity.where(np.flatnonzero(activity.step == step))
+    names, kernel = np.unique(shown.name, return_inverse=True)
+    category_of = dict(zip(shown.name.tolist(), shown.category.tolist(), strict=True))
+    return Timeline(
+        names=tuple(trace.names[number] for number in names),
+        categories=tuple(CATEGORIES[category_of[int(number)]] for number in names),
+        kernel=tuple(kernel.tolist()),
+        stream=tuple(shown.stream.tolist()),
+        start_ns=tuple((shown.start_ns - zero).tolist()),
+        duration_ns=tuple((shown.end_ns - shown.start_ns).tolist()),
+        phases=tuple((host.phase_names[w.phase], w.start_ns - zero, w.end_ns - zero) for w in mine),
+        ranges=tuple(_module_spans(shown, host, zero)),
+    )
+
+
+def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str, int, int, int]]:
+    """Stretches of consecutive kernels that one range launched, by phase."""
+    label = np.stack((shown.path, shown.phase))
+    begins = np.flatnonzero(np.concatenate(([True], (label[:, 1:] != label[:, :-1]).any(axis=0))))
+    for first, stop in zip(begins, [*begins[1:], len(shown)], strict=True):
+        path = host.paths[shown.path[first]]
+        if path:
+            start, end = int(shown.start_ns[first]) - zero, int(shown.end_ns[first:stop].max()) - zero
+            yield path, start, end, path.count(".")
+
+
+def _groups(*keys: Column) -> Iterator[Column]:
+    """Indices of the rows that agree in all keys, a group at a time, each in its own order."""
+    if not len(keys[0]):
+        return
+    order = np.lexsort(keys[::-1])
+    stacked = np.stack([key[order] for key in keys])
+    begins = np.flatnonzero(np.concatenate(([True], (stacked[:, 1:] != stacked[:, :-1]).any(axis=0))))
+    yield from np.split(order, begins[1:])

@@ -1,0 +1,173 @@
+"""What the host was doing at an instant: which step, which phase, which range of the model, which operator.
+
+Everything on the device is attributed by the host call that launched it, so this is the one place that knows how
+traces name things.
+"""
+
+import re
+
+import numpy as np
+
+from steplab.records.profile import OUTSIDE
+from steplab.traces.nesting import Nesting
+from steplab.traces.trace import NONE, Column, Trace
+
+_STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
+_NO_STEP = re.compile(r"^warmup step$")
+_BACKWARD_NODE = "autograd::engine::evaluate_function: "
+_PHASES = (
+    (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
+    (re.compile(r"^\W*backward\W*$", re.I), "backward"),
+    (re.compile(r"^\W*optimi[sz]er( step)?\W*$|^Optimizer\.(step|zero_grad)#", re.I), "optimizer"),
+)
+
+
+class Host:
+    """Steps, phases, ranges and operators of one trace, to be asked for instants on threads."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        ops, ranges = trace.ops, trace.ranges
+        self.op_nesting = Nesting(ops.start_ns, ops.duration_ns, ops.thread)
+        self._range_nesting = Nesting(ranges.start_ns, ranges.duration_ns, ranges.thread)
+        self.steps = self._spans(_STEP)
+        """Start and end of each step on the host's clock, in order; empty where the trace marks none."""
+        self.phase_names, self._range_phase = self._phases()
+        self.paths: list[str] = [""]
+        """Text of each path number that `path_at` gives."""
+        self._range_path = self._name_paths()
+        self._backward_node = self._backward_nodes()
+        self._forward_path = self._paths_of_sequences()
+
+    def step_at(self, time_ns: Column) -> Column:
+        """Number of the step each instant lies in; NONE outside all of them. Without marks all is step 0."""
+        starts, ends = self.steps
+        if not len(starts):
+            return np.zeros(len(time_ns), dtype=np.int64)
+        at = np.searchsorted(starts, time_ns, side="right") - 1
+        inside = (at >= 0) & (time_ns < ends[np.maximum(at, 0)])
+        return np.where(inside, at, NONE)
+
+    def phase_at(self, time_ns: Column, thread: Column) -> Column:
+        """Number of the phase in `phase_names` at each instant.
+
+        A marked phase holds for every thread, for the backward pass runs on one of autograd's while the thread that
+        called it waits. Where none is marked, work under an autograd node is backward, what the same step did before
+        its first such node is forward, and the rest is outside.
+        """
+        marked = self._marked_phase(time_ns)
+        backward = self._node_at(time_ns, thread) != NONE
+        inferred = np.full(len(time_ns), self.phase_names.index(OUTSIDE))
+        step = self.step_at(time_ns)
+        for number in np.unique(step[backward]):
+            first_ns = time_ns[backward & (step == number)].min()
+            inferred[(step == number) & (time_ns < first_ns)] = self.phase_names.index("forward")
+        inferred[backward] = self.phase_names.index("backward")
+        return np.where(marked == NONE, inferred, marked)
+
+    def path_at(self, time_ns: Column, thread: Column) -> Column:
+        """Number in `paths` of the innermost range at each instant; for a backward node, that of its forward op."""
+        innermost = self._range_nesting.innermost(time_ns, thread)
+        path = np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
+        node = self._node_at(time_ns, thread)
+        for index in np.flatnonzero((path == 0) & (node != NONE)):
+            sequence = int(self._trace.ops.sequence[node[index]])
+            path[index] = self._forward_path.get(sequence, 0)
+        return path
+
+    def op_at(self, time_ns: Column, thread: Column) -> Column:
+        """Number of the innermost operator at each instant; NONE where there is none."""
+        return self.op_nesting.innermost(time_ns, thread)
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Host time inside the marked ranges of each phase, within the steps."""
+        ranges, found = self._trace.ranges, dict[str, float]()
+        outermost = self._outermost_marks()
+        within = self.step_at(ranges.start_ns) != NONE
+        for number, name in enumerate(self.phase_names):
+            mine = (self._range_phase == number) & outermost & within
+            if mine.any():
+                found[name] = float(ranges.duration_ns[mine].sum()) / 1e9
+        return found
+
+    def _spans(self, pattern: re.Pattern[str]) -> tuple[Column, Column]:
+        ranges = self._trace.ranges
+        wanted = {number for number, name in enumerate(self._trace.names) if pattern.match(name)}
+        chosen = np.isin(ranges.name, list(wanted))
+        return ranges.start_ns[chosen], (ranges.start_ns + ranges.duration_ns)[chosen]
+
+    def _phases(self) -> tuple[list[str], Column]:
+        """The names of phases, and the phase each range marks (NONE: it marks none)."""
+        names = ["forward", "backward", "optimizer", OUTSIDE]
+        by_name = np.full(len(self._trace.names) or 1, NONE)
+        for number, text in enumerate(self._trace.names):
+            found = next((phase for pattern, phase in _PHASES if pattern.match(text)), None)
+            if found:
+                by_name[number] = names.index(found)
+        return names, by_name[self._trace.ranges.name]
+
+    def _outermost_marks(self) -> Column:
+        """Which phase marks lie in no other: DistributedDataParallel.forward within forward is one phase."""
+        parent, phase = self._range_nesting.parent, self._range_phase
+        marked_above = np.zeros(len(parent), dtype=bool)
+        for index, above in enumerate(parent.tolist()):
+            if above != NONE:
+                marked_above[index] = marked_above[above] or phase[above] != NONE
+        return (phase != NONE) & ~marked_above
+
+    def _marked_phase(self, time_ns: Column) -> Column:
+        ranges = self._trace.ranges
+        marks = np.flatnonzero(self._outermost_marks())
+        if not len(marks):
+            return np.full(len(time_ns), NONE)
+        starts, ends = ranges.start_ns[marks], (ranges.start_ns + ranges.duration_ns)[marks]
+        at = np.searchsorted(starts, time_ns, side="right") - 1
+        inside = (at >= 0) & (time_ns < ends[np.maximum(at, 0)])
+        return np.where(inside, self._range_phase[marks[np.maximum(at, 0)]], NONE)
+
+    def _name_paths(self) -> Column:
+        """Each range's path: its own dotted name where that continues its parent's, else added to it.
+
+        Steps and phases are no part of it, and a number between dots, a layer's, becomes *.
+        """
+        names, ranges = self._trace.names, self._trace.ranges
+        numbers: dict[str, int] = {"": 0}
+        texts: list[str] = []
+        for index, above in enumerate(self._range_nesting.parent.tolist()):
+            name = names[ranges.name[index]]
+            around = texts[above] if above != NONE else ""
+            if self._range_phase[index] != NONE or _STEP.match(name) or _NO_STEP.match(name):
+                texts.append(around)
+            elif not around or name.startswith(around + "."):
+                texts.append(name)
+            else:
+                texts.append(f"{around}.{name}")
+        wild = [".".join("*" if part.isdigit() else part for part in text.split(".")) for text in texts]
+        found = np.array([numbers.setdefault(text, len(numbers)) for text in wild], dtype=np.int64)
+        self.paths = list(numbers)
+        return found
+
+    def _backward_nodes(self) -> Column:
+        """For each operator the autograd node it runs under (itself, if it is one); NONE outside the backward pass."""
+        ops = self._trace.ops
+        is_node = np.isin(ops.name, [n for n, name in enumerate(self._trace.names) if name.startswith(_BACKWARD_NODE)])
+        found: list[int] = []
+        for index, above in enumerate(self.op_nesting.parent.tolist()):
+            found.append(index if is_node[index] else found[above] if above != NONE else NONE)
+        return np.array(found, dtype=np.int64)
+
+    def _node_at(self, time_ns: Column, thread: Column) -> Column:
+        op = self.op_at(time_ns, thread)
+        return np.where(op == NONE, NONE, self._backward_node[op]) if len(self._backward_node) else op
+
+    def _paths_of_sequences(self) -> dict[int, int]:
+        """Sequence number -> path of the forward operator that carries it.
+
+        An operator peeks at the number the next autograd node will get, so several may carry one; the last of them
+        made the node.
+        """
+        ops = self._trace.ops
+        forward = np.flatnonzero((ops.sequence != NONE) & (self._backward_node == NONE))
+        innermost = self._range_nesting.innermost(ops.start_ns[forward], ops.thread[forward])
+        paths = np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
+        return dict(zip(ops.sequence[forward].tolist(), paths.tolist(), strict=True))

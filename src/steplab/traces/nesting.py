@@ -1,0 +1,67 @@
+"""Which of some nested intervals is the innermost at an instant: ops on a thread, ranges on a thread."""
+
+import numpy as np
+
+from steplab.traces.trace import NONE, Column
+
+
+class Nesting:
+    """Intervals that nest within their thread, given in the order of start, an outer one before its inner ones.
+
+    One that outlasts its parent, which rounding does, ends with it.
+    """
+
+    parent: Column
+    """Number of the interval around each; NONE at the outermost level."""
+    segments: tuple[Column, Column, Column]
+    """Start, end and owner of the stretches in which one interval is the innermost, all threads together."""
+
+    def __init__(self, start_ns: Column, duration_ns: Column, thread: Column) -> None:
+        self.parent = np.full(len(start_ns), NONE)
+        self._borders: dict[int, tuple[Column, Column]] = {}
+        starts, ends = start_ns.tolist(), (start_ns + duration_ns).tolist()
+        for number in np.unique(thread).tolist():
+            self._borders[number] = self._walk(np.flatnonzero(thread == number).tolist(), starts, ends)
+        self.segments = self._segments()
+
+    def innermost(self, time_ns: Column, thread: Column) -> Column:
+        """Number of the innermost interval at each time on each thread; NONE where there is none."""
+        found = np.full(len(time_ns), NONE)
+        for number, (borders_ns, owners) in self._borders.items():
+            here = thread == number
+            at = np.searchsorted(borders_ns, time_ns[here], side="right") - 1
+            found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
+        return found
+
+    def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
+        """The instants at which the innermost interval of one thread changes, and which it is from there on."""
+        borders: list[int] = []
+        owners: list[int] = []
+        stack: list[int] = []
+
+        def close_until(time_ns: float) -> None:
+            while stack and ends[stack[-1]] <= time_ns:
+                borders.append(ends[stack.pop()])
+                owners.append(stack[-1] if stack else NONE)
+
+        for index in indices:
+            close_until(starts[index])
+            if stack:
+                self.parent[index] = stack[-1]
+                ends[index] = min(ends[index], ends[stack[-1]])
+            stack.append(index)
+            borders.append(starts[index])
+            owners.append(index)
+        close_until(float("inf"))
+        return np.array(borders, dtype=np.int64), np.array(owners, dtype=np.int64)
+
+    def _segments(self) -> tuple[Column, Column, Column]:
+        parts: list[tuple[Column, Column, Column]] = []
+        for borders_ns, owners in self._borders.values():
+            owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])
+            parts.append((borders_ns[:-1][owned], borders_ns[1:][owned], owners[:-1][owned]))
+        if not parts:
+            empty = np.zeros(0, dtype=np.int64)
+            return empty, empty, empty
+        starts, ends, owners = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return starts, ends, owners

@@ -1,0 +1,109 @@
+"""The device's timeline cut into phases: where each begins and ends, and what the time in it went to.
+
+A phase ends with the last of its kernels and begins where the one before it ended, as CUDA events recorded between
+phases would have it. So the phases tile the window, and what a kernel of one phase overlaps of another is counted
+where it ran.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from steplab.records.profile import CATEGORIES, PHASES, PhaseTime
+from steplab.traces.activity import Activity
+from steplab.traces.intervals import clip, shares, union
+from steplab.traces.trace import NONE
+
+_COMMUNICATION = CATEGORIES.index("communication")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """One phase of one step on the device's timeline, ns."""
+
+    phase: int
+    step: int
+    start_ns: int
+    end_ns: int
+
+
+def cut(activity: Activity) -> list[Window]:
+    """The windows of all phases of all steps, end to end, in the order the host began them.
+
+    A collective's end closes no phase where anything else does: it may outlast the phase that launched it.
+    """
+    if not len(activity):
+        return []
+    order = np.argsort(np.where(activity.launch_ns == NONE, activity.start_ns, activity.launch_ns), kind="stable")
+    label = np.stack((activity.step[order], activity.phase[order]))
+    begins = np.flatnonzero(np.concatenate(([True], (label[:, 1:] != label[:, :-1]).any(axis=0))))
+    end_ns, waits = activity.end_ns[order], activity.category[order] == _COMMUNICATION
+    border = int(activity.start_ns.min())
+    windows = []
+    for first, stop in zip(begins, [*begins[1:], len(order)], strict=True):
+        ends, computing = end_ns[first:stop], ~waits[first:stop]
+        last = int(ends[computing].max() if computing.any() else ends.max())
+        window = Window(
+            phase=int(label[1, first]), step=int(label[0, first]), start_ns=border, end_ns=max(border, last)
+        )
+        windows.append(window)
+        border = window.end_ns
+    final = int(activity.end_ns.max())
+    if final > border:  # a collective outlasts everything
+        last_window = windows.pop()
+        windows.append(
+            Window(phase=last_window.phase, step=last_window.step, start_ns=last_window.start_ns, end_ns=final)
+        )
+    return windows
+
+
+def phase_times(
+    activity: Activity, windows: list[Window], names: list[str], host_s: dict[str, float], *, on_host: bool
+) -> Iterator[PhaseTime]:
+    """Each phase's windows added up. on_host: the host is the device, and idle time is time outside of operators."""
+    longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
+    totals: dict[int, tuple[int, int, int, np.ndarray]] = {}
+    for window in windows:
+        # Whatever reaches into the window starts no earlier than the longest piece before it.
+        low = np.searchsorted(activity.start_ns, window.start_ns - longest_ns, side="left")
+        high = np.searchsorted(activity.start_ns, window.end_ns, side="left")
+        inside = activity.where(np.arange(low, high))
+        found = _one_window(inside, window)
+        before = totals.get(window.phase, (0, 0, 0, np.zeros(len(CATEGORIES))))
+        totals[window.phase] = tuple(a + b for a, b in zip(before, found, strict=True))  # type: ignore[assignment]
+    for phase in sorted(totals, key=lambda number: (*PHASES, names[number]).index(names[number])):
+        window_ns, busy_ns, waiting_ns, by_category = totals[phase]
+        idle_ns = window_ns - busy_ns
+        yield PhaseTime(
+            phase=names[phase],
+            window_s=window_ns / 1e9,
+            busy_s=busy_ns / 1e9,
+            host_bound_s=(idle_ns if on_host else waiting_ns) / 1e9,
+            idle_s=0.0 if on_host else (idle_ns - waiting_ns) / 1e9,
+            categories={
+                name: float(time_ns) / 1e9 for name, time_ns in zip(CATEGORIES, by_category, strict=True) if time_ns
+            },
+            host_s=host_s.get(names[phase]),
+            num_kernels=len(np.unique(activity.call[activity.phase == phase]))
+            if on_host
+            else int((activity.phase == phase).sum()),
+        )
+
+
+def _one_window(inside: Activity, window: Window) -> tuple[int, int, int, np.ndarray]:
+    """Length, busy time, time waiting for the host, and time by category of one window, ns."""
+    start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
+    kept = end_ns > start_ns
+    start_ns, end_ns = start_ns[kept], end_ns[kept]
+    length_ns = window.end_ns - window.start_ns
+    if not len(start_ns):
+        return length_ns, 0, 0, np.zeros(len(CATEGORIES))
+    busy_starts, busy_ends = union(start_ns, end_ns)
+    by_category = shares(start_ns, end_ns, inside.category[kept], len(CATEGORIES))
+    # A gap ends with a kernel; until the host's call for it returned, the device had nothing to do.
+    gap_starts = np.concatenate(([window.start_ns], busy_ends[:-1]))
+    first = np.searchsorted(start_ns, busy_starts)
+    launched_ns = inside.launched_ns[kept][first]
+    waiting_ns = np.clip(np.minimum(launched_ns, busy_starts) - gap_starts, 0, None)
+    return length_ns, int((busy_ends - busy_starts).sum()), int(waiting_ns.sum()), by_category

@@ -1,0 +1,97 @@
+"""Costs of operators against torch's own FLOP counter and the sizes of real tensors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor as TorchTensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from steplab.costs.operators import Tensor, operator_cost
+
+
+def described(tensor: TorchTensor) -> Tensor:
+    return Tensor(shape=tuple(tensor.shape), item_bytes=tensor.element_size())
+
+
+PRODUCTS: dict[str, tuple[Callable[..., TorchTensor], list[tuple[int, ...]]]] = {
+    "aten::mm": (torch.mm, [(4, 8), (8, 3)]),
+    "aten::addmm": (torch.addmm, [(3,), (4, 8), (8, 3)]),
+    "aten::bmm": (torch.bmm, [(5, 4, 8), (5, 8, 3)]),
+    "aten::baddbmm": (torch.baddbmm, [(5, 4, 3), (5, 4, 8), (5, 8, 3)]),
+    "aten::linear": (torch.nn.functional.linear, [(2, 4, 8), (3, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_cost_what_torch_counts_and_move_their_tensors(name: str, dtype: torch.dtype) -> None:
+    function, shapes = PRODUCTS[name]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    with FlopCounterMode(display=False) as counter:
+        out = function(*tensors)
+    cost = operator_cost(name, [described(tensor) for tensor in tensors])
+    assert cost is not None
+    assert cost.flops == counter.get_total_flops()
+    assert cost.moved_bytes == sum(tensor.nbytes for tensor in (*tensors, out))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "shapes"),
+    [
+        ("aten::mul", torch.mul, [(4, 1, 8), (5, 1)]),
+        ("aten::add_", torch.add, [(4, 8), (4, 8)]),
+        ("aten::where", lambda c, a, b: torch.where(c > 0, a, b), [(4, 8), (1, 8), (4, 1)]),
+        ("aten::silu", torch.nn.functional.silu, [(4, 8)]),
+        ("aten::_softmax", lambda x: torch.softmax(x, -1), [(4, 8)]),
+    ],
+)
+def test_the_rest_reads_its_inputs_and_writes_its_output(
+    name: str, function: Callable[..., TorchTensor], shapes: list[tuple[int, ...]]
+) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    cost = operator_cost(name, [described(tensor) for tensor in tensors])
+    assert cost is not None
+    assert cost.moved_bytes == sum(tensor.nbytes for tensor in (*tensors, function(*tensors)))
+    assert cost.flops
+
+
+def test_a_cast_reads_one_type_and_writes_the_other() -> None:
+    weight, copy = torch.randn(16, 8), torch.empty(16, 8, dtype=torch.bfloat16)
+    cost = operator_cost("aten::copy_", [described(copy), described(weight)])
+    assert cost is not None
+    assert (cost.flops, cost.moved_bytes) == (0, weight.nbytes + copy.nbytes)
+
+
+def test_softmax_moves_as_many_bytes_as_a_product_that_computes_a_hundredfold() -> None:
+    scores = Tensor(shape=(80, 1024, 1024), item_bytes=4)
+    softmax = operator_cost("aten::_softmax", [scores])
+    q, k = Tensor(shape=(80, 1024, 64), item_bytes=4), Tensor(shape=(80, 64, 1024), item_bytes=4)
+    product = operator_cost("aten::bmm", [q, k])
+    assert softmax is not None
+    assert softmax.flops is not None
+    assert product is not None
+    assert product.flops is not None
+    assert product.flops / softmax.flops == pytest.approx(2 * 64 / 5)
+    assert softmax.moved_bytes / product.moved_bytes == pytest.approx(2 * 1024 / (1024 + 2 * 64))
+
+
+def test_an_inductor_kernel_moves_all_it_was_given_and_its_flops_are_unknown() -> None:
+    tensors = [Tensor(shape=(10, 10), item_bytes=4)] * 3
+    cost = operator_cost("triton_poi_fused_add_cos_sin_0", tensors)
+    assert cost is not None
+    assert (cost.flops, cost.moved_bytes) == (None, 3 * 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("aten::unheard_of", [(4, 4)]),
+        ("aten::mm", [(4, 8)]),
+        ("aten::mm", [(2, 4, 8), (8, 3)]),
+        ("aten::mul", [(4, 3), (4, 8)]),
+        ("aten::mm", []),
+    ],
+)
+def test_what_no_rule_knows_has_no_cost(name: str, shapes: list[tuple[int, ...]]) -> None:
+    assert operator_cost(name, [Tensor(shape=shape, item_bytes=4) for shape in shapes]) is None

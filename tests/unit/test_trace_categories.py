@@ -1,0 +1,64 @@
+"""Rules for names: kernels of eager and compiled steps as real traces name them, operators as torch dispatches them."""
+
+import pytest
+
+from steplab.records.profile import CATEGORIES
+from steplab.traces.categories import kernel_category, op_category
+
+KERNELS = {
+    "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "matmul",
+    "sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32_warpgroupsize1x1x1_execute_segment_k_off": "matmul",
+    "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_tn_align1>(cutlass_80_simt_sgemm::Params)": "matmul",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams)": "matmul",
+    "triton_tem_fused_mm_3": "matmul",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, true>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x128": "attention",
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>": "softmax",
+    "at::native::cunn_SoftMaxForward<4, float, float, float, at::native::Epilogue>": "softmax",
+    "triton_per_fused__softmax_mul_2": "softmax",
+    "at::native::vectorized_layer_norm_kernel<float, float, true>": "normalisation",
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1": "normalisation",
+    "at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >": "elementwise",
+    "triton_poi_fused_mul_silu_4": "elementwise",
+    "at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float> > >": "reduction",
+    "triton_red_fused_sum_7": "reduction",
+    "at::native::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>": "embedding",
+    "at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4> >": "optimizer",
+    "at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>": "copy",
+    "at::native::elementwise_kernel<128, 4, at::native::bfloat16_copy_kernel_cuda>": "copy",
+    "triton_poi_fused__to_copy_5": "copy",
+    "Memcpy DtoH (Device -> Pinned)": "copy",
+    "Memset (Device)": "copy",
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "at::native::distribution_elementwise_grid_stride_kernel<float, 4>": "other",
+    "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<policy, false, long, int>": "other",
+    "void fbgemm_gpu::permute_2D_data_kernel<false, int, int>": "uncategorised",
+    "my_very_own_kernel": "uncategorised",
+}
+
+OPS = {
+    "aten::mm": "matmul",
+    "aten::_softmax_backward_data": "softmax",
+    "aten::_fused_rms_norm": "normalisation",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::silu_backward": "elementwise",
+    "aten::add_": "elementwise",
+    "aten::_fused_adamw_": "optimizer",
+    "aten::embedding_dense_backward": "embedding",
+    "aten::copy_": "copy",
+    "aten::sum": "reduction",
+    "aten::transpose": "other",
+    "autograd::engine::evaluate_function: MmBackward0": "other",
+    "mylib::op": "uncategorised",
+}
+
+
+@pytest.mark.parametrize(("name", "category"), KERNELS.items(), ids=lambda text: text[:40])
+def test_kernels(name: str, category: str) -> None:
+    assert kernel_category(name) == category
+    assert category in CATEGORIES
+
+
+@pytest.mark.parametrize(("name", "category"), OPS.items())
+def test_operators(name: str, category: str) -> None:
+    assert op_category(name) == category

@@ -1,0 +1,257 @@
+"""The digest of traces whose figures are worked out by hand, and of a real one against torch's own sums."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.traces import AUTOGRAD, HandTrace
+
+from steplab.errors import SteplabError
+from steplab.records.profile import CATEGORIES, Profile
+from steplab.traces.digest import digest
+from steplab.traces.trace import Inputs
+
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"
+GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_TNT"
+NODE = "autograd::engine::evaluate_function: MmBackward0"
+US = 1e-6
+
+
+def two_phases() -> HandTrace:
+    """One step: a product and an addition forward, a product backward on autograd's thread.
+
+    device   |  gemm 10..30 | 30..40 idle | add 40..45 | 45..70 idle | gemm 70..100 |
+    launches | gemm 1..3      add 33..36                 gemm 60..62
+    """
+    trace = HandTrace()
+    trace.range("step", 0, 200)
+    trace.range("forward", 0, 50)
+    trace.range("blocks.3.mlp", 0, 50)
+    trace.range("backward", 50, 200)
+    mm = Inputs(shapes=((4, 8), (8, 2)), dtypes=("c10::BFloat16", "c10::BFloat16"))
+    trace.op("aten::mm", 0, 5, sequence=11, inputs=mm)
+    trace.op("aten::add", 32, 37, sequence=12)
+    trace.op(NODE, 55, 80, thread=AUTOGRAD, sequence=11)
+    trace.op("aten::mm", 58, 65, thread=AUTOGRAD)
+    trace.kernel(GEMM, 10, 30, (1, 3))
+    trace.kernel(ADD, 40, 45, (33, 36))
+    trace.kernel(GEMM, 70, 100, (60, 62), thread=AUTOGRAD)
+    return trace
+
+
+def test_phases_tile_the_window_and_idle_time_is_split_by_the_launch() -> None:
+    profile = digest(two_phases().build())
+    assert profile.num_steps == 1
+    assert profile.window_s == pytest.approx(90 * US)
+    forward, backward = profile.phases
+    assert (forward.phase, backward.phase) == ("forward", "backward")
+    # From the first kernel's start to the addition's end; idle 30..40, of it until 36 the host was not done launching.
+    assert forward.window_s == pytest.approx(35 * US)
+    assert forward.busy_s == pytest.approx(25 * US)
+    assert forward.host_bound_s == pytest.approx(6 * US)
+    assert forward.idle_s == pytest.approx(4 * US)
+    assert forward.categories == pytest.approx({"matmul": 20 * US, "elementwise": 5 * US})
+    assert forward.host_s == pytest.approx(50 * US)
+    # 45..70 idle, launched at 62.
+    assert backward.window_s == pytest.approx(55 * US)
+    assert backward.host_bound_s == pytest.approx(17 * US)
+    assert backward.idle_s == pytest.approx(8 * US)
+    assert backward.num_kernels == 1
+
+
+def test_a_backward_kernel_has_the_range_of_its_forward_operator() -> None:
+    profile = digest(two_phases().build())
+    ranges = {(kernel.name, kernel.phase): kernel.range for kernel in profile.kernels}
+    assert ranges[(GEMM, "forward")] == "blocks.*.mlp"
+    assert ranges[(GEMM, "backward")] == "blocks.*.mlp"
+
+
+def test_operators_carry_flops_and_bytes() -> None:
+    profile = digest(two_phases().build())
+    [mm] = [op for op in profile.ops if op.inputs]
+    assert (mm.name, mm.phase, mm.inputs, mm.dtype) == ("aten::mm", "forward", "bf16[4, 8] bf16[8, 2]", "bf16")
+    assert mm.flops == 2 * 4 * 8 * 2
+    assert mm.moved_bytes == 2 * (4 * 8 + 8 * 2 + 4 * 2)
+    assert mm.device_s == pytest.approx(20 * US)
+    [without_shapes] = [op for op in profile.ops if op.name == "aten::mm" and op.phase == "backward"]
+    assert without_shapes.flops is None
+    assert without_shapes.moved_bytes is None
+
+
+def test_phases_are_inferred_where_nothing_marks_them() -> None:
+    trace = HandTrace()
+    trace.range("ProfilerStep#7", 0, 100)
+    trace.range("Optimizer.step#AdamW.step", 80, 100)
+    trace.op(NODE, 40, 60, thread=AUTOGRAD, sequence=1)
+    trace.kernel(GEMM, 10, 20, (5, 6))
+    trace.kernel(GEMM, 50, 60, (45, 46), thread=AUTOGRAD)
+    trace.kernel(ADD, 72, 75, (70, 71))
+    trace.kernel(ADD, 90, 95, (85, 86))
+    profile = digest(trace.build())
+    assert {k.phase: k.calls for k in profile.kernels} == {"forward": 1, "backward": 1, "outside": 1, "optimizer": 1}
+
+
+def test_work_outside_of_steps_is_left_out() -> None:
+    trace = two_phases()
+    trace.range("warmup step", 300, 400)
+    trace.range("forward", 310, 390)
+    trace.kernel(GEMM, 320, 390, (311, 312))
+    assert digest(trace.build()).window_s == pytest.approx(90 * US)
+
+
+def test_a_trace_without_steps_is_one_step_and_says_so() -> None:
+    trace = HandTrace()
+    trace.kernel(GEMM, 10, 20, (5, 6))
+    profile = digest(trace.build())
+    assert profile.num_steps == 1
+    assert any("marks no steps" in note for note in profile.notes)
+    assert [phase.phase for phase in profile.phases] == ["outside"]
+
+
+def test_a_kernel_without_a_launch_goes_with_the_one_before_it() -> None:
+    trace = two_phases()
+    trace.kernel(ADD, 31, 32, None)
+    profile = digest(trace.build())
+    assert sum(k.calls for k in profile.kernels if k.name == ADD and k.phase == "forward") == 2
+    assert any("1 of 4 kernels have no launch" in note for note in profile.notes)
+
+
+def test_one_launch_of_a_graph_is_one_launch_of_many_kernels() -> None:
+    trace = HandTrace()
+    trace.kernel(GEMM, 10, 20, (5, 6), call="cudaGraphLaunch")
+    trace.work.append((trace.name(ADD), 20_000, 5_000, 0, 7, 1, -1))
+    profile = digest(trace.build())
+    assert profile.num_launches == 1
+    assert sum(kernel.calls for kernel in profile.kernels) == 2
+
+
+def test_communication_beside_computation() -> None:
+    trace = HandTrace()
+    trace.kernel(GEMM, 10, 30, (1, 2))
+    trace.kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 20, 60, (3, 4), stream=20)
+    trace.kernel("Memcpy DtoD (Device -> Device)", 30, 40, (5, 6), call="cudaMemcpyAsync")
+    profile = digest(trace.build())
+    assert profile.communication is not None
+    assert profile.communication.total_s == pytest.approx(40 * US)
+    assert profile.communication.overlapped_s == pytest.approx(10 * US)  # the copy is no computation
+    assert profile.communication.exposed_s == pytest.approx(30 * US)
+    # Where two run, each gets half: 10..20 gemm, 20..30 shared, 30..40 shared with the copy, 40..60 alone.
+    [phase] = profile.phases
+    assert phase.categories == pytest.approx({"matmul": 15 * US, "communication": 30 * US, "copy": 5 * US})
+
+
+def test_host_calls_are_those_that_wait_or_cross_the_bus() -> None:
+    trace = two_phases()
+    trace.call("cudaStreamSynchronize", 46, 49)
+    trace.call("cudaStreamSynchronize", 290, 299)  # the profiler's own, after the step
+    trace.kernel("Memcpy DtoH (Device -> Pageable)", 46, 47, (37, 45), call="cudaMemcpyAsync")
+    trace.kernel("Memcpy DtoD (Device -> Device)", 47, 48, (45, 46), call="cudaMemcpyAsync")
+    calls = {call.name: (call.calls, call.phase, call.range) for call in digest(trace.build()).host_calls}
+    assert calls == {
+        "cudaStreamSynchronize": (1, "forward", "blocks.*.mlp"),
+        "cudaMemcpyAsync: Memcpy DtoH (Device -> Pageable)": (1, "forward", "blocks.*.mlp"),
+    }
+
+
+def test_the_timeline_is_the_last_step_from_its_beginning() -> None:
+    trace = two_phases()
+    trace.range("step", 200, 300)
+    trace.range("forward", 200, 300)
+    trace.kernel(ADD, 250, 260, (210, 220))
+    timeline = digest(trace.build()).timeline
+    assert timeline is not None
+    assert timeline.names == (ADD,)
+    assert timeline.phases == (("forward", 0, 160_000),)  # from the end of the step before
+    assert (timeline.start_ns, timeline.duration_ns) == ((150_000,), (10_000,))
+
+
+def test_nothing_ran_is_an_error_in_words() -> None:
+    trace = HandTrace()
+    trace.range("step", 0, 10)
+    with pytest.raises(SteplabError, match="nothing to profile"):
+        digest(trace.build())
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 3), st.booleans()), min_size=1))
+def test_categories_and_idle_time_sum_to_the_window(kernels: list[tuple[int, int, int, bool]]) -> None:
+    """Against a count of every microsecond, for kernels on three streams launched in a forward and a backward."""
+    trace = HandTrace()
+    trace.range("step", -100, 400)
+    trace.range("forward", -100, 150)
+    trace.range("backward", 150, 400)
+    covered = set[int]()
+    for start, length, stream, product in kernels:
+        trace.kernel(GEMM if product else ADD, start, start + length, (start - 1, start - 0.5), stream=stream)
+        covered |= set(range(start, start + length))
+    profile = digest(trace.build())
+    window_s = (max(covered) + 1 - min(covered)) * US
+    assert profile.window_s == pytest.approx(window_s)
+    assert profile.busy_s == pytest.approx(len(covered) * US)
+    idle_s = sum(phase.host_bound_s + phase.idle_s for phase in profile.phases)
+    assert sum(profile.category_s(name) for name in CATEGORIES) + idle_s == pytest.approx(window_s)
+
+
+# --- a real trace of a CPU --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, dict[str, tuple[float, int]]]:
+    """Two steps of a small model under torch.profiler: our digest, and torch's own self time (s) and calls."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from steplab.traces.reading import read_trace
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
+    x = torch.randn(32, 64)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for _ in range(2):
+            with record_function("step"):
+                with record_function("forward"):
+                    loss = model(x).square().mean()
+                with record_function("backward"):
+                    loss.backward()
+    path: Path = tmp_path_factory.mktemp("trace") / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "cpu_op"]
+    torchs: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for average in profiler.key_averages():
+        torchs[average.key] = (average.self_cpu_time_total / 1e6, average.count)
+    assert len(events) == sum(count for key, (_, count) in torchs.items() if key not in ("step", "forward", "backward"))
+    return digest(read_trace(path)), torchs
+
+
+@pytest.mark.parametrize("name", ["aten::addmm", "aten::gelu", "aten::gelu_backward", "aten::mm"])
+def test_an_operators_own_time_and_calls_are_torchs(
+    real: tuple[Profile, dict[str, tuple[float, int]]], name: str
+) -> None:
+    profile, torchs = real
+    rows = [kernel for kernel in profile.kernels if kernel.name == name]
+    self_s, calls = torchs[name]
+    assert sum(row.calls for row in rows) == calls
+    # Views within are bookkeeping of the operator here, and entries of their own in torch's table.
+    assert self_s <= sum(row.total_s for row in rows) <= 1.5 * self_s + 50 * US
+
+
+def test_matmul_flops_of_a_step_are_the_closed_form(real: tuple[Profile, dict[str, tuple[float, int]]]) -> None:
+    profile, _ = real
+    flops = {phase: sum(op.flops or 0 for op in profile.ops if op.phase == phase and "mm" in op.name)
+             for phase in ("forward", "backward")}  # fmt: skip
+    forward = 2 * 32 * (64 * 256 + 256 * 8)
+    assert flops["forward"] == 2 * forward  # two steps
+    # Gradients of both weights, and of the second layer's input; the first layer's needs none.
+    assert flops["backward"] == 2 * (forward + 2 * 32 * 256 * 8)
+
+
+def test_a_cpus_window_is_busy_or_between_operators(real: tuple[Profile, dict[str, tuple[float, int]]]) -> None:
+    profile, _ = real
+    assert profile.device == "cpu"
+    for phase in profile.phases:
+        assert phase.busy_s + phase.host_bound_s == pytest.approx(phase.window_s)
+        assert phase.idle_s == 0
+        assert sum(phase.categories.values()) == pytest.approx(phase.busy_s)
+    assert np.sum([phase.window_s for phase in profile.phases]) == pytest.approx(profile.window_s)
