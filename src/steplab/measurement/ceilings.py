@@ -26,6 +26,9 @@ _DTYPES = (
     ("fp16", torch.float16),
 )
 _WARMUP, _REPEATS = 3, 10
+_LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
+"""Which operand of the product is transposed in a linear layer: forward, for its input's gradient, for its weight's."""
+_FAR_BEHIND = 2.0
 
 
 def measure_ceilings_here(device_name: str, on_stage: Callable[[str, int], None]) -> Ceilings:
@@ -50,10 +53,7 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
             continue
         on_stage(f"{name} matmul", 0)
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        n = _SMALLEST
-        while n < _LARGEST and min(_matmul_s(device, n, dtype, repeats=2)) < _LONG_ENOUGH_S:
-            n *= 2
-        seconds = _matmul_s(device, n, dtype, repeats=_REPEATS)
+        n, seconds = _matmul(device, dtype)
         yield Ceiling(name="matmul", dtype=name, unit="FLOP/s", work=2.0 * n**3, seconds=seconds)
     on_stage("copy", 0)
     source = torch.randint(256, (_COPY_BYTES[where.type],), dtype=torch.uint8, device=where)
@@ -62,15 +62,27 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
     yield Ceiling(name="copy", dtype=None, unit="B/s", work=2.0 * source.numel(), seconds=seconds)
 
 
-def _matmul_s(device: Device, n: int, dtype: torch.dtype, repeats: int) -> tuple[float, ...]:
-    """Times of the fastest of the three layouts in which a linear layer multiplies: forward, and for the gradients
-    of its input and of its weight. A CPU without bf16 instructions is twenty times faster in one than in another.
+def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]:
+    """Size and times of the largest product tried, in the fastest of the layouts a linear layer multiplies in.
+
+    A layout that is far behind at one size is not tried at the next: a CPU without bf16 instructions is twenty times
+    slower in one of them than in another.
     """
+    n, layouts = _SMALLEST, _LAYOUTS
+    while True:
+        tried = {layout: min(_matmul_s(device, n, dtype, layout, repeats=2)) for layout in layouts}
+        fastest_s = min(tried.values())
+        layouts = tuple(layout for layout in layouts if tried[layout] <= _FAR_BEHIND * fastest_s)
+        if n >= _LARGEST or fastest_s >= _LONG_ENOUGH_S:
+            return n, min((_matmul_s(device, n, dtype, layout, _REPEATS) for layout in layouts), key=min)
+        n *= 2
+
+
+def _matmul_s(device: Device, n: int, dtype: torch.dtype, layout: str, repeats: int) -> tuple[float, ...]:
     a, b = (torch.randn(n, n, device=device.torch_device).to(dtype) for _ in range(2))
+    x, y = (a.T if layout[0] == "T" else a), (b.T if layout[1] == "T" else b)
     out = torch.empty_like(a)
-    layouts = ((a, b.T), (a, b), (a.T, b))
-    timed = (_repeat(device, lambda x=x, y=y: torch.mm(x, y, out=out), repeats) for x, y in layouts)  # type: ignore[misc]
-    return min(timed, key=min)
+    return _repeat(device, lambda: torch.mm(x, y, out=out), repeats)
 
 
 def _repeat(device: Device, work: Callable[[], object], repeats: int) -> tuple[float, ...]:

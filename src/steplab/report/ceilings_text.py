@@ -26,7 +26,7 @@ def render_ceilings(ceilings: Ceilings, *, width: int | None = None, color: bool
     parts: list[RenderableType] = [
         f"{device.name}, record {ceilings.id}",
         "",
-        *(f"  {name:<10}{value}" for name, value in environment_pairs(ceilings.environment)),
+        *(f"  {name:<12}{value}" for name, value in environment_pairs(ceilings.environment)),
         "",
         _table(ceilings),
         "",
