@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from steplab.errors import SteplabError, Unsupported, UserError
     from steplab.lab.measuring import measure
+    from steplab.lab.profiling import profile
     from steplab.lab.recording import recorder
     from steplab.lab.sweeping import sweep
     from steplab.records.run import Run
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "measure": "steplab.lab.measuring",
+    "profile": "steplab.lab.profiling",
     "sweep": "steplab.lab.sweeping",
     "recorder": "steplab.lab.recording",
     "Run": "steplab.records.run",
@@ -48,6 +50,7 @@ __all__ = [
     "__version__",
     "load_study",
     "measure",
+    "profile",
     "recorder",
     "study_from_grids",
     "sweep",

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
 from tests.runs import grid, out_of_memory, recorder_run
 
 from steplab.records.run import Run
@@ -45,7 +46,7 @@ def chromium(tmp_path: Path, *arguments: str) -> str:
 
 
 def studies() -> dict[str, list[Run]]:
-    """A small study, a large one with failures, and a run that has no spec."""
+    """A small study, a large one with failures, a run that has no spec, and runs with profiles."""
     sizes: dict[str, list[object]] = {
         "model": ["small", "medium", "large", "xl", "2.7b"],
         "context": [128, 256, 512, 1024],
@@ -61,6 +62,7 @@ def studies() -> dict[str, list[Run]]:
     return {
         "small": grid(choices),
         "large": grid(sizes, memory_bytes=60e9),
+        "profiled": [profiled_run(), launch_bound_run(), cpu_run(), imported_run()],
         "own": [recorder_run(name="a_name_without_any_blank_" * 6), out_of_memory()],
     }
 
@@ -73,7 +75,7 @@ def pages() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", ["small", "large", "own"])
+@pytest.mark.parametrize("name", ["small", "large", "own", "profiled"])
 def test_the_browser_reads_the_page_as_it_was_meant(pages: dict[str, str], tmp_path: Path, name: str) -> None:
     (tmp_path / "page.html").write_text(pages[name], encoding="utf-8")
     dom = chromium(tmp_path, "--dump-dom", (tmp_path / "page.html").as_uri())
@@ -103,7 +105,7 @@ def test_the_page_follows_the_colour_scheme(pages: dict[str, str], tmp_path: Pat
     assert 0.01 < drawn < 0.5, "the page is empty, or painted over"
 
 
-@pytest.mark.parametrize("name", ["small", "large", "own"])
+@pytest.mark.parametrize("name", ["small", "large", "own", "profiled"])
 def test_a_phone_never_scrolls_the_page_sideways(pages: dict[str, str], tmp_path: Path, name: str) -> None:
     # A headless window has a least width above a phone's, so the page sits in a frame of that width. The copy
     # measured here has a script of the test's own, which the page's security policy would refuse.

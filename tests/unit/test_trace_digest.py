@@ -1,6 +1,5 @@
 """The digest of traces whose figures are worked out by hand, and of a real one against torch's own sums."""
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -80,6 +79,18 @@ def test_operators_carry_flops_and_bytes() -> None:
     [without_shapes] = [op for op in profile.ops if op.name == "aten::mm" and op.phase == "backward"]
     assert without_shapes.flops is None
     assert without_shapes.moved_bytes is None
+
+
+def test_a_wrapper_costs_nothing_where_its_inner_operator_does_the_work() -> None:
+    trace = HandTrace()
+    mm = Inputs(shapes=((4, 8), (8, 2)), dtypes=("float", "float"))
+    linear = Inputs(shapes=((4, 8), (2, 8)), dtypes=("float", "float"))
+    trace.op("aten::linear", 0, 10, inputs=linear)
+    trace.op("aten::matmul", 1, 9)
+    trace.op("aten::mm", 2, 8, inputs=mm)
+    trace.op("aten::linear", 20, 30, inputs=linear)  # a library's own: nothing within
+    costs = {(op.name, op.flops) for op in digest(trace.build()).ops}
+    assert costs == {("aten::linear", None), ("aten::linear", 128.0), ("aten::matmul", None), ("aten::mm", 128.0)}
 
 
 def test_phases_are_inferred_where_nothing_marks_them() -> None:
@@ -217,11 +228,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, dict[str, t
                     loss.backward()
     path: Path = tmp_path_factory.mktemp("trace") / "trace.json"
     profiler.export_chrome_trace(str(path))
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") == "cpu_op"]
     torchs: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for average in profiler.key_averages():
         torchs[average.key] = (average.self_cpu_time_total / 1e6, average.count)
-    assert len(events) == sum(count for key, (_, count) in torchs.items() if key not in ("step", "forward", "backward"))
     return digest(read_trace(path)), torchs
 
 
@@ -234,7 +243,7 @@ def test_an_operators_own_time_and_calls_are_torchs(
     self_s, calls = torchs[name]
     assert sum(row.calls for row in rows) == calls
     # Views within are bookkeeping of the operator here, and entries of their own in torch's table.
-    assert self_s <= sum(row.total_s for row in rows) <= 1.5 * self_s + 50 * US
+    assert self_s - 1e-9 <= sum(row.total_s for row in rows) <= 1.5 * self_s + 50 * US
 
 
 def test_matmul_flops_of_a_step_are_the_closed_form(real: tuple[Profile, dict[str, tuple[float, int]]]) -> None:

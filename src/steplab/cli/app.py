@@ -9,9 +9,12 @@ from cyclopts import App, CycloptsError
 
 from steplab import __version__
 from steplab.cli.doctor import doctor
+from steplab.cli.explain import explain
 from steplab.cli.export import export
 from steplab.cli.import_ import import_
+from steplab.cli.import_trace import import_trace
 from steplab.cli.list import list_
+from steplab.cli.profile import profile
 from steplab.cli.report import report
 from steplab.cli.run import run
 from steplab.cli.show import show
@@ -30,11 +33,14 @@ app = App(
 )
 app.command(run)
 app.command(sweep)
+app.command(profile)
+app.command(explain)
 app.command(list_, name="list")
 app.command(show)
 app.command(report)
 app.command(export)
 app.command(import_, name="import")
+app.command(import_trace)
 app.command(doctor)
 
 

@@ -14,15 +14,19 @@ def export(
     *,
     study: Annotated[str | None, Parameter(help="Only this study's")] = None,
     format: Annotated[
-        Literal["jsonl", "csv"] | None,
+        Literal["jsonl", "csv", "perfetto"] | None,
         Parameter(
-            help="jsonl: whole records, for import; csv: a row of figures a run [default: by --output, else jsonl]"
+            help="jsonl: whole records, for import; csv: a row of figures a run; perfetto: the timeline of one "
+            "profiled run, which ui.perfetto.dev opens [default: by --output, else jsonl]"
         ),
     ] = None,
     output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Write records out, for another machine or another program."""
+    """Write records out, for another machine or another program.
+
+    For example: steplab export --format perfetto ID --output step.json
+    """
     from steplab.cli.output import chosen_format, emit
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode
@@ -30,11 +34,34 @@ def export(
     from steplab.records.run import Run
     from steplab.report.formats import render_rows
 
-    chosen = chosen_format(format, output, allowed=("jsonl", "csv"))
+    chosen = chosen_format(format, output, allowed=("jsonl", "csv", "perfetto"))
     with open_store(store.store, write=False) as opened:
+        if chosen == "perfetto":
+            emit(_timeline(opened.get(_only(ids))), output)
+            return
         study_id = opened.study_id(study) if study else None
         records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
             emit("".join(encode(record).decode() + "\n" for record in records), output)
         else:
             emit(render_rows([run_row(record) for record in records if isinstance(record, Run)], "csv"), output)
+
+
+def _only(ids: tuple[str, ...]) -> str:
+    """The one id that is named."""
+    from steplab.errors import UserError
+
+    if len(ids) != 1:
+        raise UserError(f"a timeline is of one run, not of {len(ids) or 'all'}: name its id; `steplab list` shows them")
+    return ids[0]
+
+
+def _timeline(record: object) -> str:
+    """The timeline of a run, as Perfetto reads it."""
+    from steplab.errors import UserError
+    from steplab.records.run import Run
+    from steplab.report.perfetto import chrome_trace
+
+    if not isinstance(record, Run):
+        raise UserError("this record is no run and has no timeline; `steplab list` shows the runs")
+    return chrome_trace(record)

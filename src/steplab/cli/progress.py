@@ -11,7 +11,7 @@ from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.launch import Progress
 from steplab.records.rows import run_row
 from steplab.report.run_text import describe
-from steplab.units import format_clock, format_time
+from steplab.units import format_bytes, format_clock, format_time
 
 _STAGES = {
     "starting": "starting a process",
@@ -20,6 +20,9 @@ _STAGES = {
     "warmup": "warming up",
     "measure": "measuring",
     "phases": "measuring each phase alone",
+    "profile": "profiling",
+    "trace": "writing the trace",
+    "read": "reading the trace",
 }
 
 
@@ -29,6 +32,8 @@ def _is_live() -> bool:
 
 def _words(progress: Progress) -> str:
     stage = _STAGES.get(progress.stage, progress.stage)
+    if progress.stage == "read" and progress.total:
+        return f"{stage}, {format_bytes(progress.done)} of {format_bytes(progress.total)}"
     return f"{stage}, step {progress.done} of {progress.total}" if progress.total and progress.done else stage
 
 

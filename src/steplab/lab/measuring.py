@@ -1,6 +1,7 @@
 """Measure one step, store it, give its record."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from steplab.errors import UserError
@@ -32,13 +33,19 @@ def measure(
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
     for a request that cannot be served, and SteplabError where the store cannot be written.
     """
-    if not isinstance(spec, StepSpec):
-        named = {"model": spec} if spec is not None else {}
-        spec = resolve_step({**named, **{("pass" if k == "pass_name" else k): v for k, v in fields.items()}})
-    elif fields:
-        raise UserError(f"measure takes a whole StepSpec or fields, not both; leave out {', '.join(fields)}")
+    asked = asked_step("measure", spec, fields)
     with open_store(store, write=True) as opened:
-        run = measure_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
+        run = measure_in_child(asked, timeout_s=timeout_s, on_progress=on_progress)
         run = with_utilizations(dataclasses.replace(run, name=name), opened)
         keep(opened, run)
         return run
+
+
+def asked_step(caller: str, spec: StepSpec | str | None, fields: Mapping[str, object]) -> StepSpec:
+    """The step that a call of `caller(spec, **fields)` asks for; raises UserError if it asks for none that is."""
+    if isinstance(spec, StepSpec):
+        if fields:
+            raise UserError(f"{caller} takes a whole StepSpec or fields, not both; leave out {', '.join(fields)}")
+        return spec
+    named = {"model": spec} if spec is not None else {}
+    return resolve_step({**named, **{("pass" if name == "pass_name" else name): v for name, v in fields.items()}})

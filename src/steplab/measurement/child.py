@@ -10,14 +10,19 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from steplab.errors import SteplabError
 from steplab.records.codec import encode
 from steplab.records.environment import Environment
+from steplab.records.run import Run
 from steplab.specs.step import StepSpec
+
+if TYPE_CHECKING:
+    from steplab.measurement.profiler import Profiling
 
 _STEP_MESSAGES_EVERY_S = 0.1
 
@@ -29,6 +34,10 @@ class Request(msgspec.Struct):
     """A step; or, without one, the ceilings of"""
     device: str = "auto"
     """this device."""
+    profiled_steps: int = 0
+    """How many steps more are to be recorded once the step is timed; 0: none."""
+    trace: str | None = None
+    """File for the trace of those; None: nsys records them, from outside."""
 
 
 def main() -> None:
@@ -54,20 +63,33 @@ def main() -> None:
     def on_stage(stage: str, num_steps: int) -> None:
         send("stage", [stage, num_steps])
 
+    def on_measured(run: Run) -> None:
+        send("measured", run)
+
     try:
         if request.step is not None:
             from steplab.measurement import compat
             from steplab.measurement.session import Observer, measure_here
 
             compat.watch_refused_allocations()
-            observer = Observer(on_environment=on_environment, on_stage=on_stage, on_step=on_step)
-            send("record", measure_here(request.step, observer))
+            observer = Observer(
+                on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured
+            )
+            send("record", measure_here(request.step, observer, _profiling(request)))
         else:
             from steplab.measurement.ceilings import measure_ceilings_here
 
             send("record", measure_ceilings_here(request.device, on_stage))
     except SteplabError as error:
         send("refused", [error.exit_code, str(error)])
+
+
+def _profiling(request: Request) -> "Profiling | None":
+    from steplab.measurement.profiler import Profiling
+
+    if not request.profiled_steps:
+        return None
+    return Profiling(num_steps=request.profiled_steps, trace=Path(request.trace) if request.trace else None)
 
 
 def _end_with_parent() -> None:

@@ -5,14 +5,16 @@ that Ctrl-C reaches the parent alone, which then ends the child with everything 
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -30,6 +32,8 @@ from steplab.units import format_time
 _LAST_LINES = 12
 _EXIT_S = 10.0
 """How long a child may take to exit after its answer."""
+_WRAPPER_EXIT_S = 600.0
+"""How long the profiler around a child may take to write what it recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +41,11 @@ class Progress:
     """How far the cell under way is."""
 
     stage: str
-    """starting, build, compile, warmup, measure or phases."""
+    """starting, build, compile, warmup, measure, phases, profile or trace; after the process, read."""
     done: int
-    """Steps done of this stage."""
+    """Steps done of this stage; of read, bytes."""
     total: int
-    """Steps of this stage; 0 where it has none."""
+    """Steps of this stage, or bytes; 0 where it has none."""
 
 
 OnProgress = Callable[[Progress], None]
@@ -53,17 +57,30 @@ class _Message(msgspec.Struct):
 
 
 def measure_in_child(
-    spec: StepSpec, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
+    spec: StepSpec,
+    *,
+    profiled_steps: int = 0,
+    trace: Path | None = None,
+    wrapper: Sequence[str] = (),
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
 ) -> Run:
     """Measure one cell in a new process and give its record, which may be a failure.
+
+    profiled_steps > 0: after all timing so many steps are recorded, by torch.profiler to the file `trace`, or without
+    one by the profiler whose command `wrapper` is. Where that fails, the record has a note and the file is missing.
 
     Raises UserError (or the SteplabError the child named) for a request that cannot be served: that is no
     measurement. KeyboardInterrupt ends the child and passes on.
     """
-    answer = _ask(Request(step=spec), timeout_s, on_progress)
+    request = Request(step=spec, profiled_steps=profiled_steps, trace=str(trace) if trace else None)
+    answer = _ask(request, timeout_s, on_progress, wrapper)
     if isinstance(answer.result, Run):
         return answer.result
     assert isinstance(answer.result, Failure)
+    if answer.measured is not None:
+        note = f"profile: {answer.result.message}"
+        return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
     return Run(
         id=new_id(),
         created_utc=now_utc(),
@@ -89,13 +106,15 @@ def ceilings_in_child(
 class _Answer:
     result: Record | Failure
     environment: Environment | None
+    measured: Run | None
+    """The record as it was when profiling began."""
 
 
-def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress) -> _Answer:
+def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress, wrapper: Sequence[str] = ()) -> _Answer:
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
         child = subprocess.Popen(
-            [sys.executable, "-m", "steplab.measurement.child", str(write_fd)],
+            [*wrapper, sys.executable, "-m", "steplab.measurement.child", str(write_fd)],
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
@@ -114,12 +133,14 @@ def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress) -> 
                 child.stdin.flush()
             listener.listen(pipe)
             # With its answer in hand, a child that does not get out of the door is no longer waited for.
+            exit_s = _WRAPPER_EXIT_S if wrapper else _EXIT_S
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=_EXIT_S if listener.answered else None)
+                child.wait(timeout=exit_s if listener.answered else None)
         finally:
             watchdog.cancel()
             _end(child)
-        return _Answer(result=listener.result(child.returncode, watchdog, errors), environment=listener.environment)
+        result = listener.result(child.returncode, watchdog, errors)
+        return _Answer(result=result, environment=listener.environment, measured=listener.measured)
 
 
 class _Watchdog:
@@ -152,6 +173,7 @@ class _Listener:
         self.on_progress = on_progress
         self.progress = Progress(stage="starting", done=0, total=0)
         self.environment: Environment | None = None
+        self.measured: Run | None = None
         self.record: Record | None = None
         self.refusal: SteplabError | None = None
 
@@ -169,6 +191,8 @@ class _Listener:
                 self._tell(Progress(stage=self.progress.stage, done=done, total=self.progress.total))
             elif message.kind == "environment":
                 self.environment = msgspec.json.decode(message.value, type=Environment)
+            elif message.kind == "measured":
+                self.measured = msgspec.json.decode(message.value, type=Run)
             elif message.kind == "record":
                 self.record = decode(bytes(message.value))
                 return

@@ -1,4 +1,4 @@
-"""One cell, measured in this process: build, compile, warm up, repeat.
+"""One cell, measured in this process: build, compile, warm up, repeat; and then, if asked, profiled.
 
 Runs in a child process of its own (see launch.py), because peak memory, process-wide torch settings and
 whatever a failed allocation keeps alive must not reach the next cell.
@@ -16,6 +16,7 @@ from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_from, failure_of
 from steplab.measurement.flop_count import count_flops
 from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
+from steplab.measurement.profiler import Profiling, StepProfiler
 from steplab.measurement.step import step_phases
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
@@ -33,13 +34,17 @@ class Observer:
 
     on_environment: Callable[[Environment], None] = lambda environment: None
     on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
-    """Called with the name of what begins (build, compile, warmup, measure, phases) and its number of steps."""
+    """Called with the name of what begins (build, compile, warmup, measure, phases, profile, trace) and its number of
+    steps."""
     on_step: Callable[[int], None] = lambda iteration: None
+    on_measured: Callable[[Run], None] = lambda run: None
+    """Called with the record when all timing is done and profiling begins, which a process may not survive."""
 
 
-def measure_here(spec: StepSpec, observer: Observer) -> Run:
+def measure_here(spec: StepSpec, observer: Observer, profiling: Profiling | None = None) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
 
+    With `profiling`, some steps more are recorded after all timing; where those fail, the record has a note.
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
     device = open_device(spec.device)
@@ -48,14 +53,15 @@ def measure_here(spec: StepSpec, observer: Observer) -> Run:
         raise Unsupported("precision tf32", why, "use --precision fp32")
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
-    run = _Cell(spec, device, environment, observer)
+    profiler = StepProfiler(profiling, spec, device) if profiling else None
+    cell = _Cell(spec, device, environment, observer)
     try:
-        return run.measure()
+        return cell.measure(profiler)
     except SteplabError:
         raise
     except Exception as error:
-        failure = failure_from(error, run.stage, spec, device)
-        return run.record(failure=failure)
+        failure = failure_from(error, cell.stage, spec, device)
+        return cell.record(failure=failure)
 
 
 class _Cell:
@@ -67,10 +73,11 @@ class _Cell:
         self.model: ModelFacts | None = None
         self.notes: list[str] = []
 
-    def measure(self) -> Run:
+    def measure(self, profiler: StepProfiler | None) -> Run:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         self.begin("build", 0)
-        workload = build_workload(spec, device.torch_device)
+        marked = {"span": profiler.span} if profiler else {}
+        workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
         phases = step_phases(workload, spec, device.torch_device)
         first_step_s = self.compile(phases) if spec.compile != "off" else None
@@ -92,7 +99,7 @@ class _Cell:
         if spec.model.kind == "factory" and self.model is not None:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
-        return self.record(
+        run = self.record(
             timing=Timing(
                 warmup=warmup,
                 back_to_back=measured,
@@ -106,6 +113,7 @@ class _Cell:
                 host_peak_bytes=host_peak_bytes(),
             ),
         )
+        return self.profile(profiler, run, workload, phases) if profiler else run
 
     def begin(self, stage: str, num_steps: int) -> None:
         self.stage = stage
@@ -135,6 +143,18 @@ class _Cell:
             self.notes.append(f"HFU: counting the FLOPs failed: {failure_of(error, None).message}")
         else:
             self.model = dataclasses.replace(model, counted_flops=counted)
+
+    def profile(self, profiler: StepProfiler, run: Run, workload: Workload, phases: list[Phase]) -> Run:
+        """Have some steps recorded: after all timing, because a profiler slows them down."""
+        self.observer.on_measured(run)
+        self.begin("profile", profiler.num_steps)
+        try:
+            notes = profiler.record(
+                phases, workload.module, self.observer.on_step, on_export=lambda: self.begin("trace", 0)
+            )
+        except Exception as error:  # out of memory or any other: it must not cost what was measured
+            notes = (f"profile: {failure_from(error, self.stage, self.spec, self.device).message}",)
+        return dataclasses.replace(run, notes=run.notes + notes)
 
     def record(
         self, *, timing: Timing | None = None, memory: Memory | None = None, failure: Failure | None = None

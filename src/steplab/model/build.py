@@ -1,18 +1,25 @@
 """From a ModelSpec to a Workload: the one place that knows the three kinds of model."""
 
+from functools import partial
+
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from steplab.errors import Unsupported
 from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
+from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.model import PLANNING_ONLY
 from steplab.specs.step import StepSpec
 
 
-def build_workload(spec: StepSpec, device: torch.device) -> Workload:
+def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
     """Build the spec's model on the device, with random weights from the spec's seed.
 
-    Raises Unsupported for a planning-only size, UserError for a factory or configuration that does not serve.
+    `span` marks, for a profiler, what a built-in model computes outside of any module: the parts of plain attention,
+    and the loss. Raises Unsupported for a planning-only size, UserError for a factory or configuration that does not
+    serve.
     """
     torch.manual_seed(spec.seed)
     if spec.model.kind == "hf":
@@ -23,10 +30,10 @@ def build_workload(spec: StepSpec, device: torch.device) -> Workload:
         from steplab.model.factory import build_factory
 
         return build_factory(spec, device)
-    return _build_transformer(spec, device)
+    return _build_transformer(spec, device, span)
 
 
-def _build_transformer(spec: StepSpec, device: torch.device) -> Workload:
+def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Workload:
     from steplab.model.transformer import Transformer
 
     shape = spec.model.shape
@@ -38,10 +45,20 @@ def _build_transformer(spec: StepSpec, device: torch.device) -> Workload:
             f"choose a model other than {', '.join(PLANNING_ONLY)}",
         )
     with device:
-        module = Transformer(shape, context=spec.context, attention=attention_named(spec.attention))
+        module = Transformer(
+            shape,
+            context=spec.context,
+            attention=attention_named(spec.attention, span=span),
+            loss=cross_entropy if span is no_span else partial(_marked_loss, span),
+        )
     return Workload(
         module=module,
         make_batch=lambda: tuple(random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)),
         num_layers=shape.num_layers,
         attention_width=shape.num_heads * shape.head_dim,
     )
+
+
+def _marked_loss(span: Span, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    with span("loss"):
+        return cross_entropy(logits_NV, targets_N)

@@ -175,6 +175,8 @@ class Profile:
     """Host calls that launched the window's kernels."""
     file: str | None = None
     """Name of the imported file."""
+    device_name: str | None = None
+    """The GPU's name, where the trace says it."""
     notes: tuple[str, ...] = ()
     """What the trace lacked or what could not be attributed, and what that costs."""
 

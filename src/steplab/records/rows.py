@@ -11,7 +11,7 @@ Row = dict[str, Scalar]
 
 def run_row(run: Run) -> Row:
     """One row of figures: medians of the raw samples, peaks, utilization under the default convention."""
-    spec, env = run.spec, run.environment
+    spec = run.spec
     row: Row = {"id": run.id, "created_utc": run.created_utc, "name": run.name, "status": run.status}
     row |= {
         "model": spec.model.label if spec else None,
@@ -25,7 +25,7 @@ def run_row(run: Run) -> Row:
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,
-        "device": env.device.name if env else None,
+        "device": run.device_name,
     }
     timing, memory = run.timing, run.memory
     phases = timing.back_to_back if timing else ()

@@ -112,3 +112,10 @@ class Run:
     def status(self) -> str:
         """ok, or the kind of the failure."""
         return self.failure.kind if self.failure else "ok"
+
+    @property
+    def device_name(self) -> str | None:
+        """What the device is called: by the environment, or, for an imported trace, by the trace."""
+        if self.environment:
+            return self.environment.device.name
+        return self.profile.device_name if self.profile else None

@@ -34,6 +34,8 @@ class Column:
     """Whether a value that all rows share moves to the caption; figures measured for each row never do."""
     rank: int = 0
     """Columns of the highest rank are the first to go where the terminal is too narrow; 0 always stays."""
+    wraps_from: int | None = None
+    """Least width a long text may be wrapped to on a terminal; None: it stays on one line."""
 
     def text(self, row: Row) -> str:
         """The cell as people read it."""
@@ -45,13 +47,14 @@ def _number(format_number: Callable[[float], str]) -> Callable[[Scalar], str]:
     return lambda value: format_number(value) if isinstance(value, (int, float)) else str(value)
 
 
-_time = _number(units.format_time)
+show_time = _number(units.format_time)
+show_percent = _number(units.format_percent)
 _bytes = _number(units.format_bytes)
-_percent = _number(units.format_percent)
 _tokens = _number(lambda value: units.format_rate(value, "").rstrip())
 
 
-def _figure(key: str, header: str, show: Callable[[Scalar], str], rank: int) -> Column:
+def figure_column(key: str, header: str, show: Callable[[Scalar], str], rank: int) -> Column:
+    """A column of figures measured for each row."""
     return Column(key=key, header=header, show=show, numeric=True, shared=False, rank=rank)
 
 
@@ -71,9 +74,9 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="id", header="id", shared=False),
     Column(key="name", header="name", caption="{}", rank=2),
     Column(key="description", header="description", rank=3),
-    _figure("num_cells", "cells", str, 0),
-    _figure("num_ok", "ok", str, 0),
-    _figure("num_failed", "failed", str, 0),
+    figure_column("num_cells", "cells", str, 0),
+    figure_column("num_ok", "ok", str, 0),
+    figure_column("num_failed", "failed", str, 0),
     Column(key="created_utc", header="measured", show=_day, caption="measured {}", rank=9),
     Column(key="model", header="model"),
     Column(key="batch", header="batch", numeric=True, caption="batch {}", rank=1),
@@ -86,15 +89,15 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up steps", rank=3),
     Column(key="steps", header="steps", numeric=True, caption="{} measured steps", rank=8),
     Column(key="device", header="device", rank=6),
-    _figure("step_time_s", "step", _time, 0),
-    _figure("forward_s", "forward", _time, 5),
-    _figure("backward_s", "backward", _time, 5),
-    _figure("optimizer_s", "opt. step", _time, 5),
-    _figure("compile_s", "compile time", _time, 6),
-    _figure("tokens_per_s", "tokens/s", _tokens, 3),
-    _figure("mfu", "MFU", _percent, 1),
+    figure_column("step_time_s", "step", show_time, 0),
+    figure_column("forward_s", "forward", show_time, 5),
+    figure_column("backward_s", "backward", show_time, 5),
+    figure_column("optimizer_s", "opt. step", show_time, 5),
+    figure_column("compile_s", "compile time", show_time, 6),
+    figure_column("tokens_per_s", "tokens/s", _tokens, 3),
+    figure_column("mfu", "MFU", show_percent, 1),
     Column(key="mfu_convention", header="convention", shared=False, rank=4),
-    _figure("hfu", "HFU", _percent, 4),
+    figure_column("hfu", "HFU", show_percent, 4),
     Column(
         key="peak_flops_per_s",
         header="dense peak",
@@ -104,10 +107,10 @@ COLUMNS: tuple[Column, ...] = (
         rank=10,
     ),
     Column(key="peak_source", header="source of the peak", caption="source of the peak: {}", rank=11),
-    _figure("peak_allocated_bytes", "allocated", _bytes, 2),
-    _figure("peak_reserved_bytes", "reserved", _bytes, 5),
-    _figure("host_peak_bytes", "host peak", _bytes, 7),
-    Column(key="failure", header="result", shared=False),
+    figure_column("peak_allocated_bytes", "allocated", _bytes, 2),
+    figure_column("peak_reserved_bytes", "reserved", _bytes, 5),
+    figure_column("host_peak_bytes", "host peak", _bytes, 7),
+    Column(key="failure", header="result", shared=False, wraps_from=30),
 )
 """Every column a table for people can have, of runs and of studies, in its order. `status` is told together with
 `failure`."""
@@ -125,11 +128,11 @@ class Sheet:
     """What all the rows share, and what the figures are."""
 
 
-def make_sheet(rows: Sequence[Row]) -> Sheet:
+def make_sheet(rows: Sequence[Row], known: Sequence[Column] = COLUMNS) -> Sheet:
     """Choose the columns of `rows` worth showing, move what they share to the caption, write the cells."""
     columns: list[Column] = []
     captions: list[str] = []
-    for column in COLUMNS:
+    for column in known:
         texts = [_cell(column, row) for row in rows]
         if all(text == ABSENT for text in texts):
             continue
@@ -141,7 +144,7 @@ def make_sheet(rows: Sequence[Row]) -> Sheet:
             columns.append(column)
     named = _name_conventions(columns, rows)
     cells = tuple(tuple(_cell(column, row) for column in named) for row in rows)
-    if any(column.key.endswith("_s") and column.numeric for column in named):
+    if any(column.key == "step_time_s" for column in named):
         captions.append("times are medians")
     return Sheet(columns=tuple(named), cells=cells, caption=" · ".join(captions))
 

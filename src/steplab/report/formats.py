@@ -12,20 +12,28 @@ from typing import Literal, get_args
 
 from steplab.errors import UserError
 from steplab.records.rows import Row
-from steplab.report.columns import Column, Sheet, make_sheet
+from steplab.report.columns import COLUMNS, Column, Sheet, make_sheet
 from steplab.report.terminal import draw, plain, terminal_width
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 FORMATS: tuple[str, ...] = get_args(Format)
 
 _GAP = 2  # blanks between two columns of a terminal table
-_REASON_WIDTH = 30  # the least a reason for a failure may be wrapped to
 
 
-def render_rows(rows: Sequence[Row], format: str, *, width: int | None = None, color: bool = False) -> str:
-    """The rows in one of FORMATS, without a newline at the end.
+def render_rows(
+    rows: Sequence[Row],
+    format: str,
+    *,
+    columns: Sequence[Column] = COLUMNS,
+    empty: str = "no runs",
+    width: int | None = None,
+    color: bool = False,
+) -> str:
+    """The rows in one of FORMATS, without a newline at the end; `empty` is what people read where there are none.
 
-    `width` and `color` concern the terminal table alone; width None is the terminal's own.
+    `columns` are those that the formats for people can have. `width` and `color` concern the terminal table alone;
+    width None is the terminal's own.
     Raises UserError for a format that does not exist.
     """
     if format not in FORMATS:
@@ -35,8 +43,8 @@ def render_rows(rows: Sequence[Row], format: str, *, width: int | None = None, c
     if format == "csv":
         return _csv(rows)
     if not rows:
-        return "no runs"
-    sheet = make_sheet([{k: plain(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows])
+        return empty
+    sheet = make_sheet([{k: plain(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows], columns)
     if format == "table":
         return _table(sheet, width or terminal_width(), color)
     return _markdown(sheet) if format == "md" else _latex(sheet)
@@ -116,11 +124,10 @@ def _table(sheet: Sheet, width: int, color: bool) -> str:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index in shown:
         column = sheet.columns[index]
-        is_reason = column.key == "failure"
         table.add_column(
             Text(column.header),
             justify="right" if column.numeric else "left",
-            no_wrap=not is_reason,
+            no_wrap=column.wraps_from is None,
             overflow="fold",
         )
     for cells in sheet.cells:
@@ -144,8 +151,9 @@ def _fit(sheet: Sheet, width: int) -> tuple[list[int], list[int]]:
 
     def needed(index: int) -> int:
         widest = max(cell_len(cells[index]) for cells in sheet.cells)
-        if sheet.columns[index].key == "failure":
-            widest = min(widest, _REASON_WIDTH)
+        wraps_from = sheet.columns[index].wraps_from
+        if wraps_from is not None:
+            widest = min(widest, wraps_from)
         return max(widest, cell_len(sheet.columns[index].header)) + _GAP
 
     needs: dict[int, int] = {index: needed(index) for index in range(len(sheet.columns))}

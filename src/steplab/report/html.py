@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from steplab import stats, units
@@ -16,32 +15,12 @@ from steplab.report.columns import ABSENT, make_sheet, reason
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
+from steplab.report.grid import Grid
 from steplab.report.narrative import facts
+from steplab.report.profile_page import profile_sections
 from steplab.report.run_text import describe
 
 T = TypeVar("T")
-_FOLDED_FROM = 24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
-    """A table of the page."""
-
-    headers: tuple[str, ...]
-    """Column headings."""
-    rows: tuple[tuple[str, ...], ...]
-    """Texts."""
-    numeric: tuple[bool, ...]
-    """Whether each column holds figures."""
-    caption: str = ""
-    """What all rows share."""
-    bad_rows: frozenset[int] = field(default=frozenset())
-    """Indices of rows about failures."""
-
-    @property
-    def folded(self) -> bool:
-        """Whether it is long enough to start closed."""
-        return len(self.rows) > _FOLDED_FROM
 
 
 def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> str:
@@ -71,6 +50,7 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
         curves=warmup_curves(cells),
         settling=settling(cells),
         warmup=_warmup_table(cells),
+        profiles=profile_sections(cells),
         memory=charts.peak_memory(cells),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),

@@ -8,9 +8,11 @@ from steplab import stats, units
 from steplab.records.environment import Environment
 from steplab.records.run import Failure, Run
 from steplab.records.timing import Timing, curve, find_phase
+from steplab.report.blocks import figure_table, pairs_table, section
 from steplab.report.columns import ABSENT, reason
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
+from steplab.report.profile_text import profile_parts
 from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.step import StepSpec
 
@@ -21,10 +23,11 @@ if TYPE_CHECKING:
 
 def render_run(run: Run, *, width: int | None = None, color: bool = False) -> str:
     """Everything a record says about one run, without a newline at the end; width None: the terminal's."""
-    return draw(*_parts(run), width=width or terminal_width(), color=color)
+    columns = width or terminal_width()
+    return draw(*_parts(run, columns), width=columns, color=color)
 
 
-def _parts(run: Run) -> "Iterator[RenderableType]":
+def _parts(run: Run, width: int) -> "Iterator[RenderableType]":
     from rich.text import Text
 
     yield Text(plain(run_title(run)), style="bold")
@@ -36,22 +39,29 @@ def _parts(run: Run) -> "Iterator[RenderableType]":
     if run.timing and step_median(run) is not None:
         yield Text()
         yield from _headline(run, run.timing)
-        yield from _section("Phases", _phases(run, run.timing))
-        yield from _section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
+        yield from section("Phases", _phases(run, run.timing))
+        yield from section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
     if run.utilizations:
-        yield from _section("Utilization", _utilization(run))
-    if run.failure is None:
-        yield from _section("Memory", _memory(run))
+        yield from section("Utilization", _utilization(run))
+    if run.failure is None and (run.timing or run.memory):  # an imported trace has neither
+        yield from section("Memory", _memory(run))
     if run.environment:
-        yield from _section("Environment", _environment(run.environment))
+        yield from section("Environment", _environment(run.environment))
     missing = run.notes + (run.environment.gaps if run.environment else ())
     if missing:
-        yield from _section("Not measured", *(Text(f"- {plain(note)}") for note in missing))
+        yield from section("Not measured", *(Text(f"- {plain(note)}") for note in missing))
+    if run.profile:
+        yield Text()
+        yield from profile_parts(run, run.profile, width)
 
 
 def run_title(run: Run) -> str:
     """What was measured, on one line."""
-    return describe(run.spec) if run.spec else f"{run.name or 'a loop of your own'} (recorded loop)"
+    if run.spec:
+        return describe(run.spec)
+    if run.profile and run.profile.file:
+        return f"{run.name or run.profile.file} (imported trace)"
+    return f"{run.name or 'a loop of your own'} (recorded loop)"
 
 
 def describe(spec: StepSpec) -> str:
@@ -67,43 +77,11 @@ def describe(spec: StepSpec) -> str:
     return " · ".join(words + ([spec.optimizer] if spec.pass_name == "train" else []))
 
 
-def _section(title: str, *parts: "RenderableType") -> "Iterator[RenderableType]":
-    from rich.padding import Padding
-    from rich.text import Text
-
-    yield Text()
-    yield Text(title, style="bold")
-    for part in parts:
-        yield Padding(part, (0, 0, 0, 2))
-
-
-def _pairs() -> "Table":
-    """A borderless table of names and what they are."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    return table
-
-
-def _columns(*headers: str) -> "Table":
-    """A table whose first column is text and whose others are figures."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, header in enumerate(headers):
-        table.add_column(Text(header), justify="right" if index else "left", overflow="fold")
-    return table
-
-
 def _failure(failure: Failure) -> "Iterator[RenderableType]":
     from rich.text import Text
 
     yield Text(plain(reason(failure.kind, failure.message)), style="bold red")
-    table = _pairs()
+    table = pairs_table()
     if failure.phase:
         table.add_row("during", Text(plain(failure.phase)))
     if failure.requested_bytes is not None:
@@ -115,7 +93,7 @@ def _failure(failure: Failure) -> "Iterator[RenderableType]":
     if table.row_count:
         yield table
     if failure.last_lines:
-        yield from _section("Last lines it wrote", *(Text(plain(line)) for line in failure.last_lines))
+        yield from section("Last lines it wrote", *(Text(plain(line)) for line in failure.last_lines))
 
 
 def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
@@ -124,7 +102,7 @@ def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
     step = timing.phase("step")
     summary = stats.summarize(step.best_s if step else ())
     show = units.format_time
-    table = _pairs()
+    table = pairs_table()
     interval = f"  [{show(summary.low)}, {show(summary.high)}]"
     note = f"  median and its 95 % interval, n = {summary.count}"
     table.add_row("step", Text.assemble((show(summary.median), "bold green"), interval, (note, "dim")))
@@ -152,7 +130,7 @@ def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
 
 def _phases(run: Run, timing: Timing) -> "Table":
     """Medians of every phase: as training runs them, then each on its own by both clocks."""
-    table = _columns("phase", "back to back", "share", "alone, device", "alone, host")
+    table = figure_table("phase", "back to back", "share", "alone, device", "alone, host")
     whole = step_median(run)
     for name in (*phase_names(run), "step"):
         together, alone = timing.phase(name), find_phase(timing.synchronised, name)
@@ -174,7 +152,7 @@ def _time(seconds: float | None) -> str:
 def _warmup(timing: Timing) -> "Table":
     """What the figures would have been after fewer warm-up steps."""
     effects = warmup_study(timing)
-    table = _columns("warm-up steps left out", *(str(effect.count) for effect in effects))
+    table = figure_table("warm-up steps left out", *(str(effect.count) for effect in effects))
     table.add_row("mean of the next steps", *(_time(effect.mean_s) for effect in effects))
     table.add_row("median of the next steps", *(_time(effect.median_s) for effect in effects))
     return table
@@ -184,7 +162,7 @@ def _utilization(run: Run) -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    table = _columns("", "value", "FLOPs a step", "dense peak", "dtype")
+    table = figure_table("", "value", "FLOPs a step", "dense peak", "dtype")
     for used in run.utilizations:
         peak = used.peak_flops_per_s
         table.add_row(
@@ -206,7 +184,7 @@ def _memory(run: Run) -> "RenderableType":
         return Text(f"{ABSENT}  not measured")
     parts: list[RenderableType] = []
     if run.memory.peaks:
-        table = _columns("phase", "peak allocated", "peak reserved")
+        table = figure_table("phase", "peak allocated", "peak reserved")
         for peak in run.memory.peaks:
             sizes = (
                 units.format_bytes(peak.peak_allocated_bytes),
@@ -216,7 +194,7 @@ def _memory(run: Run) -> "RenderableType":
         parts.append(table)
     else:
         parts.append(Text("no peaks of live tensors: this device's allocator keeps no count"))
-    pairs = _pairs()
+    pairs = pairs_table()
     if run.memory.total_bytes is not None:
         pairs.add_row("device memory", units.format_bytes(run.memory.total_bytes))
     if run.memory.host_peak_bytes is not None:
@@ -227,7 +205,7 @@ def _memory(run: Run) -> "RenderableType":
 def _environment(env: Environment) -> "Table":
     from rich.text import Text
 
-    table = _pairs()
+    table = pairs_table()
     for name, value in environment_pairs(env) + condition_pairs([env]):
         table.add_row(name, Text(plain(value)))
     return table

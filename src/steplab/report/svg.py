@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID, PAPER, BAD = "#010203", "#010204", "#010205", "#010206", "#010207"
 """Stand-ins for text, lesser text, rules, the background, and failures."""
-SERIES = tuple(f"#0102{16 + index:02x}" for index in range(8))
+_COLORS = tuple(f"#0102{16 + index:02x}" for index in range(20))
+SERIES = _COLORS[:8]
 """Stand-ins for the colours of a palette."""
+CATEGORY_COLORS = _COLORS[len(SERIES) :]
+"""Stand-ins for twelve more, a fixed one for each category of kernels; told apart by their lightness too."""
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--rule", PAPER: "--paper", BAD: "--bad"} | {
-    color: f"--c{index + 1}" for index, color in enumerate(SERIES)
+    color: f"--c{index + 1}" for index, color in enumerate(_COLORS)
 }
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -50,6 +53,11 @@ _STYLE: dict[Any, Any] = {
 }
 PX_PER_INCH = 72
 """matplotlib's SVG counts 72 units an inch: one unit is one CSS pixel."""
+
+
+def css_color(stand_in: str) -> str:
+    """The page's own name for a stand-in's colour: var(--c1)."""
+    return f"var({_VARIABLES[stand_in]})"
 
 
 class Drawing:
@@ -90,7 +98,7 @@ class Drawing:
         body = re.sub(r'<g id="tip-(\d+)">', lambda found: f"<g><title>{self._tip(found[1])}</title>", body)
         body = re.sub(r'<g id="[^"]*">', "<g>", body).replace("xlink:href", "href")
         body = re.sub(r"(\d\.\d\d)\d+", r"\1", body)  # a hundredth of a pixel is enough
-        body = re.sub(r"#0102[0-9a-f]{2}", lambda found: f"var({_VARIABLES[found[0]]})", body)
+        body = re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), body)
         body = re.sub(r"\s*\n\s*", " ", body)
         label = html.escape(self.title)
         return (

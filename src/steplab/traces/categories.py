@@ -99,6 +99,8 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "other",
         (
             r"^autograd::|^torch::|AccumulateGrad|Backward|^detach$",
+            # A compiled function's own time on a CPU: its call, and generated kernels that no profiler tells apart.
+            r"^(CompiledFunction|Torch-Compiled Region|TorchDynamo|Pregraph|AOTDispatcher)",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
             r"::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",

@@ -11,7 +11,7 @@ from steplab.records.profile import CATEGORIES, Communication, HostCallStats, Ke
 from steplab.traces.activity import Activity, cpu_activity, device_activity
 from steplab.traces.host import Host
 from steplab.traces.intervals import length, overlap
-from steplab.traces.op_costs import computed_in, cost, describe
+from steplab.traces.op_costs import OpCosts, computed_in, describe
 from steplab.traces.trace import NONE, Column, Trace
 from steplab.traces.windows import Window, cut, phase_times
 
@@ -52,6 +52,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
         timeline=_timeline(activity, windows, trace, host),
         num_launches=len(np.unique(activity.call[activity.call != NONE])),
         file=file,
+        device_name=trace.device_name,
         notes=tuple(notes),
     )
 
@@ -92,13 +93,14 @@ def _kernels(activity: Activity, trace: Trace, host: Host, *, on_host: bool) -> 
 def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
     known = activity.where(np.flatnonzero(activity.op != NONE))
     name, inputs = trace.ops.name[known.op], trace.ops.inputs[known.op]
-    lasted_s = (known.end_ns - known.start_ns) / 1e9
+    lasted_s: Seconds = (known.end_ns - known.start_ns) / 1e9
+    costs = OpCosts(trace, host.op_nesting.parent)
     for chosen in _groups(name, inputs, known.phase, known.path):
         first = chosen[0]
-        calls = len(np.unique(known.op[chosen]))
+        calls = np.unique(known.op[chosen])
         by_category = np.bincount(known.category[chosen], weights=lasted_s[chosen], minlength=len(CATEGORIES))
         given = trace.inputs[inputs[first]] if inputs[first] != NONE else None
-        costs = cost(trace.names[name[first]], given) if given else None
+        cost = costs.of(calls)
         yield OpStats(
             name=trace.names[name[first]],
             category=CATEGORIES[int(by_category.argmax())],
@@ -106,11 +108,11 @@ def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
             range=host.paths[known.path[first]],
             inputs=describe(given) if given else "",
             dtype=computed_in(given) if given else "",
-            calls=calls,
+            calls=len(calls),
             kernels=len(chosen),
             device_s=float(lasted_s[chosen].sum()),
-            flops=calls * costs.flops if costs and costs.flops is not None else None,
-            moved_bytes=calls * costs.moved_bytes if costs else None,
+            flops=cost.flops if cost else None,
+            moved_bytes=cost.moved_bytes if cost else None,
         )
 
 

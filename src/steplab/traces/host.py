@@ -13,7 +13,8 @@ from steplab.traces.nesting import Nesting
 from steplab.traces.trace import NONE, Column, Trace
 
 _STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
-_NO_STEP = re.compile(r"^warmup step$")
+_UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
+"""Ranges that say nothing of the place in the model: the compiler's names its cache entry."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 _PHASES = (
     (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
@@ -136,7 +137,7 @@ class Host:
         for index, above in enumerate(self._range_nesting.parent.tolist()):
             name = names[ranges.name[index]]
             around = texts[above] if above != NONE else ""
-            if self._range_phase[index] != NONE or _STEP.match(name) or _NO_STEP.match(name):
+            if self._range_phase[index] != NONE or _STEP.match(name) or _UNNAMED.match(name):
                 texts.append(around)
             elif not around or name.startswith(around + "."):
                 texts.append(name)

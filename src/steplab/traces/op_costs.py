@@ -1,7 +1,9 @@
 """Shapes, types, FLOPs and bytes of the operators of a trace."""
 
+import numpy as np
+
 from steplab.costs.operators import ITEM_BYTES, Cost, Tensor, operator_cost
-from steplab.traces.trace import Inputs
+from steplab.traces.trace import NONE, Column, Inputs, Trace
 
 _SHORT = {
     "float": "fp32",
@@ -30,9 +32,46 @@ def computed_in(inputs: Inputs) -> str:
     return next((name for name in reversed(_FLOATS) if name in found), "")
 
 
-def cost(name: str, inputs: Inputs) -> Cost | None:
-    """Cost of one call; None where no rule knows the operator or the trace gave no shapes."""
-    return operator_cost(name, [Tensor(shape=shape, item_bytes=ITEM_BYTES[dtype]) for shape, dtype in _tensors(inputs)])
+class OpCosts:
+    """Cost of the calls of a trace.
+
+    An operator whose FLOPs inner ones do costs nothing itself: aten::linear calls aten::mm, and counting both would
+    count the product twice.
+    """
+
+    def __init__(self, trace: Trace, parent: Column) -> None:
+        """parent: the number of the operator around each, NONE at the outermost level."""
+        self._trace = trace
+        self._by_kind: dict[tuple[int, int], Cost | None] = {}
+        kinds = zip(trace.ops.name.tolist(), trace.ops.inputs.tolist(), strict=True)
+        own = [cost.flops or 0.0 if (cost := self._cost(name, inputs)) else NONE for name, inputs in kinds]
+        inner = np.full(len(parent), float(NONE))  # FLOPs of the operators within; NONE: none of them has a cost
+        for op in range(len(parent) - 1, -1, -1):  # children before their parents
+            done = max(own[op], inner[op])
+            if parent[op] != NONE and done != NONE:
+                inner[parent[op]] = max(inner[parent[op]], 0.0) + done
+        self._delegates = (inner != NONE) & (inner >= np.array(own, dtype=np.float64))
+
+    def of(self, calls: Column) -> Cost | None:
+        """What these calls of one operator, with inputs of one shape, cost together; None where it is not known."""
+        working = calls[~self._delegates[calls]]
+        cost = self._cost(int(self._trace.ops.name[calls[0]]), int(self._trace.ops.inputs[calls[0]]))
+        if cost is None or not len(working):
+            return None
+        flops = None if cost.flops is None else len(working) * cost.flops
+        return Cost(flops=flops, moved_bytes=len(working) * cost.moved_bytes)
+
+    def _cost(self, name: int, inputs: int) -> Cost | None:
+        if inputs == NONE:
+            return None
+        kind = (name, inputs)
+        if kind not in self._by_kind:
+            tensors = [
+                Tensor(shape=shape, item_bytes=ITEM_BYTES[dtype])
+                for shape, dtype in _tensors(self._trace.inputs[inputs])
+            ]
+            self._by_kind[kind] = operator_cost(self._trace.names[name], tensors)
+        return self._by_kind[kind]
 
 
 def _tensors(inputs: Inputs) -> list[tuple[tuple[int, ...], str]]:

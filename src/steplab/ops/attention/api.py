@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from steplab.errors import Unsupported
-from steplab.ops.attention.plain import plain_attention
+from steplab.ops.attention.plain import Span, no_span, plain_attention
 from steplab.ops.attention.sdpa import SDPA_BACKENDS, sdpa_attention
 
 AttentionFn = Callable[..., Tensor]
@@ -22,8 +22,13 @@ IMPLEMENTATIONS: dict[str, AttentionFn] = {
 }
 
 
-def attention_named(implementation: str) -> AttentionFn:
-    """The function behind a name; raises Unsupported, listing the names there are."""
+def attention_named(implementation: str, *, span: Span = no_span) -> AttentionFn:
+    """The function behind a name; raises Unsupported, listing the names there are.
+
+    `span` marks the parts of plain attention for a profiler; the fused ones have no parts to be seen from here.
+    """
+    if implementation == "plain" and span is not no_span:
+        return partial(plain_attention, span=span)
     try:
         return IMPLEMENTATIONS[implementation]
     except KeyError:

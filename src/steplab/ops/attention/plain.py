@@ -1,19 +1,42 @@
 """Attention as the formula reads: the scores are a tensor in memory. The reference, and what fusing saves."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+Span = Callable[[str], AbstractContextManager[object]]
+"""span(name) marks what runs inside `with` by a name, for a profiler."""
+
+
+def no_span(name: str) -> AbstractContextManager[object]:
+    """Marks nothing."""
+    return nullcontext()
+
 
 def plain_attention(
-    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+    q_BHSD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    span: Span = no_span,
 ) -> Tensor:
-    """softmax(scale * q k^T) v with every intermediate materialised (Vaswani et al. 2017, equation 1)."""
+    """softmax(scale * q k^T) v with every intermediate materialised (Vaswani et al. 2017, equation 1).
+
+    Its three parts run inside span("scores") (product, scale and mask), span("softmax") and span("values").
+    """
     scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
-    scores_BHSK = q_BHSD @ k_BHKD.transpose(-2, -1) * scale
-    if causal:
-        num_queries, num_keys = scores_BHSK.shape[-2:]
-        hidden_SK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHSD.device).triu(1)
-        scores_BHSK = scores_BHSK.masked_fill(hidden_SK, float("-inf"))
-    return (scores_BHSK.softmax(dim=-1) @ v_BHKD).to(q_BHSD.dtype)
+    with span("scores"):
+        scores_BHSK = q_BHSD @ k_BHKD.transpose(-2, -1) * scale
+        if causal:
+            num_queries, num_keys = scores_BHSK.shape[-2:]
+            hidden_SK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHSD.device).triu(1)
+            scores_BHSK = scores_BHSK.masked_fill(hidden_SK, float("-inf"))
+    with span("softmax"):
+        weights_BHSK = scores_BHSK.softmax(dim=-1)
+    with span("values"):
+        return (weights_BHSK @ v_BHKD).to(q_BHSD.dtype)

@@ -1,0 +1,83 @@
+"""steplab profile"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+if TYPE_CHECKING:
+    from steplab.records.run import Run
+
+
+def profile(
+    *,
+    step: StepOptions = StepOptions(),
+    profiled_steps: Annotated[int, Parameter(help="Steps recorded, after all timing")] = 3,
+    trace: Annotated[
+        Path | None,
+        Parameter(help="Keep the raw trace, which Perfetto opens, in this file (.json or .json.gz)"),
+    ] = None,
+    nsys: Annotated[
+        bool,
+        Parameter(help="Record with Nsight Systems; --trace then keeps its SQLite export", negative=""),
+    ] = False,
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """Measure one training step, see where its time goes, and store the record.
+
+    The step is measured as `run` does, and only then recorded by a profiler: profiled time is never step time.
+
+    For example: steplab profile --model small --context 256 --precision bf16
+    """
+    from steplab.cli.output import chosen_format, say
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.profiling import is_recorded_elsewhere
+    from steplab.lab.profiling import profile as measure_and_profile
+    from steplab.specs.resolve import resolve_step
+    from steplab.units import parse_duration
+
+    spec = resolve_step(step.fields())
+    chosen = chosen_format(out.format, out.output)
+    with ProgressLine() as line:
+        record = measure_and_profile(
+            spec,
+            name=name,
+            store=out.store,
+            profiled_steps=profiled_steps,
+            trace=trace,
+            nsys=nsys,
+            timeout_s=parse_duration(timeout) if timeout else None,
+            on_progress=line.within,
+        )
+    show_profile(record, chosen, out.output)
+    if record.failure:
+        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+        return 1
+    if record.profile is None:
+        reasons = [note for note in record.notes if note.startswith("profile: ")]
+        say(f"steplab: {'; '.join(reasons)}")
+        return 0 if is_recorded_elsewhere(record) else 1
+    return 0
+
+
+def show_profile(record: "Run", format: str, output: Path | None) -> None:
+    """Write a profiled run: as text, or its kernels as rows. One without a profile is written as any run is."""
+    from steplab.cli.output import emit, stdout_color
+    from steplab.records.rows import run_row
+    from steplab.report.formats import render_rows
+    from steplab.report.profile_rows import render_kernels
+    from steplab.report.profile_text import render_profile
+    from steplab.report.run_text import render_run
+
+    color = stdout_color() and output is None
+    if record.profile is None:
+        text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
+    elif format == "table":
+        text = render_profile(record, color=color)
+    else:
+        text = render_kernels(record.profile, format)
+    emit(text, output)

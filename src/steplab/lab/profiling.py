@@ -1,0 +1,163 @@
+"""See where the time of a step goes: measure it, then have some steps recorded; or take a trace made by anyone."""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from steplab import __version__
+from steplab.errors import SteplabError, UserError
+from steplab.lab.keeping import keep, open_store
+from steplab.lab.measuring import asked_step
+from steplab.lab.utilization import with_utilizations
+from steplab.measurement.launch import OnProgress, Progress, measure_in_child
+from steplab.measurement.nsys import is_watched_by_nsys, nsys_command
+from steplab.records.codec import new_id, now_utc
+from steplab.records.profile import Profile
+from steplab.records.run import Run
+from steplab.specs.step import StepSpec
+
+
+def profile(
+    spec: StepSpec | str | None = None,
+    *,
+    name: str = "",
+    store: Path | str | None = None,
+    profiled_steps: int = 3,
+    trace: Path | str | None = None,
+    nsys: bool = False,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    **fields: object,
+) -> Run:
+    """Measure one training step as `measure` does, then profile some steps more, and store one record of both.
+
+    `spec` and `fields` are as in `measure`. The profiled steps come after all timing, which they do not touch:
+
+        run = steplab.profile("small", context=256, precision="bf16")
+        run.profile.kernels[0]
+
+    `trace` keeps the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys` the steps are
+    recorded by Nsight Systems in place of torch.profiler, and `trace` keeps its SQLite export.
+
+    A failed measurement is a record, as in `measure`; so is one whose profiling failed: it has a note, and
+    `run.profile` is None. Raises UserError for a request that cannot be served, and SteplabError where the store or
+    the trace cannot be written, or the trace not read: then the measurement is stored, and the trace is kept.
+    """
+    asked = asked_step("profile", spec, fields)
+    if profiled_steps < 1:
+        raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
+    target = Path(trace) if trace is not None else None
+    with open_store(store, write=True) as opened, _folder_for(target) as folder:
+        written = folder / (
+            "steps.sqlite" if nsys else "steps.json.gz" if str(target).endswith(".gz") else "steps.json"
+        )
+        run = measure_in_child(
+            asked,
+            profiled_steps=profiled_steps,
+            trace=None if nsys else written,
+            wrapper=nsys_command(written.with_suffix("")) if nsys else (),
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+        )
+        run = with_utilizations(dataclasses.replace(run, name=name), opened)
+        if nsys and run.timing:
+            run = _with_notes_on_nsys(run, written)
+        try:
+            if written.exists():
+                kept = written.replace(target) if target else written
+                run = _with_profile(run, _read(kept, None if nsys else "torch.profiler", on_progress))
+        except Exception as error:
+            raise _unread(error, run, kept=_rescue(written, run.id) if written.exists() else target) from error
+        finally:  # after Ctrl-C too: the measurement is made
+            keep(opened, run)
+        return run
+
+
+def import_trace(
+    path: Path | str,
+    *,
+    name: str | None = None,
+    store: Path | str | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Run:
+    """Store the profile in a file: a Kineto trace (.json, .json.gz) or an nsys SQLite export, made by anyone.
+
+    `name` is the file's by default. The record has a profile and nothing else: a trace says neither what was asked
+    nor how long a step takes unwatched. Raises UserError for a file that cannot be read or is no trace.
+    """
+    path = Path(path)
+    with open_store(store, write=True) as opened:
+        run = Run(
+            id=new_id(),
+            created_utc=now_utc(),
+            steplab_version=__version__,
+            name=Path(path.name.removesuffix(".gz")).stem if name is None else name,
+            profile=_read(path, None, on_progress, file=path.name),
+            notes=("timing, memory: an imported trace holds profiled steps alone",),
+        )
+        keep(opened, run)
+        return run
+
+
+def is_recorded_elsewhere(run: Run) -> bool:
+    """Whether a record lacks a profile because nsys, around this program, has the steps in a report of its own."""
+    return run.timing is not None and run.profile is None and is_watched_by_nsys()
+
+
+def _read(path: Path, source: str | None, on_progress: OnProgress, file: str | None = None) -> Profile:
+    from steplab.traces.digest import digest
+    from steplab.traces.reading import read_trace
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
+
+    return digest(read_trace(path, on_progress=tell), source=source, file=file)
+
+
+@contextmanager
+def _folder_for(target: Path | None) -> Iterator[Path]:
+    """A folder for a trace under way: on the disk it is to stay on, so that it appears there whole or not at all."""
+    if target and target.is_dir():
+        raise UserError(f"cannot write the trace to {target}: it is a folder; name a file in it")
+    if target and not target.parent.is_dir():
+        raise SteplabError(f"cannot write {target}: there is no folder {target.parent}")
+    try:
+        made = tempfile.TemporaryDirectory(dir=target.parent if target else None, prefix=".steplab-")
+    except OSError as error:
+        raise SteplabError(f"cannot write {target or 'a trace'}: {error.strerror}") from error
+    with made as folder:
+        yield Path(folder)
+
+
+def _with_notes_on_nsys(run: Run, written: Path) -> Run:
+    notes = ["timing: taken with nsys attached, though not recording"]
+    if not written.exists() and not any(note.startswith("profile: ") for note in run.notes):
+        notes.append("profile: nsys wrote no SQLite export")
+    return dataclasses.replace(run, notes=(*run.notes, *notes))
+
+
+def _with_profile(run: Run, found: Profile) -> Run:
+    """What the measuring process noted of the trace is said where the profile is shown."""
+    moved = tuple(note for note in run.notes if note.startswith(("ranges: ", "kernels: ")))
+    kept = tuple(note for note in run.notes if note not in moved)
+    return dataclasses.replace(run, profile=dataclasses.replace(found, notes=moved + found.notes), notes=kept)
+
+
+def _unread(error: Exception, run: Run, *, kept: Path | None) -> SteplabError:
+    """What to say of a trace that was not understood."""
+    why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
+    where = f"the trace is in {kept}" if kept else "no folder would take the trace"
+    return SteplabError(f"the trace could not be read: {why}; {where}, the timing in record {run.id}")
+
+
+def _rescue(written: Path, run_id: str) -> Path | None:
+    """Move a trace out of the folder that is about to go; None if nothing takes it."""
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            return Path(shutil.move(written, folder / f"steplab-trace-{run_id}{written.suffix}"))
+        except OSError:
+            continue  # the next folder may be on another disk
+    return None

@@ -1,0 +1,37 @@
+"""Nsight Systems around a measurement: the command that records it, and whether someone else's does already."""
+
+import os
+import shutil
+from pathlib import Path
+
+from steplab.errors import Unsupported
+
+
+def nsys_command(report: Path) -> list[str]:
+    """The words before a command that have nsys record it, between cudaProfilerStart and Stop, to `report`.sqlite.
+
+    Raises Unsupported where there is no nsys.
+    """
+    found = shutil.which("nsys")
+    if found is None:
+        raise Unsupported(
+            "--nsys", "there is no nsys on the PATH", "install Nsight Systems, or leave --nsys out for torch.profiler"
+        )
+    return [
+        found,
+        "profile",
+        "--trace=cuda,nvtx",
+        "--sample=none",
+        "--cpuctxsw=none",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+        "--export=sqlite",
+        "--force-overwrite=true",
+        "-o",
+        str(report),
+    ]
+
+
+def is_watched_by_nsys() -> bool:
+    """Whether this process runs under nsys, which then has CUPTI to itself: torch.profiler would see no kernel."""
+    return "NSYS_PROFILING_SESSION_ID" in os.environ

@@ -1,0 +1,91 @@
+"""Named ranges around parts of a step, for whatever profiler watches: torch's own, nsys, any reader of NVTX.
+
+A model is built with its ranges in place, and timed with them off. Only while a profiler watches are they on, and
+only then do its modules carry hooks, so that a step measured before is the step that runs without steplab.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from steplab.measurement.compat import minds_hooks
+
+_NOTHING = nullcontext()
+
+
+class Spans:
+    """Ranges by name: spans("softmax") is a context manager that marks what runs inside it, while they are on."""
+
+    def __init__(self, *, nvtx: bool) -> None:
+        """nvtx: mark each range in NVTX as well, which only a torch with CUDA can."""
+        self._nvtx = nvtx
+        self._are_on = False
+        self._open: list[_Range] = []
+
+    def __call__(self, name: str) -> AbstractContextManager[object]:
+        return _Range(name, self._nvtx) if self._are_on else _NOTHING
+
+    @contextmanager
+    def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
+        """Within it ranges are recorded, and each submodule of `module` marks its forward pass by its dotted name.
+
+        Gives the names of the submodules left without ranges, because hooks would change what they run.
+        """
+        hooks, left_out = self._attach(module) if module is not None else ([], ())
+        self._are_on = True
+        try:
+            yield left_out
+        finally:
+            self._are_on = False
+            for hook in hooks:
+                hook.remove()
+
+    def _attach(self, module: nn.Module) -> tuple[list[RemovableHandle], tuple[str, ...]]:
+        hooks: list[RemovableHandle] = []
+        left_out: list[str] = []
+        for name, submodule in module.named_modules():
+            if any(not closed or name.startswith(f"{closed}.") for closed in left_out):
+                continue
+            if minds_hooks(submodule):
+                left_out.append(name)
+            elif name:  # the model as a whole is the forward pass
+                hooks += self._mark(name, submodule)
+        return hooks, tuple(left_out)
+
+    def _mark(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        def enter(module: nn.Module, arguments: Any) -> None:
+            self._open.append(_Range(name, self._nvtx))
+            self._open[-1].__enter__()
+
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            self._open.pop().__exit__(None, None, None)
+
+        # First in and last out: the module's other hooks are part of it. A forward pass that raises is left as well.
+        before = module.register_forward_pre_hook(enter, prepend=True)
+        return before, module.register_forward_hook(leave, always_call=True)
+
+
+class _Range:
+    """One stretch of host time under a name."""
+
+    def __init__(self, name: str, nvtx: bool) -> None:
+        self._name, self._nvtx = name, nvtx
+        self._record = record_function(name)
+
+    def __enter__(self) -> None:
+        if self._nvtx:
+            torch.cuda.nvtx.range_push(self._name)
+        self._record.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record.__exit__(kind, error, trace)
+        if self._nvtx:
+            torch.cuda.nvtx.range_pop()

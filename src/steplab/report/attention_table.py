@@ -1,0 +1,161 @@
+"""Attention inside out: time, FLOPs, bytes and share of the ceiling of scores, softmax and values.
+
+Computed from the record's operators, by the last part of the range they ran in. Nothing is estimated: what the
+profile does not count stays None.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steplab import units
+from steplab.records.profile import OpStats, Profile
+from steplab.records.run import Run
+from steplab.report.columns import ABSENT
+from steplab.report.grid import Grid
+from steplab.report.roofs import Roofs, find_roofs, roof_dtype
+
+PARTS = ("scores", "softmax", "values")
+FUSED = "fused"
+_PHASES = ("forward", "backward", "outside")
+_NEARLY_ALL = 0.995
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What some operators did, a step."""
+
+    time_s: float
+    """Device time of all of them."""
+    flops: float | None
+    """FLOPs of those that are counted; None: none is."""
+    moved_bytes: float | None
+    """Bytes moved by those that are counted; None: none is."""
+    counted_s: float
+    """Device time of those with both FLOPs and bytes, on which the four figures below rest."""
+    intensity: float | None
+    """FLOPs a byte."""
+    flops_per_s: float | None
+    """Achieved."""
+    bytes_per_s: float | None
+    """Achieved, if each tensor moved once."""
+    ceiling_share: float | None
+    """Achieved FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
+    dtype: str
+    """Number format of the peak, that of the operators that took most time; '' if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRow:
+    """One part of attention in one phase."""
+
+    part: str
+    """scores, softmax, values or fused."""
+    phase: str
+    """forward, backward; outside where the trace marks no phases."""
+    work: Work
+    """Its figures."""
+
+
+def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
+    """Rows that exist, by phase and then in the order they run; empty where no operator is marked as attention."""
+    roofs = find_roofs(run)
+    groups: dict[tuple[str, str], list[OpStats]] = {}
+    for op in profile.ops:
+        part = part_of(op)
+        if part:
+            groups.setdefault((op.phase, part), []).append(op)
+    return [
+        AttentionRow(phase=phase, part=part, work=work_of(groups[phase, part], run, profile, roofs))
+        for phase in _PHASES
+        for part in (*PARTS, FUSED)
+        if (phase, part) in groups
+    ]
+
+
+def part_of(op: OpStats) -> str | None:
+    """The part of attention an operator belongs to, None for one outside it."""
+    last = op.range.rpartition(".")[2]
+    if last in PARTS:
+        return last
+    return FUSED if op.category == "attention" else None
+
+
+def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofs) -> Work:
+    """Sums and rates of some operators."""
+    steps = profile.num_steps
+    flops = [op.flops for op in ops if op.flops is not None]
+    moved = [op.moved_bytes for op in ops if op.moved_bytes is not None]
+    counted_s = counted_flops = counted_bytes = 0.0
+    format_s: dict[str, float] = {}
+    for op in ops:
+        if op.flops is not None and op.moved_bytes is not None:
+            counted_s += op.device_s
+            counted_flops += op.flops
+            counted_bytes += op.moved_bytes
+            dtype = roof_dtype(run, profile, op)
+            format_s[dtype] = format_s.get(dtype, 0.0) + op.device_s
+    dtype = max(format_s, key=lambda name: format_s[name], default="")
+    counted = counted_s > 0 and counted_bytes > 0
+    least_s = roofs.least_time_s(counted_flops, counted_bytes, dtype) if counted else None
+    return Work(
+        time_s=sum(op.device_s for op in ops) / steps,
+        flops=sum(flops) / steps if flops else None,
+        moved_bytes=sum(moved) / steps if moved else None,
+        counted_s=counted_s / steps,
+        intensity=counted_flops / counted_bytes if counted else None,
+        flops_per_s=counted_flops / counted_s if counted else None,
+        bytes_per_s=counted_bytes / counted_s if counted else None,
+        ceiling_share=least_s / counted_s if least_s is not None else None,
+        dtype=dtype,
+    )
+
+
+def attention_grid(rows: Sequence[AttentionRow]) -> Grid:
+    """The rows as they are shown; – for what is not counted."""
+    headers = ("phase", "part", "time", "FLOPs", "bytes", "FLOP/B", "achieved", "moving", "of the ceiling")
+    return Grid(
+        headers=headers,
+        rows=tuple((row.phase, row.part, *work_texts(row.work)) for row in rows),
+        numeric=(False, False, *(True for _ in headers[2:])),
+    )
+
+
+def work_texts(work: Work) -> tuple[str, ...]:
+    """Time, FLOPs, bytes, intensity, FLOP/s, B/s and share of the ceiling; – for what is not counted."""
+
+    def rate(value: float | None, unit: str) -> str:
+        return ABSENT if value is None else units.format_rate(value, unit)
+
+    return (
+        units.format_time(work.time_s),
+        rate(work.flops, "FLOP"),
+        rate(work.moved_bytes, "B"),
+        ABSENT if work.intensity is None else units.three_digits(work.intensity),
+        rate(work.flops_per_s, "FLOP/s"),
+        rate(work.bytes_per_s, "B/s"),
+        ABSENT if work.ceiling_share is None else units.format_percent(work.ceiling_share),
+    )
+
+
+def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
+    """How to read the table, and what it leaves out."""
+    roofs = find_roofs(run)
+    notes = [
+        "Time, FLOPs and bytes a step. FLOPs as executed, 2 a multiply-add; bytes if each tensor is read or written "
+        "once, the least there is to move. Rates and share are of the operators for which both are counted."
+    ]
+    partly = [row for row in rows if 0 < row.work.counted_s < _NEARLY_ALL * row.work.time_s]
+    counted = [
+        f"{units.format_percent(row.work.counted_s / row.work.time_s)} of {row.phase} {row.part}" for row in partly
+    ]
+    notes += [f"Both are counted for part of the time only: {', '.join(counted)}."] if counted else []
+    dtypes = list(dict.fromkeys(row.work.dtype for row in rows if row.work.dtype))
+    if roofs.hardware is None:
+        return [*notes, f"No ceiling: {roofs.why_none}."]
+    known = [(dtype, peak) for dtype in dtypes if (peak := roofs.peak(dtype)) is not None]
+    peaks = ", ".join(f"{units.format_rate(peak, 'FLOP/s')} in {dtype}" for dtype, peak in known)
+    bandwidth = units.format_rate(roofs.hardware.memory_bandwidth_bytes_per_s, "B/s")
+    if peaks:
+        notes.append(f"Ceiling: min(peak, FLOP/B x bandwidth) of {roofs.hardware.name}: {peaks}; {bandwidth}.")
+    notes += [f"No ceiling for {dtype}: no peak is stated." for dtype in dtypes if roofs.peak(dtype) is None]
+    return notes

@@ -1,0 +1,174 @@
+"""Figures of a profile that several renderers show, computed from the record; no presentation.
+
+Records hold totals over all profiled steps; every time here is per step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, PhaseTime, Profile
+from steplab.records.run import Run
+from steplab.report.figures import phase_median
+
+TOLERANCE = 0.03
+"""Relative difference up to which profiled busy time and unprofiled time are said to agree."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Device time of one phase, or of all, a step."""
+
+    phase: str
+    """forward, backward, optimizer, outside, or step for all of them."""
+    window_s: float
+    """On the device's timeline; busy + host-bound + idle."""
+    busy_s: float
+    """Something ran."""
+    host_bound_s: float
+    """Nothing ran: the next kernel was not launched yet."""
+    idle_s: float
+    """Nothing ran, though the next kernel was launched; on a CPU: no operator ran."""
+    categories: dict[str, float]
+    """Busy seconds by category."""
+    num_kernels: float
+    """Kernels."""
+    timed_s: float | None
+    """Unprofiled median of the same phase; None where there is none."""
+
+    def share(self, *categories: str) -> float | None:
+        """Share of the busy time; None where nothing ran."""
+        return sum(self.categories.get(c, 0.0) for c in categories) / self.busy_s if self.busy_s else None
+
+
+def spans(run: Run, profile: Profile) -> list[Span]:
+    """Each phase of the profile, in its order, and last the step: all of them together, if they are several."""
+    apart = [_span(run, profile, phase.phase, [phase]) for phase in profile.phases]
+    if len(apart) == 1 and apart[0].phase != OUTSIDE:
+        return apart
+    return [*(apart if len(apart) > 1 else []), whole(run, profile)]
+
+
+def whole(run: Run, profile: Profile) -> Span:
+    """All phases of a step together."""
+    return _span(run, profile, "step", profile.phases)
+
+
+def _span(run: Run, profile: Profile, name: str, phases: Sequence[PhaseTime]) -> Span:
+    steps = profile.num_steps
+    waits_s = sum(p.host_bound_s for p in phases) / steps
+    idle_s = sum(p.idle_s for p in phases) / steps
+    if profile.device == "cpu":  # the host cannot wait for itself: it did something that is no operator
+        waits_s, idle_s = 0.0, idle_s + waits_s
+    return Span(
+        phase=name,
+        window_s=sum(p.window_s for p in phases) / steps,
+        busy_s=sum(p.busy_s for p in phases) / steps,
+        host_bound_s=waits_s,
+        idle_s=idle_s,
+        categories={c: sum(p.categories.get(c, 0.0) for p in phases) / steps for c in CATEGORIES},
+        num_kernels=sum(p.num_kernels for p in phases) / steps,
+        timed_s=phase_median(run, name),
+    )
+
+
+def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
+    """What training adds to inference: forward, forward + backward, train, as far as the trace marks them.
+
+    Last `everything`, where something belongs to no phase.
+    """
+    marked = [part for name in PHASES if (part := profile.phase(name))]
+    told = []
+    for count in range(1, len(marked) + 1):
+        parts = marked[:count]
+        name = " + ".join(part.phase for part in parts) if count < len(PHASES) else "train"
+        told.append((name, _span(run, profile, name, parts)))
+    outside = profile.phase(OUTSIDE)
+    if outside is not None and outside.busy_s > 0:
+        told.append(("everything", whole(run, profile)))
+    return told
+
+
+def shown_categories(profile: Profile) -> list[str]:
+    """The categories that took any time, in their fixed order."""
+    return [category for category in CATEGORIES if profile.category_s(category) > 0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopKernel:
+    """One kernel of one phase, over all ranges and streams it ran in."""
+
+    name: str
+    """As the profiler gives it."""
+    category: str
+    """One of CATEGORIES."""
+    phase: str
+    """Where it was launched."""
+    ranges: tuple[str, ...]
+    """Where in the model, most time first."""
+    calls: float
+    """A step."""
+    time_s: float
+    """Sum of its durations, a step."""
+    share: float
+    """Of the durations of all kernels that were considered."""
+    median_s: float
+    """Median duration of a call; over several ranges, the median of their medians weighted by calls."""
+    median_is_exact: bool
+    """Whether it ran in one range and stream only, so that the record holds its median."""
+
+
+def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_phase: bool = True) -> list[TopKernel]:
+    """Kernels of these phases (None: all), largest time first; not `by_phase`: one entry a name, phase 'step'."""
+    chosen = [k for k in profile.kernels if phases is None or k.phase in phases]
+    total_s = sum(k.total_s for k in chosen) or 1.0
+    groups: dict[tuple[str, str, str], list[KernelStats]] = {}
+    for kernel in chosen:
+        phase = kernel.phase if by_phase else "step"
+        groups.setdefault((kernel.name, kernel.category, phase), []).append(kernel)
+    merged = [_merge(key, parts, total_s, profile.num_steps) for key, parts in groups.items()]
+    return sorted(merged, key=lambda kernel: -kernel.time_s)
+
+
+def _merge(key: tuple[str, str, str], parts: list[KernelStats], total_s: float, num_steps: int) -> TopKernel:
+    name, category, phase = key
+    time_s = sum(part.total_s for part in parts)
+    by_range: dict[str, float] = {}
+    for part in parts:
+        by_range[part.range] = by_range.get(part.range, 0.0) + part.total_s
+    return TopKernel(
+        name=name,
+        category=category,
+        phase=phase,
+        ranges=tuple(sorted(by_range, key=lambda where: -by_range[where])),
+        calls=sum(part.calls for part in parts) / num_steps,
+        time_s=time_s / num_steps,
+        share=time_s / total_s,
+        median_s=_median_of_medians(parts),
+        median_is_exact=len(parts) == 1,
+    )
+
+
+def _median_of_medians(parts: list[KernelStats]) -> float:
+    """The median of as many copies of each part's median as it had calls, without making the copies."""
+    ordered = sorted(parts, key=lambda part: part.median_s)
+    calls = sum(part.calls for part in ordered)
+    middle = []
+    for rank in ((calls - 1) // 2, calls // 2):
+        passed = 0
+        for part in ordered:
+            passed += part.calls
+            if passed > rank:
+                middle.append(part.median_s)
+                break
+    return median(middle) if middle else 0.0
+
+
+def kernel_time_s(profile: Profile) -> float:
+    """Durations of all kernels, a step; above the busy time where kernels ran side by side."""
+    return sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps
+
+
+def has_phases(profile: Profile) -> bool:
+    """Whether the trace says which kernel belongs to which phase."""
+    return any(phase.phase != OUTSIDE for phase in profile.phases)

@@ -1,0 +1,228 @@
+"""What a profile says, in sentences: the same on a terminal and on a page. Every figure is per step."""
+
+from dataclasses import dataclass
+
+from steplab import units
+from steplab.records.profile import Profile
+from steplab.records.run import Run
+from steplab.report.attention_table import PARTS, part_of, work_of
+from steplab.report.kernel_names import short_kernel
+from steplab.report.profile_figures import (
+    TOLERANCE,
+    Span,
+    TopKernel,
+    kernel_time_s,
+    passes,
+    top_kernels,
+    whole,
+)
+from steplab.report.roofs import find_roofs
+
+PROFILED = "profiled; shares and kernels only, step time is the unprofiled figure"
+_NO_MATMUL = 0.005  # a difference of shares below this is no drop
+
+
+def device_word(profile: Profile) -> str:
+    """The device, as sentences call it."""
+    return "CPU" if profile.device == "cpu" else "GPU"
+
+
+def has_host(profile: Profile) -> bool:
+    """Whether the device is another than the host, so that it can wait for it."""
+    return profile.device != "cpu"
+
+
+def kernels_word(profile: Profile) -> str:
+    """What the profile counts."""
+    return "operators" if profile.device == "cpu" else "kernels"
+
+
+def heading(run: Run, profile: Profile) -> str:
+    """What was profiled, where, and by what."""
+    steps = f"{profile.num_steps} step{'s' if profile.num_steps != 1 else ''}"
+    where = run.environment.device.name if run.environment else f"a {device_word(profile)} of unknown name"
+    file = f", from {profile.file}" if profile.file else ""
+    return f"{steps} on {where}, seen by {profile.source}{file}"
+
+
+def caution(run: Run) -> str:
+    """What these times are not."""
+    if run.timing is None:
+        return "profiled; shares and kernels only: there is no unprofiled step time beside them"
+    return PROFILED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """Profiled busy time against the unprofiled time of the same phase."""
+
+    agrees: bool | None
+    """Whether they differ by TOLERANCE at most; None: there is nothing to compare with."""
+    words: str
+    """By how much they differ, and if too much, why."""
+
+
+def agreement(span: Span, profile: Profile) -> Agreement:
+    """Compare a phase's busy device time with its unprofiled median."""
+    if span.timed_s is None:
+        return Agreement(agrees=None, words="not timed without the profiler")
+    off = span.busy_s / span.timed_s - 1
+    if abs(off) <= TOLERANCE:
+        return Agreement(agrees=True, words=f"agrees, {_signed(off)}")
+    return Agreement(agrees=False, words=f"{_signed(off)}: {_why(span, span.timed_s, off, profile)}")
+
+
+def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
+    device, show = device_word(profile), units.format_time
+    if off > 0:
+        return f"{kernels_word(profile)} took longer under the profiler than the phase takes without it"
+    waits = f"{show(span.host_bound_s)} of {show(span.window_s)}"
+    if span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s):
+        return f"launch-bound: the {device} waits for the host {waits}"
+    with_gaps = (span.busy_s + span.idle_s) / timed_s - 1
+    if abs(with_gaps) <= TOLERANCE:
+        return f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees, {_signed(with_gaps)}"
+    if span.idle_s > TOLERANCE * span.window_s:
+        return f"gaps between {kernels_word(profile)}: {show(span.idle_s)} of {show(span.window_s)}"
+    return f"the {device} was busy throughout, and faster in the profiled steps than in the timed ones"
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def time_sentence(run: Run, profile: Profile) -> str:
+    """Busy, waiting and idle, with their shares of the window."""
+    step = whole(run, profile)
+
+    def part(seconds: float) -> str:
+        return f"{units.format_time(seconds)} ({_share(seconds, step.window_s)})"
+
+    waits = (
+        f", waits for the host {part(step.host_bound_s)} and is idle otherwise" if has_host(profile) else " and idle"
+    )
+    return (
+        f"Of {units.format_time(step.window_s)} a step under the profiler the {device_word(profile)} is busy "
+        f"{part(step.busy_s)}{waits} {part(step.idle_s)}."
+    )
+
+
+def _share(part: float, total: float) -> str:
+    return units.format_percent(part / total if total else 0.0)
+
+
+def matmul_sentences(run: Run, profile: Profile) -> list[str]:
+    """The share of matrix multiplication in inference and in training, and why it drops if it does."""
+    told = [(name, span, share) for name, span in passes(run, profile) if (share := span.share("matmul")) is not None]
+    if not told:
+        return []
+    shares = ", ".join(f"{units.format_percent(share)} of {name}" for name, _, share in told)
+    sentences = [f"Matrix multiplication takes {shares} (of the busy time)."]
+    fused = [share for _, span, _ in told if (share := span.share("attention"))]
+    if fused:
+        sentences.append(
+            f"The products inside fused attention ({units.format_percent(fused[-1])} of {told[-1][0]}) "
+            "are not counted in it."
+        )
+    (_, first, before), (name, last, after) = told[0], told[-1]
+    if len(told) > 1 and before - after > _NO_MATMUL:
+        sentences.append(_drop(profile, first.phase, before, name, last))
+    return sentences
+
+
+def _drop(profile: Profile, first: str, before: float, name: str, last: Span) -> str:
+    """Which phases lower the share: a phase with the share m and the time t takes (before - m) t of the total."""
+    costs = []
+    for phase in profile.phases:
+        if phase.phase == first or phase.busy_s == 0:
+            continue
+        part_s, matmul_s = phase.busy_s / profile.num_steps, phase.categories.get("matmul", 0.0) / profile.num_steps
+        lowered = (before * part_s - matmul_s) / last.busy_s
+        if lowered > 0:
+            others = {c: s for c, s in phase.categories.items() if c != "matmul"}
+            most = max(others, key=lambda c: others[c], default="")
+            text = f"{phase.phase} has {_share(matmul_s, part_s)} in its {units.format_time(part_s)}"
+            text += (
+                f", where {most} takes {_share(others[most], phase.busy_s)}" if most not in ("", phase.phase) else ""
+            )
+            costs.append((lowered, f"{text} ({-100 * lowered:+.1f} points)"))
+    costs.sort(key=lambda cost: -cost[0])
+    return f"The share drops towards {name} because " + "; ".join(text for _, text in costs) + "."
+
+
+def top_kernel_sentences(profile: Profile) -> list[str]:
+    """The kernel that takes most: in each phase, and in all of them."""
+    word = kernels_word(profile).removesuffix("s")
+    if not profile.kernels:
+        return []
+    phases = [phase.phase for phase in profile.phases if phase.phase in ("forward", "backward")]
+    tops = [(f"the {phase} pass", top_kernels(profile, (phase,))[:1]) for phase in phases]
+    tops.append(("the step", top_kernels(profile, by_phase=False)[:1]))
+    return [f"Top {word} of {where}: {kernel_words(kernel[0], profile)}." for where, kernel in tops if kernel]
+
+
+def kernel_words(kernel: TopKernel, profile: Profile) -> str:
+    """A kernel with its calls, its time and its share."""
+    return (
+        f"{short_kernel(kernel.name)}, {calls_text(kernel.calls)} calls, {units.format_time(kernel.time_s)}, "
+        f"{units.format_percent(kernel.share)} of the {kernels_word(profile).removesuffix('s')} time"
+    )
+
+
+def calls_text(calls: float) -> str:
+    """Calls a step: whole where they are."""
+    return f"{calls:.0f}" if abs(calls - round(calls)) < 1e-9 else f"{calls:.1f}"
+
+
+def softmax_sentence(run: Run, profile: Profile) -> str | None:
+    """Softmax against the matrix products of attention, in the forward pass: time, FLOPs and intensity."""
+    phase = "forward" if profile.phase("forward") else "outside"
+    ops = [op for op in profile.ops if op.phase == phase and part_of(op) in PARTS]
+    roofs = find_roofs(run)
+    soft = work_of([op for op in ops if part_of(op) == "softmax"], run, profile, roofs)
+    product = work_of([op for op in ops if part_of(op) == "scores" and op.category == "matmul"], run, profile, roofs)
+    if not (soft.flops and product.flops and soft.intensity and product.intensity):
+        return None
+    times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of the score product"
+    text = (
+        f"Softmax takes {units.format_time(soft.time_s)} of {phase}, {times}, with 1/{product.flops / soft.flops:.0f} "
+        f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the product "
+        f"{units.three_digits(product.intensity)}"
+    )
+    peak, bandwidth = roofs.peak(soft.dtype), roofs.bandwidth
+    if peak is not None and bandwidth is not None and soft.intensity < peak / bandwidth:
+        text += (
+            f"; below {units.three_digits(peak / bandwidth)} the memory's bandwidth is the limit, not the arithmetic"
+        )
+    return text + "."
+
+
+def communication_sentence(run: Run, profile: Profile) -> str | None:
+    """Collectives: total, hidden behind other work, exposed."""
+    talk = profile.communication
+    if talk is None:
+        return None
+    window_s, show = whole(run, profile).window_s, units.format_time
+    total_s, hidden_s, bare_s = (s / profile.num_steps for s in (talk.total_s, talk.overlapped_s, talk.exposed_s))
+    return (
+        f"Communication runs {show(total_s)} ({_share(total_s, window_s)} of the window): {show(hidden_s)} overlapped "
+        f"by computation, {show(bare_s)} ({_share(bare_s, window_s)}) exposed."
+    )
+
+
+def uncategorised_sentence(run: Run, profile: Profile) -> str:
+    """How much of the busy time no rule knows."""
+    step = whole(run, profile)
+    unknown_s = step.categories["uncategorised"]
+    return f"Uncategorised: {_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})."
+
+
+def overlap_note(run: Run, profile: Profile) -> str | None:
+    """That durations add up to more than the busy time, where they do."""
+    busy_s, total_s = whole(run, profile).busy_s, kernel_time_s(profile)
+    if total_s <= busy_s * 1.001:
+        return None
+    return (
+        f"{kernels_word(profile).capitalize()} ran side by side: their durations add up to "
+        f"{units.format_time(total_s)}, the busy time is {units.format_time(busy_s)}."
+    )

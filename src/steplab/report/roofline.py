@@ -1,0 +1,190 @@
+"""The roofline plot: each operator of the step by its intensity and what it achieved, under the device's roofs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.profile import CATEGORIES, OpStats, Profile
+from steplab.records.run import Run
+from steplab.report.charts import Chart, Picture
+from steplab.report.kernel_names import last_part
+from steplab.report.profile_charts import category_color, category_legend
+from steplab.report.roofs import Roofs, find_roofs, roof_dtype
+from steplab.report.svg import INK, MUTED, PAPER, Drawing, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH, _HEIGHT = 880, 420
+_LEAST_SHARE = 0.001  # of the operators' time; a point below it is a speck
+_AREA = 1600  # square pixels of a point with half the time
+_LABELLED = 9
+_LETTER_PX = 6.5
+_MARKERS = {"forward": ("o", "●"), "backward": ("s", "■"), "optimizer": ("^", "▲"), "outside": ("D", "◆")}
+_LOW_INTENSITY, _HIGH_INTENSITY = 0.05, 200.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One operator with inputs of one shape, in one phase and range."""
+
+    op: OpStats
+    """The operator."""
+    intensity: float
+    """FLOPs a byte."""
+    flops_per_s: float
+    """Achieved."""
+    share: float
+    """Of the device time of all operators."""
+    ceiling_share: float | None
+    """Achieved over what the roofs allow; None without roofs."""
+    dtype: str
+    """Number format of its peak."""
+
+
+def roofline_points(run: Run, profile: Profile) -> list[Point]:
+    """The operators that have FLOPs, bytes and time, largest share first."""
+    roofs = find_roofs(run)
+    total_s = sum(op.device_s for op in profile.ops)
+    return [
+        _point(run, profile, roofs, op, op.flops, op.moved_bytes, total_s)
+        for op in sorted(profile.ops, key=lambda op: -op.device_s)
+        if op.flops and op.moved_bytes and op.device_s > 0
+    ]
+
+
+def _point(
+    run: Run, profile: Profile, roofs: Roofs, op: OpStats, flops: float, moved_bytes: float, total_s: float
+) -> Point:
+    dtype = roof_dtype(run, profile, op)
+    least_s = roofs.least_time_s(flops, moved_bytes, dtype)
+    return Point(
+        op=op,
+        intensity=flops / moved_bytes,
+        flops_per_s=flops / op.device_s,
+        share=op.device_s / total_s,
+        ceiling_share=None if least_s is None else least_s / op.device_s,
+        dtype=dtype,
+    )
+
+
+def roofline(run: Run, profile: Profile) -> Chart | None:
+    """The plot; None where no operator has both FLOPs and bytes."""
+    every = roofline_points(run, profile)
+    points = [point for point in every if point.share >= _LEAST_SHARE]
+    if not points:
+        return None
+    roofs = find_roofs(run)
+    peaks = [(dtype, peak) for dtype in _dtypes(points) if (peak := roofs.peak(dtype)) is not None]
+    with drawing(_WIDTH, _HEIGHT, "roofline of the step's operators") as picture:
+        axes = _frame(picture, points, peaks)
+        _draw_roofs(axes, roofs, peaks)
+        for point in points:
+            _draw_point(picture, axes, point)
+        _name_largest(axes, points)
+    shown = [category for category in CATEGORIES if any(p.op.category == category for p in points)]
+    return Chart(
+        pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),),
+        legend=category_legend(shown),
+        note=_note(every, points, roofs, peaks),
+    )
+
+
+def _dtypes(points: Sequence[Point]) -> list[str]:
+    """Number formats of the points, that of most time first."""
+    return list(dict.fromkeys(point.dtype for point in points if point.dtype))
+
+
+def _frame(picture: Drawing, points: Sequence[Point], peaks: Sequence[tuple[str, float]]) -> "Axes":
+    axes = picture.axes(84, 40, 14, 10)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    intensities = [point.intensity for point in points]
+    rates = [point.flops_per_s for point in points] + [peak for _, peak in peaks]
+    low, high = min(*intensities, _LOW_INTENSITY), max(*intensities, _HIGH_INTENSITY)
+    axes.set_xlim(low / 1.5, high * 2)
+    bottom, top = math.floor(math.log10(min(rates) / 2)), max(rates) * 2.2
+    axes.set_ylim(10.0**bottom, top)
+    axes.minorticks_off()
+    exponents = range(math.ceil(math.log10(low / 1.5)), math.floor(math.log10(high * 2)) + 1)
+    axes.set_xticks([10.0**e for e in exponents], [f"{10.0**e:g}" for e in exponents], fontsize=11)
+    rules = [10.0**e for e in range(bottom, math.floor(math.log10(top)) + 1)]
+    axes.set_yticks(rules, [units.format_rate(rule, "FLOP/s").replace(".00", "").replace(".0", "") for rule in rules],
+                    fontsize=11)  # fmt: skip
+    axes.grid()
+    axes.set_xlabel("intensity, FLOP a byte moved", fontsize=11)
+    return axes
+
+
+def _draw_roofs(axes: "Axes", roofs: Roofs, peaks: Sequence[tuple[str, float]]) -> None:
+    bandwidth = roofs.bandwidth
+    if bandwidth is None or not peaks:
+        return
+    low, high = axes.get_xlim()
+    highest = max(peak for _, peak in peaks)
+    axes.plot([low, highest / bandwidth], [low * bandwidth, highest], color=MUTED, linewidth=1.5)
+    for dtype, peak in peaks:
+        axes.plot([peak / bandwidth, high], [peak, peak], color=MUTED, linewidth=1.5)
+        axes.text(high, peak * 1.1, f"{dtype} {units.format_rate(peak, 'FLOP/s')} ", ha="right", va="bottom",
+                  fontsize=11, color=INK)  # fmt: skip
+    corner = max(low, axes.get_ylim()[0] / bandwidth) * 1.15
+    start, rise = axes.transData.transform(((corner, corner * bandwidth), (2 * corner, 2 * corner * bandwidth)))
+    angle = math.degrees(math.atan2(rise[1] - start[1], rise[0] - start[0]))
+    axes.text(corner, corner * bandwidth * 1.25, units.format_rate(bandwidth, "B/s"), rotation=angle,
+              rotation_mode="anchor", va="bottom", fontsize=11, color=INK)  # fmt: skip
+
+
+def _draw_point(picture: Drawing, axes: "Axes", point: Point) -> None:
+    op = point.op
+    marker = _MARKERS[op.phase][0]
+    (mark,) = axes.plot(
+        [point.intensity], [point.flops_per_s], marker, color=category_color(op.category), alpha=0.75,
+        markersize=_size(point), markeredgecolor=PAPER, markeredgewidth=0.8,
+    )  # fmt: skip
+    ceiling = "" if point.ceiling_share is None else f", {units.format_percent(point.ceiling_share)} of the ceiling"
+    picture.tip(
+        mark,
+        f"{op.name} {op.inputs}, {op.phase}{', ' + op.range if op.range else ''}: "
+        f"{units.format_percent(point.share)} of the operators' time, {units.three_digits(point.intensity)} FLOP/B, "
+        f"{units.format_rate(point.flops_per_s, 'FLOP/s')}{ceiling}",
+    )
+
+
+def _name_largest(axes: "Axes", points: Sequence[Point]) -> None:
+    """The names of the largest points, where two would not cover each other."""
+    placed: list[tuple[float, float, float]] = []  # left, right, height, in pixels
+    centers = [axes.transData.transform((point.intensity, point.flops_per_s)) for point in points]
+    for point, (x, y) in zip(points, centers, strict=True):
+        name = last_part(point.op.range) or point.op.name.removeprefix("aten::")
+        radius = _size(point) / 2
+        left, right = x - radius, x + radius + 6 + _LETTER_PX * len(name)
+        covers = any(x + radius < other_x < right and abs(y - other_y) < 9 for other_x, other_y in centers)
+        if covers or any(left < r and right > other and abs(y - height) < 14 for other, r, height in placed):
+            continue
+        placed.append((left, right, y))
+        axes.annotate(name, (point.intensity, point.flops_per_s), (radius + 3, 0), textcoords="offset points",
+                      va="center", fontsize=11, color=INK)  # fmt: skip
+        if len(placed) == _LABELLED:
+            return
+
+
+def _size(point: Point) -> float:
+    """Diameter in pixels."""
+    return max(math.sqrt(2 * _AREA * point.share), 5)
+
+
+def _note(every: Sequence[Point], points: Sequence[Point], roofs: Roofs, peaks: Sequence[tuple[str, float]]) -> str:
+    shown = units.format_percent(sum(point.share for point in points))
+    phases = list(dict.fromkeys(point.op.phase for point in points))
+    glyphs = ", ".join(f"{_MARKERS[phase][1]} {phase}" for phase in _MARKERS if phase in phases)
+    note = f"A point an operator with inputs of one shape in one place of the model ({glyphs}), its area by its time; "
+    note += f"{shown} of the operators' time. "
+    if len(every) > len(points):
+        note += f"{len(every) - len(points)} operators below {units.format_percent(_LEAST_SHARE)} are left out. "
+    if roofs.hardware is None:
+        return note + f"No roof is drawn: {roofs.why_none}."
+    if not peaks:
+        return note + "No roof is drawn: no peak is stated for the number formats of these operators."
+    return note + f"Roofs of {roofs.hardware.name}: {'; '.join(roofs.sources([dtype for dtype, _ in peaks]))}."
