@@ -35,6 +35,7 @@ class Result:
     code: int
     stdout: str
     stderr: str
+    """What was said there, progress aside: a line a stage, 'measuring …'."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Standard output of `--format json`."""
@@ -88,7 +89,7 @@ class Program:
             timeout=timeout_s,
             check=False,
         )
-        return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=finished.stderr.decode())
+        return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=remarks(finished.stderr.decode()))
 
     def start(self, *arguments: str | Path) -> psutil.Popen:
         """Start a command as a shell's foreground job: in a process group of its own, open to Ctrl-C."""
@@ -140,7 +141,12 @@ def command(arguments: Sequence[str | Path]) -> list[str]:
 def finish(process: psutil.Popen, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
     """Wait for a started command."""
     stdout, stderr = process.communicate(timeout=timeout_s)
-    return Result(code=process.returncode, stdout=stdout.decode(), stderr=stderr.decode())
+    return Result(code=process.returncode, stdout=stdout.decode(), stderr=remarks(stderr.decode()))
+
+
+def remarks(text: str) -> str:
+    """Standard error without its lines of progress."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.endswith(" …\n"))
 
 
 def kill(process: psutil.Process) -> None:

@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from steplab import __version__
 from steplab.cli.doctor import doctor
@@ -59,11 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
+    except UnusedCliTokensError as error:
+        unexpected = " ".join(error.unused_tokens or ())
+        return _fail(
+            f"unexpected '{unexpected}': options have names, as in --model tiny; `--help` lists them",
+            UserError.exit_code,
+            given,
+        )
     except CycloptsError as error:
         return _fail(str(error), UserError.exit_code, given)
     except SteplabError as error:
         return _fail(str(error), error.exit_code, given)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        # What the user should know of it comes as its text.
+        print("steplab: interrupted" + (f"; {error}" if str(error) else ""), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; Python would complain once more when it flushes at exit.

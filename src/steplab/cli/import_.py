@@ -20,9 +20,12 @@ def import_(
 ) -> None:
     """Add exported records to the store, all or none; those it has already are left alone."""
     from steplab.cli.output import say
+    from steplab.errors import UserError
     from steplab.lab.keeping import open_store
 
     lines = [line for file in files for line in _lines(file)]
+    if not any(line.strip() for line in lines):
+        raise UserError(f"nothing to import: {', '.join(map(str, files))} holds no record")
     with open_store(store.store, write=True) as opened:
         added, already = opened.import_lines(lines)
     say(f"{added} records added, {already} were there already")

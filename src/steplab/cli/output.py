@@ -31,11 +31,15 @@ def chosen_format(format: str | None, output: Path | None, allowed: Sequence[str
     SteplabError for a file that cannot be made.
     """
     ending = _ENDINGS.get(output.suffix.lower()) if output else None
+    if output and output.suffix and not ending and not format:
+        raise UserError(f"{output.suffix} stands for no format; give one with --format: {', '.join(allowed)}")
     chosen = format or ending or allowed[0]
     if chosen not in allowed:
         page = "; `steplab report` makes pages" if chosen == "html" else ""
         raise UserError(f"this command does not write {chosen}; choose one of {', '.join(allowed)}{page}")
-    if output and not os.access(output.parent, os.W_OK):
+    if output is not None and output.is_dir():
+        raise UserError(f"cannot write to the folder {output}; name a file in it")
+    if output and not _writes_through(output) and not os.access(output.parent, os.W_OK):
         why = "its folder is not writable" if output.parent.is_dir() else f"there is no folder {output.parent}"
         raise SteplabError(f"cannot write {output}: {why}")
     return chosen
@@ -55,21 +59,38 @@ def emit(text: str, output: Path | None) -> None:
             raise SteplabError(f"cannot write to standard output: {error.strerror}") from error
         return
     try:
-        handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+        if _writes_through(output):
+            with output.open("w", encoding="utf-8") as file:
                 file.write(text)
-            # mkstemp makes files for their owner alone; a report is to be as readable as any file made here.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
-            os.replace(temporary, output)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        else:
+            _replace(output.resolve(), text)
     except OSError as error:
         raise SteplabError(f"cannot write {output}: {error.strerror}") from error
     say(f"wrote {output}")
+
+
+def _writes_through(output: Path) -> bool:
+    """Whether it is a device or a pipe, which is written to; a file is replaced."""
+    return output.exists() and not output.is_file()
+
+
+def _replace(output: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, output.stat().st_mode & 0o777 if output.exists() else _new_file_mode())
+        os.replace(temporary, output)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _new_file_mode() -> int:
+    """What a file made here may be read by: mkstemp's are for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask
 
 
 def say(text: str) -> None:

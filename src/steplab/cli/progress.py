@@ -1,4 +1,4 @@
-"""Progress on standard error: a live line at a terminal, a line a cell anywhere else."""
+"""Progress on standard error: a live line at a terminal; anywhere else a line a stage, or in a sweep a line a cell."""
 
 import os
 import sys
@@ -42,6 +42,7 @@ class ProgressLine:
 
     def __enter__(self) -> Self:
         self._started_s = time.monotonic()
+        self._stage = ""
         self._bar: Any = None
         self._task: Any = None
         if _is_live():
@@ -73,9 +74,15 @@ class ProgressLine:
         if self._bar:
             total = progress.total or None
             self._bar.update(self._task, description=_words(progress), total=total, completed=progress.done)
+        elif progress.stage != self._stage and progress.stage != "starting":
+            self._stage = progress.stage
+            say(f"{_STAGES.get(progress.stage, progress.stage)} …")
 
     def sweep(self, progress: SweepProgress) -> None:
         """A cell of a sweep: under way, or ended."""
+        if progress.skipped and not self._stage:
+            self._stage = "resumed"
+            say(f"{progress.skipped} cells are measured already, {progress.to_run} to go")
         number = progress.index + (1 if progress.run else 0)
         if self._bar and progress.within:
             self._bar.update(

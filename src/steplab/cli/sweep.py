@@ -42,13 +42,15 @@ def sweep(
     from steplab.units import parse_duration
 
     grid = step.grid()
-    if study is None and not grid:
+    if not study and not grid:
         raise UserError("nothing to sweep; name a preset (`steplab sweep quick`) or fields (`--context 128,256`)")
     asked = load_study(study, grid) if study else study_from_grids("sweep", "", [grid])
     if name:
         asked = dataclasses.replace(asked, name=name)
+    timeout_s = parse_duration(timeout)
     if dry_run:
         emit("\n".join(describe(cell) for cell in asked.cells), out.output)
+        say(f"{len(asked.cells)} cells, none measured")
         return 0
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
@@ -57,12 +59,12 @@ def sweep(
                 asked,
                 store=out.store,
                 resume=resume,
-                timeout_s=parse_duration(timeout),
+                timeout_s=timeout_s,
                 on_progress=line.sweep,
             )
-        except KeyboardInterrupt:
-            say("steplab: interrupted; the finished cells are stored, and the same command with --resume continues")
-            raise
+        except KeyboardInterrupt as error:
+            kept = "the finished cells are stored, and the same command with --resume continues"
+            raise KeyboardInterrupt(kept) from error
     color = stdout_color() and out.output is None
     emit(render_rows([run_row(run) for run in result.runs], chosen, color=color), out.output)
     failed = sum(run.failure is not None for run in result.runs)

@@ -3,15 +3,24 @@
 import tempfile
 from pathlib import Path
 
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, UserError
 from steplab.records.codec import Record, encode
 from steplab.store.database import Store
-from steplab.store.location import default_path
+from steplab.store.location import default_path, make_data_home
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
     """The store at `path`, or at the place the XDG rules give. Raises SteplabError as Store.open does."""
+    if write and not path:
+        make_data_home()
     return Store.open(Path(path) if path else default_path(), write=write)
+
+
+def checked_name(name: str) -> str:
+    """The name, for listings. Raises UserError where it would garble one."""
+    if not name.isprintable():
+        raise UserError(f"the name {name!r} is not one line of printable text")
+    return name
 
 
 def keep(store: Store, record: Record) -> None:

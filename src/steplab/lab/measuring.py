@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.lab.keeping import keep, open_store
+from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, measure_in_child
 from steplab.records.run import Run
@@ -33,7 +33,7 @@ def measure(
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
     for a request that cannot be served, and SteplabError where the store cannot be written.
     """
-    asked = asked_step("measure", spec, fields)
+    asked, name = asked_step("measure", spec, fields), checked_name(name)
     with open_store(store, write=True) as opened:
         run = measure_in_child(asked, timeout_s=timeout_s, on_progress=on_progress)
         run = with_utilizations(dataclasses.replace(run, name=name), opened)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
-from steplab.lab.keeping import keep, open_store
+from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, Progress, measure_in_child
@@ -46,7 +46,7 @@ def profile(
     `run.profile` is None. Raises UserError for a request that cannot be served, and SteplabError where the store or
     the trace cannot be written, or the trace not read: then the measurement is stored, and the trace is kept.
     """
-    asked = asked_step("profile", spec, fields)
+    asked, name = asked_step("profile", spec, fields), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
     target = Path(trace) if trace is not None else None
@@ -94,7 +94,7 @@ def import_trace(
             id=new_id(),
             created_utc=now_utc(),
             steplab_version=__version__,
-            name=Path(path.name.removesuffix(".gz")).stem if name is None else name,
+            name=Path(path.name.removesuffix(".gz")).stem if name is None else checked_name(name),
             profile=_read(path, None, on_progress, file=path.name),
             notes=("timing, memory: an imported trace holds profiled steps alone",),
         )

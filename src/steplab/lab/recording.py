@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steplab.lab.keeping import keep, open_store
+from steplab.lab.keeping import checked_name, keep, open_store
 
 if TYPE_CHECKING:
     from steplab.measurement.recorder import Recorder
@@ -36,7 +36,7 @@ def recorder(
     from steplab.measurement.recorder import Recorder
 
     with open_store(store, write=True) as opened:
-        recording = Recorder(name, tokens_per_step=tokens_per_step, warmup=warmup, device=device)
+        recording = Recorder(checked_name(name), tokens_per_step=tokens_per_step, warmup=warmup, device=device)
         try:
             yield recording
         except BaseException as error:

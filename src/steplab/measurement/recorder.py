@@ -26,6 +26,8 @@ class Recorder:
     def __init__(self, name: str, *, tokens_per_step: int | None, warmup: int, device: str) -> None:
         if warmup < 0:
             raise UserError(f"warmup must be at least 0, not {warmup}")
+        if tokens_per_step is not None and tokens_per_step < 1:
+            raise UserError(f"tokens_per_step must be at least 1, not {tokens_per_step}; leave it out if unknown")
         self.run: Run | None = None
         """The record, once the loop is over."""
         self._name, self._tokens_per_step, self._warmup = name, tokens_per_step, warmup

@@ -1,6 +1,7 @@
 """Models of the transformers library: their configuration, random weights."""
 
 import importlib.util
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from steplab.errors import Unsupported, UserError
 from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.sdpa import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
+
+_LONGEST_REASON = 300
+"""Characters: for an unknown model_type transformers lists every one it knows."""
 
 
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
@@ -27,8 +31,8 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         with device:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"transformers cannot build {spec.model.name}: {first_line}") from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"transformers cannot build {spec.model.name}: {shorten(said, _LONGEST_REASON)}") from error
     backend = spec.attention.removeprefix("sdpa_")
     module: nn.Module = WithSdpaBackend(model, backend) if backend in SDPA_BACKENDS else model
     text = config.get_text_config()

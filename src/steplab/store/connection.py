@@ -58,7 +58,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
     such a file is left exactly as it was.
     """
     with sqlite_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path)
         _refuse_folder(path)
         if path.exists() and not os.access(path, os.W_OK):
             # SQLite would open it read-only, and leave companions behind that it cannot remove.
@@ -76,6 +76,14 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
             sqlite.close()
             raise
     return connection
+
+
+def _make_folder(path: Path) -> None:
+    """Make the store's folder, but not the folder around it: a slip in a path is not to plant a tree."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        raise SteplabError(f"cannot make the store {path}: there is no folder {path.parent.parent}") from error
 
 
 def open_to_read(path: Path, timeout_s: float) -> Connection:

@@ -1,5 +1,6 @@
 """Where the store lies when nobody says otherwise."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -19,6 +20,16 @@ def default_path() -> Path:
     if not data_home.is_absolute():
         data_home = _home() / ".local" / "share"
     return data_home / "steplab" / "store.db"
+
+
+def make_data_home() -> None:
+    """Make the data folder of the XDG rules, which a fresh account lacks, where the store is to lie in it.
+
+    If it cannot be made, opening the store says so.
+    """
+    if not os.environ.get("STEPLAB_STORE"):
+        with contextlib.suppress(OSError):
+            default_path().parent.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _home() -> Path:

@@ -1,13 +1,14 @@
 """A trace as columns: what the profilers agree on, whoever wrote the file.
 
 Times are int64 nanoseconds on one clock. Names are kept once, and columns hold their numbers: a real trace names the
-same few hundred kernels a million times.
+same few hundred kernels a million times. Every column that is no time is int32 where its values fit, which they nearly
+always do: a trace of 2 GB has millions of events. Multiply such columns only after widening them.
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,12 +72,16 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Shapes and types of an op's arguments, as far as they are tensors."""
+    """Shapes and types of an op's arguments, as far as they are tensors.
+
+    A list of tensors takes an entry for each of its tensors, whose types the profiler does not record.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     """An argument each; () for what is no tensor."""
     dtypes: tuple[str, ...]
-    """An argument each, by torch's C++ names (float, c10::BFloat16); '' for what is no tensor."""
+    """An argument each, by torch's C++ names (float, c10::BFloat16); TensorList for a tensor out of a list; '' for what
+    is no tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,72 +104,148 @@ class Trace:
     """What the file lacks or what in it could not be read, in words; () for a whole one."""
 
 
+Key = TypeVar("Key", bound=Hashable)
+Values = int | Sequence[int] | NDArray[Any]
+"""One event's value, or one for each of many."""
+
+
+class Numbering(dict[Key, int]):
+    """Numbers things from 0 in the order in which they are first looked up."""
+
+    def __missing__(self, key: Key) -> int:
+        number = self[key] = len(self)
+        return number
+
+
 class TraceBuilder:
-    """Collects events one by one, compactly, and makes the Trace."""
+    """Collects events, one or many at a time, compactly, and makes the Trace."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.device_name: str | None = None
         self.notes: list[str] = []
-        self._names: dict[str, int] = {}
-        self._inputs: dict[Inputs, int] = {}
-        self._threads: dict[object, int] = {}
-        self._work = tuple(array("q") for _ in range(7))
-        self._calls = tuple(array("q") for _ in range(5))
-        self._ops = tuple(array("q") for _ in range(6))
-        self._ranges = tuple(array("q") for _ in range(4))
-
-    def name(self, text: str) -> int:
-        """Number of a name."""
-        return self._names.setdefault(text, len(self._names))
-
-    def inputs(self, inputs: Inputs) -> int:
-        """Number of a set of op inputs."""
-        return self._inputs.setdefault(inputs, len(self._inputs))
-
-    def thread(self, identity: object) -> int:
-        """Number of a thread."""
-        return self._threads.setdefault(identity, len(self._threads))
+        self.names = Numbering[str]()
+        self.inputs = Numbering[Inputs]()
+        self.threads = Numbering[Hashable]()
+        """By whatever tells the threads of the file apart."""
+        self._work, self._calls, self._ops, self._ranges = (_Table(t) for t in (DeviceWork, HostCalls, Ops, Ranges))
 
     def add_work(
-        self, name: int, start_ns: int, duration_ns: int, device: int, stream: int, correlation: int, size_bytes: int
+        self,
+        name: Values,
+        start_ns: Values,
+        duration_ns: Values,
+        device: Values,
+        stream: Values,
+        correlation: Values,
+        size_bytes: Values,
     ) -> None:
-        _append(self._work, (name, start_ns, duration_ns, device, stream, correlation, size_bytes))
+        self._work.extend(name, start_ns, duration_ns, device, stream, correlation, size_bytes)
 
-    def add_call(self, name: int, start_ns: int, duration_ns: int, thread: int, correlation: int) -> None:
-        _append(self._calls, (name, start_ns, duration_ns, thread, correlation))
+    def add_call(
+        self, name: Values, start_ns: Values, duration_ns: Values, thread: Values, correlation: Values
+    ) -> None:
+        self._calls.extend(name, start_ns, duration_ns, thread, correlation)
 
-    def add_op(self, name: int, start_ns: int, duration_ns: int, thread: int, sequence: int, inputs: int) -> None:
-        _append(self._ops, (name, start_ns, duration_ns, thread, sequence, inputs))
+    def add_op(
+        self, name: Values, start_ns: Values, duration_ns: Values, thread: Values, sequence: Values, inputs: Values
+    ) -> None:
+        self._ops.extend(name, start_ns, duration_ns, thread, sequence, inputs)
 
-    def add_range(self, name: int, start_ns: int, duration_ns: int, thread: int) -> None:
-        _append(self._ranges, (name, start_ns, duration_ns, thread))
+    def add_range(self, name: Values, start_ns: Values, duration_ns: Values, thread: Values) -> None:
+        self._ranges.extend(name, start_ns, duration_ns, thread)
 
     def build(self) -> Trace:
-        """The Trace: each table in the order of start, an outer range or op before what it contains."""
+        """The Trace: each table in the order of start, an outer range or op before what it contains.
+
+        Ends the builder: its tables become the trace's.
+        """
+        calls = HostCalls(**self._calls.build())
+        if repeated := _num_repeated(calls.correlation):
+            self.notes.append(
+                f"{repeated} correlation ids belong to more than one host call: which of them launched the work is "
+                "not certain"
+            )
         return Trace(
             source=self.source,
-            names=tuple(self._names),
-            inputs=tuple(self._inputs),
-            work=DeviceWork(**_columns(DeviceWork, self._work)),
-            calls=HostCalls(**_columns(HostCalls, self._calls)),
-            ops=Ops(**_columns(Ops, self._ops)),
-            ranges=Ranges(**_columns(Ranges, self._ranges)),
+            names=tuple(self.names),
+            inputs=tuple(self.inputs),
+            work=DeviceWork(**self._work.build()),
+            calls=calls,
+            ops=Ops(**self._ops.build()),
+            ranges=Ranges(**self._ranges.build()),
             device_name=self.device_name,
             notes=tuple(self.notes),
         )
 
 
-_SMALL = {"name", "device", "stream", "thread", "inputs"}
+_TIMES = ("start_ns", "duration_ns")
 
 
-def _append(columns: Sequence[array[int]], values: tuple[int, ...]) -> None:
-    for column, value in zip(columns, values, strict=True):
-        column.append(value)
+class _Table:
+    """Growing columns. An array grows in place where the system can move its pages, so nothing is held twice."""
+
+    def __init__(self, kind: type) -> None:
+        self._names = [field.name for field in fields(kind)]
+        self._columns = [array("q" if name in _TIMES else "i") for name in self._names]
+
+    def extend(self, *values: Values) -> None:
+        for position, value in enumerate(values):
+            if isinstance(value, list):
+                try:
+                    self._columns[position].fromlist(value)
+                except OverflowError:
+                    self._widen(position)
+                    self._columns[position].fromlist(value)
+            else:
+                given = np.atleast_1d(np.asarray(value, dtype=np.int64))
+                if self._columns[position].typecode == "i" and given.size and not _fits(given):
+                    self._widen(position)
+                column = self._columns[position]
+                column.frombytes(given.astype(np.dtype(column.typecode), copy=False).tobytes())
+
+    def _widen(self, position: int) -> None:
+        self._columns[position] = array("q", self._columns[position])
+
+    def build(self) -> dict[str, Column]:
+        start_ns, duration_ns = (self._numpy(self._names.index(name)) for name in _TIMES)
+        order = _order(start_ns, duration_ns)
+        del start_ns, duration_ns
+        built = {}
+        for position, name in enumerate(self._names):
+            built[name] = self._numpy(position) if order is None else self._numpy(position)[order]
+            self._columns[position] = array("i")
+        return built
+
+    def _numpy(self, position: int) -> Column:
+        column = self._columns[position]
+        return np.frombuffer(column, dtype=np.dtype(column.typecode))
 
 
-def _columns(table: type, arrays: Sequence[array[int]]) -> dict[str, Column]:
-    fields = table.__dataclass_fields__  # type: ignore[attr-defined]
-    columns = {name: np.frombuffer(data, dtype=np.int64) for name, data in zip(fields, arrays, strict=True)}
-    order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
-    return {name: data[order].astype(np.int32 if name in _SMALL else np.int64) for name, data in columns.items()}
+def _fits(values: NDArray[np.int64]) -> bool:
+    limits = np.iinfo(np.int32)
+    return bool(limits.min <= values.min() and values.max() <= limits.max)
+
+
+def _order(start_ns: Column, duration_ns: Column) -> Column | None:
+    """The order by start, longer first among equals; None where the rows are in it already.
+
+    Ties are settled after sorting by start alone: sorting by both at once takes twice the memory.
+    """
+    later, equal = start_ns[1:] > start_ns[:-1], start_ns[1:] == start_ns[:-1]
+    if bool(np.all(later | (equal & (duration_ns[1:] <= duration_ns[:-1])))):
+        return None
+    order: Column = np.argsort(start_ns, kind="stable").astype(np.int32 if len(start_ns) < 2**31 else np.int64)
+    equal = np.diff(start_ns[order]) == 0
+    tied = np.zeros(len(order), dtype=bool)
+    tied[1:] = equal
+    tied[:-1] |= equal
+    rows = order[tied]
+    order[tied] = rows[np.lexsort((-duration_ns[rows], start_ns[rows]))]
+    return order
+
+
+def _num_repeated(correlation: Column) -> int:
+    """How many ids above 0 occur more than once; 0 and below stand for none."""
+    ids = np.sort(correlation[correlation > 0])
+    return len(np.unique(ids[1:][ids[1:] == ids[:-1]]))

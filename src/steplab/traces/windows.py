@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steplab.records.profile import CATEGORIES, PHASES, PhaseTime
 from steplab.traces.activity import Activity
 from steplab.traces.intervals import clip, shares, union
 from steplab.traces.trace import NONE
+
+Sums = NDArray[np.float64]
 
 _COMMUNICATION = CATEGORIES.index("communication")
 
@@ -63,17 +66,15 @@ def phase_times(
 ) -> Iterator[PhaseTime]:
     """Each phase's windows added up. on_host: the host is the device, and idle time is time outside of operators."""
     longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
-    totals: dict[int, tuple[int, int, int, np.ndarray]] = {}
+    totals: dict[int, Sums] = {}
     for window in windows:
         # Whatever reaches into the window starts no earlier than the longest piece before it.
         low = np.searchsorted(activity.start_ns, window.start_ns - longest_ns, side="left")
         high = np.searchsorted(activity.start_ns, window.end_ns, side="left")
-        inside = activity.where(np.arange(low, high))
-        found = _one_window(inside, window)
-        before = totals.get(window.phase, (0, 0, 0, np.zeros(len(CATEGORIES))))
-        totals[window.phase] = tuple(a + b for a, b in zip(before, found, strict=True))  # type: ignore[assignment]
+        found = _one_window(activity.where(np.arange(low, high)), window)
+        totals[window.phase] = totals[window.phase] + found if window.phase in totals else found
     for phase in sorted(totals, key=lambda number: (*PHASES, names[number]).index(names[number])):
-        window_ns, busy_ns, waiting_ns, by_category = totals[phase]
+        window_ns, busy_ns, waiting_ns, *by_category = totals[phase].tolist()
         idle_ns = window_ns - busy_ns
         yield PhaseTime(
             phase=names[phase],
@@ -81,9 +82,7 @@ def phase_times(
             busy_s=busy_ns / 1e9,
             host_bound_s=(idle_ns if on_host else waiting_ns) / 1e9,
             idle_s=0.0 if on_host else (idle_ns - waiting_ns) / 1e9,
-            categories={
-                name: float(time_ns) / 1e9 for name, time_ns in zip(CATEGORIES, by_category, strict=True) if time_ns
-            },
+            categories={name: time_ns / 1e9 for name, time_ns in zip(CATEGORIES, by_category, strict=True) if time_ns},
             host_s=host_s.get(names[phase]),
             num_kernels=len(np.unique(activity.call[activity.phase == phase]))
             if on_host
@@ -91,14 +90,14 @@ def phase_times(
         )
 
 
-def _one_window(inside: Activity, window: Window) -> tuple[int, int, int, np.ndarray]:
-    """Length, busy time, time waiting for the host, and time by category of one window, ns."""
+def _one_window(inside: Activity, window: Window) -> Sums:
+    """Length, busy time, time waiting for the host, and then the time of each category in one window, ns."""
     start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]
     length_ns = window.end_ns - window.start_ns
     if not len(start_ns):
-        return length_ns, 0, 0, np.zeros(len(CATEGORIES))
+        return np.array([length_ns, 0, 0, *np.zeros(len(CATEGORIES))])
     busy_starts, busy_ends = union(start_ns, end_ns)
     by_category = shares(start_ns, end_ns, inside.category[kept], len(CATEGORIES))
     # A gap ends with a kernel; until the host's call for it returned, the device had nothing to do.
@@ -106,4 +105,4 @@ def _one_window(inside: Activity, window: Window) -> tuple[int, int, int, np.nda
     first = np.searchsorted(start_ns, busy_starts)
     launched_ns = inside.launched_ns[kept][first]
     waiting_ns = np.clip(np.minimum(launched_ns, busy_starts) - gap_starts, 0, None)
-    return length_ns, int((busy_ends - busy_starts).sum()), int(waiting_ns.sum()), by_category
+    return np.array([length_ns, (busy_ends - busy_starts).sum(), waiting_ns.sum(), *by_category])

@@ -1,0 +1,60 @@
+"""steplab explain"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from steplab.cli.options import StoreOptions
+
+
+def explain(
+    id: Annotated[
+        str | None,
+        Parameter(help="The run's id, or the beginning of it [default: the newest run with a profile]"),
+    ] = None,
+    /,
+    *,
+    try_: Annotated[
+        bool,
+        Parameter(name="--try", help="Measure each change on this machine: predicted against measured", negative=""),
+    ] = False,
+    timeout: Annotated[str, Parameter(help="Give one measurement of --try up after this time")] = "1h",
+    format: Annotated[
+        Literal["table", "json", "md"] | None,
+        Parameter(help="[default: by --output's ending, else table]"),
+    ] = None,
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
+    store: StoreOptions = StoreOptions(),
+) -> int:
+    """Say why a step takes as long as it does, what to change, and what that should save.
+
+    For example: steplab explain --try
+    """
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.explaining import explain as diagnose
+    from steplab.lab.explaining import run_to_explain, try_findings
+    from steplab.report.findings_text import FORMATS, render_findings
+    from steplab.units import parse_duration
+
+    timeout_s = parse_duration(timeout)
+    chosen = chosen_format(format, output, allowed=FORMATS)
+    run = run_to_explain(id, store=store.store)
+    findings = diagnose(run, store=store.store)
+    if try_:
+        with ProgressLine() as line:
+            findings = try_findings(
+                run,
+                findings,
+                store=store.store,
+                timeout_s=timeout_s,
+                on_progress=line.within,
+                on_trial=lambda what: say(f"trying {what}"),
+            )
+    color = stdout_color() and output is None
+    emit(render_findings(run, findings, chosen, color=color), output)
+    tried = [finding.trial for finding in findings.findings if finding.trial]
+    if try_ and not tried:
+        say("steplab: no finding proposes a change of the step's fields: nothing to try")
+    return 1 if tried and all(trial.after_s is None for trial in tried) else 0

@@ -1,0 +1,87 @@
+"""From a Run to findings, the way in to this folder.
+
+Each diagnosis looks at the record alone and is silent where the record lacks what it needs. Predictions are each made
+as if the others were not followed: they do not add up.
+"""
+
+from collections.abc import Callable
+
+from steplab.explain.batch_too_small import batch_too_small
+from steplab.explain.case import Case, case_of
+from steplab.explain.communication_exposed import communication_exposed
+from steplab.explain.compile_in_the_loop import compile_in_the_loop
+from steplab.explain.fp32_matmul import fp32_matmul
+from steplab.explain.fusable_elementwise import fusable_elementwise
+from steplab.explain.head_dimension import head_dimension
+from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
+from steplab.explain.launch_bound import launch_bound
+from steplab.explain.loss_share import loss_share
+from steplab.explain.optimizer_not_fused import optimizer_not_fused
+from steplab.explain.scores_materialised import scores_materialised
+from steplab.explain.vocabulary_padding import vocabulary_padding
+from steplab.explain.weight_casts import weight_casts
+from steplab.explain.words import command
+from steplab.records.ceilings import Ceilings
+from steplab.records.finding import Finding
+from steplab.records.run import Run
+
+DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
+    launch_bound,
+    scores_materialised,
+    fp32_matmul,
+    fusable_elementwise,
+    optimizer_not_fused,
+    head_dimension,
+    vocabulary_padding,
+    loss_share,
+    batch_too_small,
+    weight_casts,
+    compile_in_the_loop,
+    host_copies_and_syncs,
+    communication_exposed,
+)
+"""Every diagnosis there is."""
+
+WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
+"""Those that have something to say of a run that was only timed."""
+
+
+def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
+    """What could be faster in this run and by how much, largest predicted gain first.
+
+    `ceilings` are what `steplab doctor` measured on the run's device; they serve where the catalogue does not know it.
+    """
+    if run.failure is not None:
+        return []
+    case = case_of(run, ceilings)
+    found = [finding for diagnose in DIAGNOSES if (finding := diagnose(case)) is not None]
+    return sorted(found, key=lambda finding: -1.0 if finding.saves_s is None else finding.saves_s, reverse=True)
+
+
+def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
+    """What the record lacks, what that kept from being diagnosed, and how to get it; a line each."""
+    return tuple(_gaps(case_of(run, ceilings)))
+
+
+def _gaps(case: Case) -> list[str]:
+    run, profile, gaps = case.run, case.profile, list[str]()
+    if run.failure is not None:
+        return [f"the run failed ({run.status.replace('_', ' ')}): there is no step to explain"]
+    if profile is None:
+        silent = ", ".join(d.__name__ for d in DIAGNOSES if d not in WITHOUT_PROFILE)
+        how = command(run.spec, {}).replace("steplab run", "steplab profile", 1) if run.spec else "import-trace"
+        make = f"`{how}` makes one" if run.spec else "`steplab import-trace` takes one from your own profiler"
+        gaps.append(f"no profile in the record, so not looked for: {silent}; {make}")
+    elif not any(op.inputs for op in profile.ops):
+        gaps.append(
+            "the trace has no shapes (record_shapes=True), so no FLOPs and bytes: attention, casts, the vocabulary and "
+            "fp32 matmuls are only seen where their ranges or kernels are named"
+        )
+    if run.timing is None:
+        gaps.append("the step was not timed without a profiler: waiting for the host is told as the profiler saw it")
+    if case.rates.streaming() is None:
+        device = run.device_name or "a device the record does not name"
+        known = run.device_name is not None
+        remedy = "; `steplab doctor` measures it" if known else ""
+        gaps.append(f"peaks and bandwidth of {device} are not known: gains that need them are not predicted{remedy}")
+    return gaps

@@ -1,0 +1,114 @@
+"""A step too small for what it pays once."""
+
+from dataclasses import dataclass
+
+from steplab.explain.case import Case
+from steplab.explain.casts import weight_cast_ops
+from steplab.explain.waiting import is_launch_bound, model_phases, wait_s
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
+from steplab.units import format_bytes, format_percent, format_time
+
+CONSIDERABLE = 0.20
+"""Least share of the step that does not grow with the batch: twice the batch then saves a tenth of a token's time."""
+
+FACTORS = (8, 4, 2)
+"""Batches proposed, times the present one, the largest that fits."""
+FITS = 0.9
+"""Share of the device's memory that a batch may need, if all memory grew with it: weights and states do not, so the
+real peak is lower."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fixed:
+    """Seconds a step that do not grow with the batch, and what they are."""
+
+    optimizer_s: float
+    casts_s: float
+    narrow_s: float
+    """Products that last as long as their weights take to arrive, whatever the rows."""
+    waiting_s: float
+    """The host launches as many kernels for a small batch as for a large one."""
+
+    @property
+    def total_s(self) -> float:
+        return self.optimizer_s + self.casts_s + self.narrow_s + self.waiting_s
+
+
+def batch_too_small(case: Case) -> Finding | None:
+    """Fires where a considerable share of the step does not grow with the batch and a larger batch fits."""
+    spec, step_s = case.spec, case.step_s
+    if spec is None or step_s is None or spec.model.kind == "factory":
+        return None
+    fixed = _fixed(case)
+    factor = _factor(case)
+    if factor is None or fixed.total_s <= CONSIDERABLE * step_s:
+        return None
+    saves_s = fixed.total_s * (1 - 1 / factor)
+    fields = {"batch": str(spec.batch * factor)}
+    parts = [Evidence(what="optimizer", value=fixed.optimizer_s, unit="s")]
+    if case.profile is not None:
+        parts.append(Evidence(what="casts of weights", value=fixed.casts_s, unit="s"))
+        parts.append(Evidence(what="products bound by their weights' bytes", value=fixed.narrow_s, unit="s"))
+        parts.append(Evidence(what="waiting for the host", value=fixed.waiting_s, unit="s"))
+    listed = ", ".join(f"{part.what} {format_time(part.value)}" for part in parts if part.value)
+    return Finding(
+        kind="batch_too_small",
+        title=f"{format_percent(fixed.total_s / step_s)} of the step would be the same for a larger batch",
+        saw=(
+            f"Of {format_time(step_s)} for {spec.tokens} tokens, {format_time(fixed.total_s)} do not depend on the "
+            f"batch: {listed}."
+        ),
+        why=(
+            "The weights are updated, cast and read once a step, however many tokens it has. With few tokens that is a "
+            "large part of each token's cost, and the matmuls wait for weights more than they multiply."
+        ),
+        change=command(spec, fields),
+        note="a larger batch is another training: look at the learning rate",
+        evidence=(Evidence(what="step, unprofiled", value=step_s, unit="s"), *parts),
+        saves_s=saves_s,
+        prediction=(
+            f"For the tokens of one step as it is now, {factor} times as many being in a step: {format_time(step_s)} "
+            f"become {format_time(step_s - saves_s)}, {step_s / (step_s - saves_s):.2f} times the tokens a second. "
+            f"Left out: larger matmuls are also more efficient.{_memory(case, factor)}"
+        ),
+        fields=fields,
+    )
+
+
+def _fixed(case: Case) -> _Fixed:
+    profile = case.profile
+    return _Fixed(
+        optimizer_s=case.phase_s("optimizer") or 0.0,
+        casts_s=case.ops_s(profile, weight_cast_ops(profile)) if profile else 0.0,
+        narrow_s=_narrow_s(case, profile) if profile else 0.0,
+        waiting_s=wait_s(case, profile, model_phases(profile)) if profile and is_launch_bound(case, profile) else 0.0,
+    )
+
+
+def _narrow_s(case: Case, profile: Profile) -> float:
+    """Products of fewer FLOPs a byte than the device does in the time a byte takes: memory bounds them."""
+    streaming, found_s = case.rates.streaming(), 0.0
+    for op in profile.ops:
+        peak = case.rates.peak(op.dtype) if op.category == "matmul" and "bmm" not in op.name else None
+        if peak and streaming and op.flops and op.moved_bytes:
+            narrow = op.flops / peak.per_s < op.moved_bytes / streaming.per_s
+            found_s += op.device_s if narrow else 0.0
+    return case.per_step(profile, found_s)
+
+
+def _factor(case: Case) -> int | None:
+    memory = case.run.memory
+    peak = memory.peak("step") if memory else None
+    if memory is None or memory.total_bytes is None or peak is None:
+        return FACTORS[-1]
+    fitting = (f for f in FACTORS if f * peak.peak_allocated_bytes <= FITS * memory.total_bytes)
+    return next(fitting, None)
+
+
+def _memory(case: Case, factor: int) -> str:
+    peak = case.run.memory.peak("step") if case.run.memory else None
+    if peak is None:
+        return " Whether it fits is not known: the record has no peak of memory."
+    return f" It needs at most {format_bytes(factor * peak.peak_allocated_bytes)}."

@@ -1,0 +1,110 @@
+"""The run under diagnosis, and the figures that several diagnoses take from it. All times are a step's.
+
+Two clocks meet here. A profiler slows the host and hardly the device: what kernels took is from the profile, how long
+a step takes only from the timing, which was made without a profiler.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from steplab.explain.rates import Rates, rates_of
+from steplab.records.ceilings import Ceilings
+from steplab.records.profile import OpStats, PhaseTime, Profile
+from steplab.records.run import Run
+from steplab.records.timing import find_phase
+from steplab.specs.step import StepSpec
+from steplab.units import format_time
+
+AUTOCAST = ("bf16", "fp16")
+"""Precisions that compute on low-precision copies of fp32 weights."""
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record the model's launches once and replay them."""
+_INDUCTOR = re.compile(r"triton_(poi|red|per|tem)_")
+"""Names of the kernels that torch.compile generates."""
+WORTH_TELLING = 0.01
+"""Least share of a step that a finding must predict to save, where it has no threshold of its own: repeated
+measurements of one step differ by about as much."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A run, and the rates of its device."""
+
+    run: Run
+    rates: Rates
+
+    @property
+    def spec(self) -> StepSpec | None:
+        """What was asked; None where no spec decides the step: a trace, a loop, a factory's whole step of one's own."""
+        spec = self.run.spec
+        whole_step = spec is not None and spec.model.kind == "factory" and self.run.model is None
+        return None if whole_step else spec
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the profiler saw; None if there was none."""
+        return self.run.profile
+
+    @property
+    def step_s(self) -> float | None:
+        """Median step, unprofiled; None where it was not timed."""
+        return self.phase_s("step")
+
+    def phase_s(self, name: str) -> float | None:
+        """Median of one phase, unprofiled."""
+        samples = find_phase(self.run.timing.back_to_back, name) if self.run.timing else None
+        return median(samples.best_s) if samples and samples.best_s else None
+
+    def per_step(self, profile: Profile, total_s: float) -> float:
+        """A total of the profile as seconds a step.
+
+        On a CPU the profiler slows what it measures, so its total is scaled to the time that a step takes without it.
+        """
+        seconds, window_s = total_s / profile.num_steps, profile.window_s / profile.num_steps
+        if profile.device == "cpu" and self.step_s is not None and window_s > self.step_s:
+            return seconds * self.step_s / window_s
+        return seconds
+
+    def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
+        """Time a step in which the device worked, in all phases or in these."""
+        return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
+
+    def length_s(self, profile: Profile) -> float:
+        """How long a step takes: unprofiled where it was timed, else as the profiler saw it."""
+        return self.step_s if self.step_s is not None else self.per_step(profile, profile.window_s)
+
+    def ops_s(self, profile: Profile, ops: Iterable[OpStats]) -> float:
+        """Device time a step of some operators."""
+        return self.per_step(profile, sum(op.device_s for op in ops))
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the model ran uncompiled, as far as the record says: a user's own may have compiled itself."""
+        if self.spec is not None and self.spec.compile != "off":
+            return False
+        return self.profile is None or not any(_INDUCTOR.match(kernel.name) for kernel in self.profile.kernels)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether attention is known to be causal: the built-in sizes and transformers' language models are."""
+        return self.spec is not None and self.spec.model.kind in ("transformer", "hf")
+
+    def host_limit(self, profile: Profile, saves_s: float) -> str:
+        """A sentence of warning where the host might not keep up with a step that much shorter; '' where it will."""
+        host = [p.host_s for p in profile.phases if p.host_s is not None]
+        if profile.device != "cuda" or not host:
+            return ""
+        host_s, after_s = sum(host) / profile.num_steps, self.length_s(profile) - saves_s
+        if after_s >= host_s:
+            return ""
+        return (
+            f" Under the profiler the host took {format_time(host_s)} to launch a step, and less without it: where "
+            f"that is more than the {format_time(after_s)} predicted, the host becomes the limit."
+        )
+
+
+def case_of(run: Run, ceilings: Ceilings | None) -> Case:
+    """The case of a run; `ceilings` are used where the catalogue does not know the run's device."""
+    return Case(run=run, rates=rates_of(run, ceilings))

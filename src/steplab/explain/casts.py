@@ -1,0 +1,30 @@
+"""Copies of weights to low precision, found among a profile's operators."""
+
+from steplab.explain.shapes import shapes_of
+from steplab.records.profile import OpStats, Profile
+
+_LOW = ("bf16", "fp16")
+
+
+def weight_cast_ops(profile: Profile) -> list[OpStats]:
+    """Copies between fp32 and low precision of a matrix: weights have two dimensions where activations have three.
+
+    Forward they go down and backward, as gradients, up. The logits, which a loss may flatten to two, go the other way
+    round, so the direction tells them apart.
+    """
+    return [op for op in profile.ops if op.category == "copy" and _is_cast(op)]
+
+
+def cast_bytes(op: OpStats) -> float:
+    """Bytes that all calls of a cast read and write."""
+    return op.calls * sum(shape.size_bytes or 0 for shape in shapes_of(op))
+
+
+def _is_cast(op: OpStats) -> bool:
+    shapes = shapes_of(op)
+    if len(shapes) != 2 or shapes[0].sizes != shapes[1].sizes or len(shapes[0].sizes) != 2:
+        return False
+    # copy_(to, from); Inductor's kernels name what they read first.
+    to, source = reversed(shapes) if op.name.startswith("triton_") else shapes
+    down, up = to.dtype in _LOW and source.dtype == "fp32", to.dtype == "fp32" and source.dtype in _LOW
+    return up if op.phase == "backward" else down

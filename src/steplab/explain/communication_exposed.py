@@ -1,0 +1,48 @@
+"""Collectives that nothing runs beside."""
+
+from steplab.explain.case import Case
+from steplab.records.finding import Evidence, Finding
+from steplab.units import format_percent, format_time
+
+CONSIDERABLE = 0.05
+"""Least share of the step: what cannot overlap (the last bucket of gradients) is a few per cent."""
+
+
+def communication_exposed(case: Case) -> Finding | None:
+    """Fires where collectives run for a considerable share of the step with no computation beside them."""
+    profile = case.profile
+    if profile is None or profile.communication is None:
+        return None
+    seen = profile.communication
+    total_s, exposed_s = (case.per_step(profile, seconds) for seconds in (seen.total_s, seen.exposed_s))
+    length_s = case.length_s(profile)
+    if exposed_s <= CONSIDERABLE * length_s:
+        return None
+    return Finding(
+        kind="communication_exposed",
+        title=f"Communication that nothing hides takes {format_percent(exposed_s / length_s)} of the step",
+        saw=(
+            f"Collectives run for {format_time(total_s)} a step, {format_time(exposed_s)} of it "
+            f"({format_percent(seen.exposed_s / seen.total_s)}) with no computation beside them."
+        ),
+        why=(
+            "GPUs that train together exchange gradients or weights, over links far slower than their memory. What is "
+            "sent while something is computed costs little; what the GPU waits for is lost."
+        ),
+        change="DistributedDataParallel(model, bucket_cap_mb=100)",
+        note=(
+            "gradients are sent as they arise: larger buckets if there are many, smaller ones if the last is late; "
+            "FSDP2 has set_modules_to_forward_prefetch; fewer bytes with bf16 gradients, less often with gradient "
+            "accumulation"
+        ),
+        evidence=(
+            Evidence(what="collectives", value=total_s, unit="s"),
+            Evidence(what="overlapped with computation", value=total_s - exposed_s, unit="s"),
+            Evidence(what="exposed", value=exposed_s, unit="s"),
+        ),
+        saves_s=exposed_s,
+        prediction=(
+            "At most: all of it hidden. Collectives under computation slow it, by the SMs and the memory bandwidth "
+            "they take, and a rank that is late makes the others' collectives look long."
+        ),
+    )

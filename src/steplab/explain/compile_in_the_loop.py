@@ -1,0 +1,68 @@
+"""Compilation among the steps that count."""
+
+from statistics import median
+
+from steplab.explain.case import CUDA_GRAPHS, Case
+from steplab.records.finding import Evidence, Finding
+from steplab.units import format_time
+
+MANY_TIMES = 5.0
+"""A step so many medians long did something that the others did not."""
+LEAST_S = 0.3
+"""And by so much longer: compiling a graph takes longer than that, a hiccup of the machine rarely does."""
+_COMPILING = "dynamo_timed"
+"""In the names of the ranges that torch marks its compilation with; `TorchDynamo Cache Lookup`, `Torch-Compiled Region`
+and `CompiledFunction` are the running of what is compiled."""
+
+
+def compile_in_the_loop(case: Case) -> Finding | None:
+    """Fires where a measured step of a compiled model took as long as a compilation, or where the profiler saw one."""
+    spec = case.spec
+    step = case.run.timing.phase("step") if case.run.timing else None
+    late_s: list[float] = []
+    if spec is not None and spec.compile != "off" and step is not None and step.best_s:
+        middle_s = median(step.best_s)
+        late_s = [s - middle_s for s in step.best_s if s > MANY_TIMES * middle_s and s - middle_s > LEAST_S]
+    seen = _ranges_of_compilation(case)
+    if not late_s and not seen:
+        return None
+    graphs = ", or recorded its CUDA graphs," if spec and spec.compile in CUDA_GRAPHS else ""
+    saw = []
+    if late_s and step:
+        saw.append(
+            f"{len(late_s)} of {len(step.best_s)} measured steps took up to {format_time(max(late_s))} longer than the "
+            f"median: the model was compiled again{graphs} in the loop."
+        )
+    if seen:
+        saw.append(f"The profiler saw torch compile within the profiled steps: {seen[0]}.")
+    saves_s = sum(late_s) / len(step.best_s) if late_s and step else None
+    return Finding(
+        kind="compile_in_the_loop",
+        title="The model is compiled again while it trains",
+        saw=" ".join(saw),
+        why=(
+            "torch.compile guards what it has compiled: a new shape, dtype or Python value makes it compile once more, "
+            "which takes seconds, and after eight times it gives up and runs eagerly. The median hides it, the length "
+            "of a training does not."
+        ),
+        change='TORCH_LOGS="recompiles" names the guard that failed',
+        note="pad batches to one shape, or torch.compile(model, dynamic=True); warm up with every shape that will come",
+        evidence=tuple(Evidence(what="longer than the median step", value=s, unit="s") for s in late_s)
+        or (Evidence(what="ranges of compilation in the profile", value=len(seen), unit=""),),
+        saves_s=saves_s,
+        prediction=(
+            "What those steps took beyond the median, spread over the measured steps; over a long training it is less "
+            "a step if it happens only once."
+            if late_s
+            else "How long the compilation took is not in the profile's sums."
+        ),
+    )
+
+
+def _ranges_of_compilation(case: Case) -> list[str]:
+    profile = case.profile
+    if profile is None:
+        return []
+    names = [op.name for op in profile.ops] + [op.range for op in profile.ops]
+    names += [kernel.range for kernel in profile.kernels] + [call.range for call in profile.host_calls]
+    return sorted({name for name in names if _COMPILING in name})

@@ -1,0 +1,87 @@
+"""Matrix products in fp32 without TF32."""
+
+import re
+
+from steplab.explain.case import Case
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import OpStats, Profile
+from steplab.units import format_percent, format_time, three_digits
+
+CONSIDERABLE = 0.10
+"""Least share of the device's time in such products: what is not matmul is not helped."""
+
+_WITHOUT_TF32 = re.compile(r"simt|sgemm|ffma", re.IGNORECASE)
+"""In the names of CUTLASS's and cuBLAS's kernels that multiply fp32 outside the tensor cores."""
+_WITH_TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
+_FIRST_WITH_TF32 = 8
+"""Major compute capability of Ampere."""
+_AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNORECASE)
+"""In the names of kernels that no older GPU runs, for traces that do not say the device."""
+
+
+def fp32_matmul(case: Case) -> Finding | None:
+    """Fires where products in full fp32 take a considerable share of the time of a GPU that has TF32."""
+    profile = case.profile
+    if profile is None or profile.device != "cuda" or not _has_tf32(case, profile):
+        return None
+    if case.spec is not None and case.spec.precision != "fp32":
+        return None
+    if case.spec is None and not _names_show_it(profile):
+        return None
+    ops = [op for op in profile.ops if op.category == "matmul" and op.dtype == "fp32"]
+    now_s, busy_s = case.ops_s(profile, ops), case.busy_s(profile)
+    if now_s <= CONSIDERABLE * busy_s:
+        return None
+    fields = {"precision": "tf32"} if case.spec else {}
+    saves_s, prediction = _gain(case, profile, ops)
+    own = 'torch.set_float32_matmul_precision("high")'
+    return Finding(
+        kind="fp32_matmul",
+        title=f"Matmuls in full fp32 take {format_percent(now_s / busy_s)} of the GPU's work",
+        saw=f"Products of fp32 tensors without TF32 take {format_time(now_s)} of {format_time(busy_s)} a step.",
+        why=(
+            "Tensor cores, the part of the GPU that makes matmuls fast, do not multiply full fp32. With TF32 they take "
+            "fp32 tensors, round each factor to 10 bits of mantissa (of 23) and add up in fp32, which training rarely "
+            "notices."
+        ),
+        change=command(case.spec, fields) if case.spec else own,
+        note=("" if not case.spec else f"in your own code {own}; ")
+        + "bf16 autocast goes further: twice the peak again, and half the bytes, with 8 bits of mantissa",
+        evidence=(
+            Evidence(what="fp32 matmul", value=now_s, unit="s"),
+            Evidence(what="device busy", value=busy_s, unit="s"),
+        ),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def _has_tf32(case: Case, profile: Profile) -> bool:
+    device = case.run.environment.device if case.run.environment else None
+    if device is None or device.compute_capability is None:
+        return case.rates.peak("tf32") is not None or any(_AMPERE_OR_LATER.search(k.name) for k in profile.kernels)
+    return int(device.compute_capability.partition(".")[0]) >= _FIRST_WITH_TF32
+
+
+def _names_show_it(profile: Profile) -> bool:
+    names = {kernel.name for kernel in profile.kernels if kernel.category == "matmul"}
+    return any(map(_WITHOUT_TF32.search, names)) and not any(map(_WITH_TF32.search, names))
+
+
+def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | None, str]:
+    """Each product is faster by the ratio of the peaks, until memory limits it."""
+    fp32, tf32, streaming = case.rates.peak("fp32"), case.rates.peak("tf32"), case.rates.streaming()
+    if fp32 is None or tf32 is None or streaming is None:
+        return None, "The device's peaks in fp32 and TF32 are not known; their ratio is 7 to 8 on A100 and later."
+    ratio = tf32.per_s / fp32.per_s
+    # A product that memory bounds now already stays as it is.
+    after_s = sum(min(op.device_s, max(op.device_s / ratio, (op.moved_bytes or 0) / streaming.per_s)) for op in ops)
+    saves_s = case.ops_s(profile, ops) - case.per_step(profile, after_s)
+    return saves_s, (
+        f"Each product shorter by the ratio of the peaks, {three_digits(ratio)} ({tf32.source}; {fp32.source}), but no "
+        f"shorter than its tensors take at {streaming.source}. That TF32 reaches the same share of its peak as fp32 "
+        "holds for large products (0.77 and 0.76 on an H200 at 8192), not for small ones."
+        + case.host_limit(profile, saves_s)
+    )

@@ -1,0 +1,102 @@
+"""Attention heads of a width that kernels must pad."""
+
+from steplab.explain.case import Case
+from steplab.explain.shapes import shapes_of
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
+from steplab.units import format_percent, format_time
+
+ALIGNED = 8
+"""Elements of bf16 in 16 bytes, the least that tensor-core kernels load at a time."""
+KERNEL_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
+"""Head dimensions that fused attention kernels are compiled for (torch's FlashAttention-2 has 32, 64, 96, 128, 192 and
+256); a head in between is computed as the next wider."""
+
+
+def head_dimension(case: Case) -> Finding | None:
+    """Fires for heads that fused attention pads, where attention is fused; else for a width that no tensor-core kernel
+    loads whole. Plain attention multiplies any multiple of 8 without padding worth the name, and is silent."""
+    spec, profile = case.spec, case.profile
+    width = _from_spec(case)
+    fused = spec is not None and spec.attention not in ("plain", "sdpa_math")
+    if width is None:
+        width, fused = _from_ops(profile), True
+    if width is None:
+        return None
+    padded = next((known for known in KERNEL_WIDTHS if known >= width), width)
+    if width % ALIGNED == 0 and (padded == width or not fused):
+        return None
+    evidence = [Evidence(what="head dimension", value=width, unit="")]
+    saves_s, prediction = None, "A profile of the step tells how much of it attention is."
+    saw = f"Each attention head is {width} wide"
+    if fused and padded != width:
+        evidence.append(Evidence(what="computed as", value=padded, unit=""))
+        saw += f", computed as {padded}: {format_percent(1 - width / padded)} of the work is on zeros."
+        attention_s = case.per_step(profile, profile.category_s("attention")) if profile else 0.0
+        if profile and attention_s:
+            saves_s = attention_s * (1 - width / padded)
+            evidence.append(Evidence(what="fused attention", value=attention_s, unit="s"))
+            saw += f" Fused attention takes {format_time(attention_s)} a step."
+            prediction = (
+                f"The same time a FLOP without the padding: {width} of {padded}. Left out: fewer heads also need fewer "
+                "exponentials. Kernels that take this width as it is gain nothing."
+            )
+    else:
+        saw += f", no multiple of {ALIGNED}."
+        prediction = "How much slower the kernels for such widths are is not known here."
+    fields = _whole_heads(case, width)
+    return Finding(
+        kind="head_dimension",
+        title=f"A head dimension of {width} does not suit the kernels",
+        saw=saw,
+        why=(
+            "Attention kernels are compiled for a few widths and tensor cores multiply blocks of fixed size. A head in "
+            "between is filled up with zeros, which take as long to multiply as numbers."
+        ),
+        change=command(spec, fields)
+        if spec and fields
+        else f"choose the number of heads so that each is {' or '.join(map(str, _good(width)))} wide",
+        note="this is another model: as many parameters, in heads of another number and width",
+        evidence=tuple(evidence),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def _good(width: int) -> tuple[int, ...]:
+    """The widths of 64 and 128, nearest first."""
+    return tuple(sorted((64, 128), key=lambda good: abs(good - width)))
+
+
+def _whole_heads(case: Case, width: int) -> dict[str, str]:
+    shape = case.spec.model.shape if case.spec else None
+    for good in _good(width):
+        if shape and case.spec and case.spec.model.kind == "transformer" and shape.d_model % good == 0:
+            return {"model.num_heads": str(shape.d_model // good)}
+    return {}
+
+
+def _from_spec(case: Case) -> int | None:
+    model = case.spec.model if case.spec else None
+    if model and model.shape:
+        return model.shape.head_dim if model.shape.num_heads else None
+    config = (model.hf_config if model else None) or {}
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        return None
+    if isinstance(text.get("head_dim"), int):
+        return int(text["head_dim"])
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def _from_ops(profile: Profile | None) -> int | None:
+    """Last size of the queries of a fused attention operator: [batch, heads, tokens, width], or heads and tokens the
+    other way round."""
+    for op in profile.ops if profile else ():
+        shapes = shapes_of(op)
+        if op.category == "attention" and op.name.startswith("aten::") and shapes and len(shapes[0].sizes) == 4:
+            return shapes[0].sizes[-1]
+    return None

@@ -1,0 +1,111 @@
+"""The host waits for the device within the step."""
+
+import re
+
+from steplab.explain.case import WORTH_TELLING, Case
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import OUTSIDE, HostCallStats, Profile
+from steplab.units import format_percent, format_time
+
+_WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")
+_COPY = re.compile(r"Memcpy")
+_ASYNCHRONOUS = re.compile(r"Pinned")
+"""In the names of copies to and from page-locked memory, for which the host does not wait."""
+_OF_A_PROFILER = re.compile(r"^(cuda|hip)DeviceSynchronize")
+_READS_BACK = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero")
+_NUM_NAMED = 3
+
+
+def host_copies_and_syncs(case: Case) -> Finding | None:
+    """Fires where the host synchronises with the GPU, or copies to or from it, once a step or oftener, and the GPU is
+    then idle because nothing has been launched."""
+    profile = case.profile
+    if profile is None or profile.device != "cuda":
+        return None
+    calls = [call for call in profile.host_calls if _counts(call)]
+    # Reading a number back is a copy and a synchronisation, and one wait.
+    copies = sum(call.calls for call in calls if _COPY.search(call.name))
+    count = max(copies, sum(call.calls for call in calls) - copies) / profile.num_steps
+    if count < 1:
+        return None
+    idle_s = _idle_after_s(case, profile, {call.phase for call in calls})
+    if idle_s <= WORTH_TELLING * case.length_s(profile):
+        return None
+    reads = sum(op.calls for op in profile.ops if op.name in _READS_BACK) / profile.num_steps
+    change, note, fields = _change(case, calls)
+    return Finding(
+        kind="host_copies_and_syncs",
+        title=f"The CPU waits for the GPU {count:.3g} times a step",
+        saw=(
+            f"{_most(profile, calls)}. The GPU is idle for {format_time(idle_s)} a step "
+            f"({format_percent(idle_s / case.length_s(profile))}) in the phases of these calls and in those that "
+            "follow them, because nothing has been launched."
+        ),
+        why=(
+            "The CPU normally runs ahead and keeps a queue of kernels before the GPU. Where it needs a number from the "
+            "GPU, such as a loss to print, it waits until the queue has drained, and then the GPU waits in turn until "
+            "the CPU has launched again."
+        ),
+        change=change,
+        note=note,
+        evidence=(
+            Evidence(what="waits of the host for the device", value=count, unit=""),
+            Evidence(what="read back by the step's operators (.item() and the like)", value=reads, unit=""),
+            Evidence(what="host time in them", value=sum(call.total_s for call in calls) / profile.num_steps, unit="s"),
+            Evidence(what="idle while the host launches, in their phases and the next", value=idle_s, unit="s"),
+        ),
+        saves_s=idle_s,
+        prediction=(
+            "At most that idle time: a step that is launch-bound anyway would wait all the same. The host's own time "
+            "in the calls is no loss, it is spent waiting for work that has to be done."
+        ),
+        fields=fields,
+    )
+
+
+def _most(profile: Profile, calls: list[HostCallStats]) -> str:
+    """The commonest of the calls, each with the place it is made most from."""
+    places: dict[str, dict[str, int]] = {}
+    for call in calls:
+        by_place = places.setdefault(call.name, {})
+        place = call.range.rpartition(".")[2] or call.phase
+        by_place[place] = by_place.get(place, 0) + call.calls
+    commonest = sorted(places.items(), key=lambda item: -sum(item[1].values()))[:_NUM_NAMED]
+    told = []
+    for name, by_place in commonest:
+        a_step, place = sum(by_place.values()) / profile.num_steps, max(by_place, key=lambda where: by_place[where])
+        told.append(f"{name}, {a_step:.3g} a step, most in {place}")
+    return "; ".join(told)
+
+
+def _counts(call: HostCallStats) -> bool:
+    """A profiler synchronises once itself when it ends, after the step."""
+    own = call.phase == OUTSIDE and call.calls <= 1 and _OF_A_PROFILER.match(call.name)
+    return bool(_WAITS.match(call.name)) and not own and not _ASYNCHRONOUS.search(call.name)
+
+
+def _idle_after_s(case: Case, profile: Profile, of: set[str]) -> float:
+    """Idle time of phases with such calls and of those that follow them, the first following the last; no more than
+    the unprofiled step is idle."""
+    phases = [phase.phase for phase in profile.phases]
+    after = {phases[(number + 1) % len(phases)] for number, name in enumerate(phases) if name in of}
+    if of - set(phases):  # a phase in which nothing ran on the device, so that the next step feels it
+        after.add(phases[0])
+    idle_s = case.per_step(profile, sum(p.host_bound_s for p in profile.phases if p.phase in of | after))
+    if case.step_s is None:
+        return idle_s
+    return min(idle_s, max(0.0, case.step_s - case.busy_s(profile)))
+
+
+def _change(case: Case, calls: list[HostCallStats]) -> tuple[str, str, dict[str, str]]:
+    spec = case.spec
+    if spec is not None and spec.precision == "fp16" and any(call.phase == "optimizer" for call in calls):
+        fields = {"precision": "bf16"}
+        why = "fp16's gradient scaler asks the GPU in each step whether a gradient overflowed; bf16 needs none"
+        return command(spec, fields), why, fields
+    return (
+        "keep numbers on the GPU: total_loss += loss.detach(), and .item() only every hundredth step",
+        "copy batches with pin_memory=True and .to(device, non_blocking=True); no .cpu(), print or `if` on a tensor",
+        {},
+    )

@@ -1,0 +1,109 @@
+"""The device waits for the host to launch kernels."""
+
+from steplab.explain.case import CUDA_GRAPHS, Case
+from steplab.explain.chains import chains
+from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
+from steplab.units import format_percent, format_time
+
+
+def launch_bound(case: Case) -> Finding | None:
+    """Fires where the host keeps the device idle for a considerable share of forward and backward.
+
+    The profiler slows the host, so what it shows is confirmed by the unprofiled time where there is one.
+    """
+    profile = case.profile
+    if profile is None or not waits_for_host(case, profile):
+        return None
+    waiting_s = wait_s(case, profile, model_phases(profile))
+    change, note, fields = _change(case) if is_launch_bound(case, profile) else _SLOW_HOST
+    fuses = case.is_eager and bool(fields)
+    fused_s = case.per_step(profile, sum(chain.saves_s for chain in chains(profile))) if fuses else 0.0
+    return Finding(
+        kind="launch_bound",
+        title=f"The GPU waits for the CPU, {format_percent(waiting_s / case.length_s(profile))} of the step",
+        saw=_saw(case, profile, waiting_s),
+        why=(
+            "The CPU tells the GPU what to run next, a few microseconds a kernel. Where kernels end sooner than the "
+            "next ones are told, the GPU is idle, and a faster GPU or a smaller dtype changes nothing."
+        ),
+        change=change,
+        note=note,
+        evidence=_evidence(case, profile, waiting_s, fused_s),
+        saves_s=waiting_s + fused_s,
+        prediction=_prediction(case, waiting_s, fused_s, replays=change != _SLOW_HOST[0]),
+        fields=fields,
+    )
+
+
+_SLOW_HOST: tuple[str, str, dict[str, str]] = (
+    "record the host with Python stacks: torch.profiler.profile(with_stack=True)",
+    "each launch comes later than launching alone explains: look for data loading, .item(), and Python in the step",
+    {},
+)
+
+
+def _change(case: Case) -> tuple[str, str, dict[str, str]]:
+    """reduce-overhead, and not default: it records a pass as one CUDA graph, whose launch is one call, where default
+    leaves a launch for each kernel it could not fuse."""
+    own = 'model = torch.compile(model, mode="reduce-overhead")'
+    shapes = "one launch replays all kernels of a pass; inputs must keep their shapes, and the graphs hold their memory"
+    if case.spec is None:
+        return own, shapes, {}
+    if case.spec.compile in CUDA_GRAPHS:
+        more = {"batch": str(2 * case.spec.batch)}
+        return command(case.spec, more), "the model runs from CUDA graphs already: give each kernel more to do", {}
+    fields = {"compile": "reduce-overhead"}
+    return command(case.spec, fields), f"in your own code {own}: {shapes}", fields
+
+
+def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
+    told = (
+        "Under the profiler the next kernel was not yet launched for "
+        f"{format_time(profiled_wait_s(case, profile, model_phases(profile)))} of a step of "
+        f"{format_time(profile.window_s / profile.num_steps)}, with {profile.num_launches / profile.num_steps:.0f} "
+        "launches."
+    )
+    if case.step_s is None:
+        return told + " The step was not timed without a profiler, which slows the host: the real share is smaller."
+    return told + (
+        f" Without it a step takes {format_time(case.step_s)}, and the device works for "
+        f"{format_time(case.busy_s(profile))} of it; in forward and backward it waits for {format_time(waiting_s)}."
+    )
+
+
+def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) -> tuple[Evidence, ...]:
+    idle = tuple(
+        Evidence(
+            what=f"idle while the host launches, {phase.phase}, under the profiler",
+            value=profiled_wait_s(case, profile, [phase]),
+            unit="s",
+        )
+        for phase in model_phases(profile)
+    )
+    step = (Evidence(what="step, unprofiled", value=case.step_s, unit="s"),) if case.step_s is not None else ()
+    fused = (Evidence(what="device time that fusing saves besides", value=fused_s, unit="s"),) if fused_s else ()
+    return (
+        *idle,
+        *step,
+        Evidence(what="device busy", value=case.busy_s(profile), unit="s"),
+        Evidence(what="launches", value=profile.num_launches / profile.num_steps, unit=""),
+        Evidence(what="waiting in forward and backward", value=waiting_s, unit="s"),
+        *fused,
+    )
+
+
+def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool) -> str:
+    if case.step_s is None:
+        return "At most the idle time while the host launches, as profiled: the profiler itself made part of it."
+    if not replays:
+        return "At most: all of the waiting gone."
+    told = (
+        f"The unprofiled forward and backward less the time the device works in them, {format_time(waiting_s)}: a "
+        "replayed graph waits for nobody. "
+    )
+    if fused_s:
+        told += f"Compiling also fuses, which saves {format_time(fused_s)} of device time (see fusable_elementwise). "
+    return told + "Left out: gaps of about a microsecond between the kernels of a graph, and copying inputs into it."

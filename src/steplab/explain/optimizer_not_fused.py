@@ -1,0 +1,137 @@
+"""An optimizer that passes over its state many times."""
+
+import re
+
+from steplab.explain.case import Case
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
+from steplab.units import format_bytes, format_time
+
+FUSED_BYTES = 28
+"""Bytes AdamW must move for a parameter in fp32: reads of parameter, gradient and two moments, writes of all but the
+gradient, 4 bytes each."""
+STEPWISE_BYTES = 80
+"""Bytes it moves operator by operator, as torch's foreach and loop do: decay 8, first moment 12 (lerp), second moment
+8 + 12 (mul, addcmul), root 8, correction 8, epsilon 8, update 16 (addcdiv)."""
+MANY_KERNELS = 50
+"""Kernels of an optimizer step from which a foreign trace's counts as not fused: fused AdamW needs one for some
+thirty to a hundred tensors, the others about eight for each such group, or for each tensor."""
+CONSIDERABLE = 0.01
+"""Least share of the step that must be saved: the change is one word."""
+
+_IN_CODE = "torch.optim.AdamW(..., fused=True)"
+_NOT_FUSED = ("adamw_loop", "adamw_foreach")
+_SMALL = ("elementwise", "optimizer", "reduction", "other")
+_FUSED = re.compile(r"_?fused_?(adam|optimizer)", re.IGNORECASE)
+_ADAM = re.compile(r"addcdiv")
+"""In the name of the last operation of Adam's step, parameter += first moment / root of the second; SGD has none."""
+
+
+def optimizer_not_fused(case: Case) -> Finding | None:
+    """Fires for AdamW as a loop or as foreach, and for a foreign trace whose Adam step is many small kernels."""
+    if case.spec is not None:
+        return _from_spec(case)
+    return _from_kernels(case, case.profile) if case.profile is not None else None
+
+
+def _from_spec(case: Case) -> Finding | None:
+    """The step's time is known, and so is what AdamW must move: no profile is needed."""
+    spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
+    streaming = case.rates.streaming()
+    if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:
+        return None
+    saves_s, step_s, prediction = None, case.step_s, "The memory bandwidth of the device is not known."
+    moved = None
+    if model is not None:
+        moved = model.num_parameters * FUSED_BYTES * (0.5 if spec.precision == "bf16_pure" else 1.0)
+    if moved is not None and streaming is not None:
+        saves_s = max(0.0, now_s - moved / streaming.per_s)
+        if step_s is not None and saves_s <= CONSIDERABLE * step_s:
+            return None
+        prediction = (
+            f"Fused, the step moves {format_bytes(moved)} once, in {format_time(now_s - saves_s)} at "
+            f"{streaming.source}."
+        )
+    fields = {"optimizer": "adamw_fused"}
+    evidence = [Evidence(what="optimizer step, unprofiled", value=now_s, unit="s")]
+    if moved is not None:
+        evidence.append(Evidence(what="bytes AdamW must move", value=moved, unit="B"))
+    if case.profile is not None and (phase := case.profile.phase("optimizer")):
+        kernels = phase.num_kernels / case.profile.num_steps
+        evidence.append(Evidence(what="kernels of an optimizer step", value=kernels, unit=""))
+    return _finding(
+        saw=f"The optimizer ({spec.optimizer}) takes {format_time(now_s)} a step"
+        + (f", to update what is {format_bytes(moved)} of reading and writing." if moved is not None else "."),
+        change=command(spec, fields),
+        note=f"in your own code {_IN_CODE}",
+        evidence=tuple(evidence),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def _from_kernels(case: Case, profile: Profile) -> Finding | None:
+    phase = profile.phase("optimizer")
+    kernels = [k for k in profile.kernels if k.phase == "optimizer" and k.category in _SMALL]
+    num_kernels = sum(kernel.calls for kernel in kernels) / profile.num_steps
+    if phase is None or profile.device != "cuda" or num_kernels < MANY_KERNELS:
+        return None
+    names = {k.name for k in kernels} | {op.name for op in profile.ops if op.phase == "optimizer"}
+    if any(map(_FUSED.search, names)):
+        return None
+    now_s, busy_s = case.per_step(profile, phase.window_s), case.busy_s(profile, [phase])
+    is_adam = any(map(_ADAM.search, names))
+    saves_s = now_s - busy_s * (FUSED_BYTES / STEPWISE_BYTES if is_adam else 1.0)
+    if saves_s <= CONSIDERABLE * case.length_s(profile):
+        return None
+    return _finding(
+        saw=(
+            f"The optimizer's step is {num_kernels:.0f} kernels, none of them fused: {format_time(now_s)} a step, "
+            f"the device busy for {format_time(busy_s)} of it."
+        ),
+        change=_IN_CODE if is_adam else "torch.optim.SGD(..., fused=True)  # or whatever optimizer it is",
+        note="Adam, AdamW, SGD and Adagrad of torch have fused=True; parameters must be floating-point and on the GPU",
+        evidence=(
+            Evidence(what="optimizer phase", value=now_s, unit="s"),
+            Evidence(what="device busy in it", value=busy_s, unit="s"),
+            Evidence(what="kernels of an optimizer step", value=num_kernels, unit=""),
+        ),
+        saves_s=saves_s,
+        prediction=(
+            f"Operator by operator Adam moves {STEPWISE_BYTES} bytes for an fp32 parameter, fused {FUSED_BYTES}: that "
+            "share of the busy time is left, and no waiting. Left out: gradient clipping, if it is part of the phase."
+            if is_adam
+            else "The device's idle time in the phase: one launch waits for nobody. What is moved is taken to stay."
+        ),
+        fields={},
+    )
+
+
+def _finding(
+    *,
+    saw: str,
+    change: str,
+    note: str,
+    evidence: tuple[Evidence, ...],
+    saves_s: float | None,
+    prediction: str,
+    fields: dict[str, str],
+) -> Finding:
+    return Finding(
+        kind="optimizer_not_fused",
+        title="The optimizer passes over its state many times",
+        saw=saw,
+        why=(
+            "An optimizer computes little and moves all of its state: it lasts as long as memory takes. Operator by "
+            "operator it reads and writes the same numbers about three times as often as one fused kernel, and "
+            "launches a kernel for each."
+        ),
+        change=change,
+        note=note,
+        evidence=evidence,
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )

@@ -1,0 +1,160 @@
+"""Attention whose scores are a tensor in memory."""
+
+from dataclasses import dataclass
+
+from steplab.explain.case import Case
+from steplab.explain.shapes import Shape, shapes_of, softmax_inputs
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import OpStats, Profile
+from steplab.units import format_bytes, format_count, format_percent, format_time
+
+CONSIDERABLE = 0.05
+"""Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
+fused kernel saves only part of them."""
+
+FUSED_SHARE = 0.2
+"""Share of the dense peak that fused attention reaches in bf16 and fp16, forward and backward together. Measured on an
+H200 with torch's FlashAttention-2, causal: 0.19 at 1024 tokens and head dimension 128, 0.24 at 4096 and 64; cuDNN's
+reaches up to 0.34, so the estimate is a low one."""
+
+FUSED_SHARE_FP32 = 0.5
+"""The same in fp32, of the peak outside the tensor cores. There is no FlashAttention in fp32; torch's memory-efficient
+kernel serves. An assumption: no measurement stands behind it yet."""
+
+BACKWARD_PRODUCTS = 5 / 4
+"""Products of a fused backward pass over those of a plain one: it computes the scores anew (Dao 2023, section 3.1)."""
+
+_PARTS = ("scores", "softmax", "values")
+_MATERIALISING = ("plain", "sdpa_math")
+_IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+_SMALLEST_CONTEXT = 16
+"""A softmax over fewer columns is not taken for one of attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """What attention took, over all profiled steps."""
+
+    ops: tuple[OpStats, ...]
+    """Everything that handled the scores."""
+    total_s: float
+    """Device time."""
+    where: str
+    """How they were recognised."""
+
+
+def scores_materialised(case: Case) -> Finding | None:
+    """Fires where scores, softmax and value product, each through memory, take a considerable share of the device's
+    time: by the ranges of plain attention, or by square inputs of a softmax where there are no such ranges."""
+    profile = case.profile
+    if profile is None:
+        return None
+    # A user's own model brings its own attention, of which the spec's field says nothing.
+    chosen = case.spec if case.spec and case.spec.model.kind != "factory" else None
+    if chosen is not None and chosen.attention not in _MATERIALISING:
+        return None
+    seen = _by_range(profile) or _by_shape(profile)
+    busy_s = case.busy_s(profile)
+    if seen is None:
+        return None
+    now_s = case.per_step(profile, seen.total_s)
+    if now_s <= CONSIDERABLE * busy_s:
+        return None
+    fields = {"attention": "sdpa"} if chosen else {}
+    saves_s, prediction = _gain(case, profile, seen, now_s)
+    moved = sum(op.moved_bytes or 0.0 for op in seen.ops) / profile.num_steps
+    flops = sum(op.flops or 0.0 for op in seen.ops if op.category == "matmul") / profile.num_steps
+    return Finding(
+        kind="scores_materialised",
+        title=f"Attention scores go through memory: {format_percent(now_s / busy_s)} of the device's work",
+        saw=(
+            f"Scores, softmax and value product ({seen.where}) take {format_time(now_s)} a step, move at least "
+            f"{format_bytes(moved)} and compute {format_count(flops).rstrip()}FLOP in matmuls."
+        ),
+        why=(
+            "The scores have context x context entries a head, far more than queries, keys and values together, and "
+            "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
+            "and under a causal mask skips the half that is thrown away."
+        ),
+        change=command(chosen, fields) if chosen else _IN_CODE,
+        note=f"in your own code {_IN_CODE}" if chosen else "is_causal=True only if it is",
+        evidence=(
+            Evidence(what="scores, softmax and values", value=now_s, unit="s"),
+            Evidence(what="device busy", value=busy_s, unit="s"),
+            Evidence(what="bytes they move at least", value=moved, unit="B"),
+            Evidence(what="FLOPs of their matmuls", value=flops, unit="FLOP"),
+        ),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def _by_range(profile: Profile) -> _Seen | None:
+    def inside(name: str) -> bool:
+        return name.rpartition(".")[2] in _PARTS
+
+    total_s = sum(kernel.total_s for kernel in profile.kernels if inside(kernel.range))
+    if not total_s:
+        return None
+    ops = tuple(op for op in profile.ops if inside(op.range))
+    return _Seen(ops=ops, total_s=total_s, where="by their ranges, backward included")
+
+
+def _by_shape(profile: Profile) -> _Seen | None:
+    """Operators over [heads, S, S], where a softmax runs over such a tensor: no activation has that many rows."""
+    square = next((s for s in softmax_inputs(profile) if _is_square(s)), None)
+    if square is None:
+        return None
+    context = square.sizes[-1]
+    heads = square.numel // context**2
+
+    def handles_scores(op: OpStats) -> bool:
+        shapes = [shape.sizes for shape in shapes_of(op)]
+        if any(len(s) > 2 and s[-2:] == (context, context) and _rows(s) == heads for s in shapes):
+            return True
+        if len(shapes) < 2 or op.category != "matmul" or len(shapes[-1]) != 3 or len(shapes[-2]) != 3:
+            return False
+        (m, n), batch = (shapes[-2][1], shapes[-1][2]), shapes[-1][0]
+        return (m, n) == (context, context) and batch == heads
+
+    ops = tuple(op for op in profile.ops if handles_scores(op))
+    where = f"by their shape, {heads} x {context} x {context}"
+    return _Seen(ops=ops, total_s=sum(op.device_s for op in ops), where=where)
+
+
+def _is_square(shape: Shape) -> bool:
+    sizes = shape.sizes
+    return len(sizes) > 2 and sizes[-1] == sizes[-2] >= _SMALLEST_CONTEXT
+
+
+def _rows(sizes: tuple[int, ...]) -> int:
+    rows = 1
+    for size in sizes[:-2]:
+        rows *= size
+    return rows
+
+
+def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[float | None, str]:
+    products = [op for op in seen.ops if op.category == "matmul" and op.flops]
+    if not products:
+        return None, "The record does not count the FLOPs of its products, so what a fused kernel needs is not known."
+    low_precision = any(op.dtype in ("bf16", "fp16") for op in products)
+    dtype = next(op.dtype for op in products if op.dtype in ("bf16", "fp16")) if low_precision else "fp32"
+    peak = case.rates.peak(dtype)
+    if peak is None:
+        return None, f"No {dtype} peak is known for the device, so what a fused kernel needs is not known."
+    share = FUSED_SHARE if low_precision else FUSED_SHARE_FP32
+    backward = sum(op.flops or 0.0 for op in products if op.phase == "backward")
+    forward = sum(op.flops or 0.0 for op in products) - backward
+    half = 0.5 if case.is_causal else 1.0
+    flops = half * (forward + BACKWARD_PRODUCTS * backward) / profile.num_steps
+    fused_s = flops / (share * peak.per_s)
+    masked = "half of the square, the rest being masked" if case.is_causal else "the whole square"
+    saves_s = max(0.0, now_s - fused_s)
+    return saves_s, (
+        f"A fused kernel computes {masked}, and five products for four in the backward pass: "
+        f"{format_count(flops).rstrip()}FLOP, in {format_time(fused_s)} at {share:g} of {peak.source}."
+        + case.host_limit(profile, saves_s)
+    )

@@ -1,0 +1,44 @@
+"""Tensors as a record writes them: 'bf16[2048, 768] bf16[768, 3072]' read back."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from steplab.records.profile import OpStats, Profile
+
+_TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
+_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """One input of an operator."""
+
+    dtype: str
+    """By the names of specs (fp32, bf16, fp16)."""
+    sizes: tuple[int, ...]
+    """Size of each dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes, dense; None for a type that is not floating-point."""
+        return self.numel * _BYTES[self.dtype] if self.dtype in _BYTES else None
+
+
+def shapes_of(op: OpStats) -> tuple[Shape, ...]:
+    """The tensors an operator got; empty where the record does not say."""
+    return tuple(
+        Shape(dtype=dtype, sizes=tuple(int(size) for size in sizes.split(",")))
+        for dtype, sizes in _TENSOR.findall(op.inputs)
+        if sizes.strip()
+    )
+
+
+def softmax_inputs(profile: Profile) -> list[Shape]:
+    """The tensors that softmax operators ran over, those of most time first."""
+    return [shape for op in profile.ops if op.category == "softmax" for shape in shapes_of(op)]

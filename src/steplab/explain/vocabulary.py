@@ -1,0 +1,78 @@
+"""The part of the model that deals with the vocabulary: the output head's products, and the loss."""
+
+import re
+from dataclasses import dataclass
+
+from steplab.explain.case import Case
+from steplab.explain.shapes import shapes_of
+from steplab.records.profile import OpStats, Profile
+
+_HEAD = re.compile(r"(^|\.)(head|lm_head|output_head|loss)$")
+"""Ranges of the output head and of the loss, in the built-in model, in transformers and in most others."""
+_LOG_SOFTMAX = re.compile(r"_log_softmax$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyPart:
+    """What the vocabulary costs; totals over all profiled steps."""
+
+    size: int
+    """Entries of the vocabulary."""
+    matmuls: tuple[OpStats, ...]
+    """Products with the output head's weight, forward and backward."""
+    matmul_s: float
+    """Their device time."""
+    loss_s: float
+    """Device time of everything else: cast, softmax, loss, and their gradients."""
+
+
+def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
+    """Entries of the vocabulary, by the spec or, for a foreign trace, by the loss's log-softmax over [tokens, V]."""
+    model = case.spec.model if case.spec else None
+    if model and model.shape:
+        return model.shape.vocab_size or None
+    config = (model.hf_config if model else None) or {}
+    text = config.get("text_config", config)
+    if isinstance(text, dict) and isinstance(text.get("vocab_size"), int):
+        return int(text["vocab_size"])
+    for op in profile.ops if profile else ():
+        shapes = shapes_of(op)
+        if _LOG_SOFTMAX.search(op.name) and shapes and len(shapes[0].sizes) == 2:
+            return shapes[0].sizes[-1]
+    return None
+
+
+def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
+    """What the vocabulary costs, by the ranges of head and loss or else by tensors of [.., V]; None where neither says.
+
+    The embedding's look-up and the optimizer's share of its weights are not in it.
+    """
+    size = vocabulary_size(case, profile)
+    if size is None:
+        return None
+    ops = [op for op in profile.ops if _HEAD.search(op.range)]
+    if not ops and not _is_ambiguous(case, size):
+        ops = [op for op in profile.ops if _has(op, size)]
+    matmuls = tuple(op for op in ops if op.category == "matmul")
+    if not matmuls:
+        return None
+    return VocabularyPart(
+        size=size,
+        matmuls=matmuls,
+        matmul_s=sum(op.device_s for op in matmuls),
+        loss_s=sum(op.device_s for op in ops if op.category != "matmul"),
+    )
+
+
+def _is_ambiguous(case: Case, size: int) -> bool:
+    """Whether something else of the model has the vocabulary's size, so that shapes do not tell them apart."""
+    spec = case.spec
+    shape = spec.model.shape if spec else None
+    return bool(spec and shape and size in (shape.d_model, shape.d_ff, spec.context, spec.tokens))
+
+
+def _has(op: OpStats, size: int) -> bool:
+    """Whether an operator outside of embedding and optimizer works on logits or on the head's weight."""
+    if op.category == "embedding" or op.phase == "optimizer" or "embedding" in op.name:
+        return False
+    return any(len(shape.sizes) > 1 and size in (shape.sizes[0], shape.sizes[-1]) for shape in shapes_of(op))

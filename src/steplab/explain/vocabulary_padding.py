@@ -1,0 +1,89 @@
+"""A vocabulary whose size does not suit the tensor cores."""
+
+import math
+
+from steplab.explain.case import WORTH_TELLING, Case
+from steplab.explain.vocabulary import VocabularyPart, vocabulary_part, vocabulary_size
+from steplab.explain.words import command
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
+from steplab.units import format_percent, format_rate, format_time
+
+SUITS = 64
+"""A size that every matmul kernel takes whole; what is padded to it is never looked up."""
+ALIGNED = 8
+"""Elements of bf16 in 16 bytes: rows whose length is no multiple of it cannot be loaded 16 bytes at a time, and the
+fastest kernels do not take them (NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements)."""
+
+
+def vocabulary_padding(case: Case) -> Finding | None:
+    """Fires where the vocabulary is no multiple of 64 and its products run slower than the step's others; without a
+    profile, where it is no multiple of 8."""
+    size = vocabulary_size(case, case.profile)
+    if size is None or size % SUITS == 0:
+        return None
+    padded = math.ceil(size / SUITS) * SUITS
+    part = vocabulary_part(case, case.profile) if case.profile else None
+    rates = _rates(case.profile, part) if case.profile and part else None
+    saves_s = None
+    evidence = [Evidence(what="vocabulary", value=size, unit=""), Evidence(what="padded", value=padded, unit="")]
+    saw = f"The vocabulary has {size} entries, no multiple of {SUITS}" + (
+        f" nor of {ALIGNED}." if size % ALIGNED else "."
+    )
+    prediction = "A profile shows how fast the vocabulary's products are beside the others."
+    if case.profile and part and rates:
+        head, others = rates
+        now_s = case.per_step(case.profile, part.matmul_s)
+        saves_s = max(0.0, now_s * (1 - padded / size * head / others))
+        saw += (
+            f" Its products take {format_time(now_s)} a step, at {format_rate(head, 'FLOP/s')}; the step's other "
+            f"products in that dtype run at {format_rate(others, 'FLOP/s')}."
+        )
+        prediction = (
+            f"Padded to {padded}, its products would do {format_percent(padded / size - 1)} more FLOPs, at the rate of "
+            "the others. They may be slower for other reasons too, their shape being another."
+        )
+        evidence += [
+            Evidence(what="products with the vocabulary", value=now_s, unit="s"),
+            Evidence(what="their rate", value=head, unit="FLOP/s"),
+            Evidence(what="rate of the step's other products", value=others, unit="FLOP/s"),
+        ]
+        if saves_s <= WORTH_TELLING * case.length_s(case.profile):
+            return None
+    elif size % ALIGNED == 0:
+        return None  # its rows are aligned, and nothing shows that they are slow
+    fields = {"model.vocab_size": str(padded)} if case.spec and case.spec.model.kind == "transformer" else {}
+    return Finding(
+        kind="vocabulary_padding",
+        title=f"A vocabulary of {size} does not suit the tensor cores",
+        saw=saw,
+        why=(
+            "Matmul kernels work on tiles of 64 or 128 columns and load 16 bytes at a time. A size that fits neither "
+            "is computed by slower kernels, while a few entries that are never used cost nothing."
+        ),
+        change=command(case.spec, fields)
+        if case.spec and fields
+        else f"vocab_size={padded}  # {padded - size} entries that no token uses",
+        evidence=tuple(evidence),
+        saves_s=saves_s,
+        prediction=prediction,
+        fields=fields,
+    )
+
+
+def _rates(profile: Profile, part: VocabularyPart) -> tuple[float, float] | None:
+    """FLOP/s of the vocabulary's products and of the step's other linear layers' in the same dtype."""
+    mine = set(part.matmuls)
+    dtypes = {op.dtype for op in part.matmuls}
+    others = [
+        op
+        for op in profile.ops
+        if op.category == "matmul" and op not in mine and op.dtype in dtypes and "bmm" not in op.name
+    ]
+    rates = []
+    for ops in (part.matmuls, others):
+        flops, seconds = sum(op.flops or 0.0 for op in ops), sum(op.device_s for op in ops)
+        if not flops or not seconds or any(op.flops is None for op in ops):
+            return None
+        rates.append(flops / seconds)
+    return rates[0], rates[1]

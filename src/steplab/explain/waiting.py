@@ -1,0 +1,54 @@
+"""How long the device waits for the host, told by two clocks: as profiled, and as it is without a profiler."""
+
+from collections.abc import Sequence
+
+from steplab.explain.case import Case
+from steplab.records.profile import PhaseTime, Profile
+
+CONSIDERABLE = 0.10
+"""Least share of the step spent waiting that makes it launch-bound: gaps of one per cent or two are in every step, and
+a tenth is what a change of the whole way of launching is worth."""
+LONGEST_LAUNCH_S = 100e-6
+"""Longest wait for a launch that launching itself explains: an operator with the Python around it takes 5 to 50 µs, and
+up to twice that under a profiler. A host that lets the GPU wait longer does something else."""
+
+_MODEL = ("forward", "backward")
+
+
+def model_phases(profile: Profile) -> list[PhaseTime]:
+    """Forward and backward, which torch.compile of a model covers while the optimizer's step stays eager; all phases
+    where the trace marks none of the two."""
+    return [phase for phase in profile.phases if phase.phase in _MODEL] or list(profile.phases)
+
+
+def profiled_wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
+    """Seconds a step in which the next kernel was not launched yet. The profiler slows the host: at most so much."""
+    return case.per_step(profile, sum(phase.host_bound_s for phase in phases))
+
+
+def wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
+    """Seconds a step of these phases in which the device does not work: their unprofiled time less their busy time.
+
+    As profiled, where the step was not timed; of the whole step, where its phases were not.
+    """
+    if case.step_s is None:
+        return profiled_wait_s(case, profile, phases)
+    timed_s = {phase.phase: case.phase_s(phase.phase) for phase in phases}
+    if None in timed_s.values():
+        return max(0.0, case.step_s - case.busy_s(profile))
+    return sum(max(0.0, (timed_s[phase.phase] or 0.0) - case.busy_s(profile, [phase])) for phase in phases)
+
+
+def waits_for_host(case: Case, profile: Profile) -> bool:
+    """Whether forward and backward wait for a considerable share of the step, under the profiler and without it."""
+    phases = model_phases(profile)
+    profiled_share = sum(phase.host_bound_s for phase in phases) / profile.window_s if profile.window_s else 0.0
+    waits = wait_s(case, profile, phases) > CONSIDERABLE * case.length_s(profile)
+    return profile.device == "cuda" and profiled_share > CONSIDERABLE and waits
+
+
+def is_launch_bound(case: Case, profile: Profile) -> bool:
+    """Whether it waits so because of the launches themselves: many, and each of them short."""
+    num_launches = profile.num_launches / profile.num_steps
+    waiting_s = wait_s(case, profile, model_phases(profile))
+    return waits_for_host(case, profile) and waiting_s <= LONGEST_LAUNCH_S * num_launches

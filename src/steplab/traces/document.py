@@ -1,0 +1,129 @@
+"""A JSON trace as a whole: an object with `traceEvents` in any place among its members, or the bare array of events."""
+
+import json
+import re
+from collections.abc import Collection
+
+from steplab.traces.scanning import Scanner
+from steplab.traces.sources import Source
+from steplab.traces.splitting import EventSink, Splitter
+from steplab.traces.window import Window
+
+CHUNK_BYTES = 1 << 20
+"""Little enough for what is decoded at a time to stay in the processor's cache."""
+_LONGEST_MEMBER_BYTES = 1 << 20
+"""Neither keys nor kept values are read beyond this."""
+
+_KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class NotATrace(Exception):
+    """The document is no JSON object or array."""
+
+
+class Document:
+    """Reads a document once: its events go to a sink, chosen small members stay here."""
+
+    def __init__(self, source: Source, *, keep: Collection[str] = (), chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.members: dict[str, bytes] = {}
+        """JSON text of the members named in `keep`, so far as they were found and are not huge."""
+        self.has_events = False
+        """Whether there was an array of events at all."""
+        self.damage: str | None = None
+        """How the document broke off, in words; None if it ended as it should."""
+        self.num_unreadable = 0
+        """Events left out because they are no JSON."""
+        self.num_oversized = 0
+        """Events left out because of their length."""
+        self._keep, self._chunk_bytes = keep, chunk_bytes
+        self._window = Window(source)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the document that were there to be read."""
+        return self._window.num_read
+
+    def read(self, sink: EventSink) -> None:
+        """Read it to its end. Raises NotATrace if it begins as neither an object nor an array."""
+        window = self._window
+        window.fill(max(self._chunk_bytes, len(_BYTE_ORDER_MARK)))
+        if window.data.startswith(_BYTE_ORDER_MARK, window.start, window.end):
+            window.start += len(_BYTE_ORDER_MARK)
+        first = self._next()
+        window.start += 1
+        if first == b"[":
+            # Chrome's own traces may lack the closing bracket.
+            self._events(sink, may_lack_end=True)
+        elif first == b"{":
+            while self._member(sink):
+                pass
+        else:
+            raise NotATrace
+
+    def _next(self) -> bytes:
+        return self._window.next_byte(self._chunk_bytes)
+
+    def _member(self, sink: EventSink) -> bool:
+        """Pass one member of the outer object and the comma behind it; False where there is none more to read."""
+        window = self._window
+        if self._next() == b"}":
+            return False
+        key = self._key()
+        if key is None:
+            self.damage = "the file ends early" if window.exhausted else "the file is no JSON any more"
+            return False
+        if key != "traceEvents" or self._next() != b"[":
+            return self._value(key)
+        window.start += 1
+        self._events(sink, may_lack_end=False)
+        if self._next() == b",":
+            window.start += 1
+        return self.damage is None
+
+    def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
+        self.has_events = True
+        splitter = Splitter(self._window, sink, self._chunk_bytes)
+        closed = splitter.run()
+        self.num_unreadable += splitter.num_unreadable
+        self.num_oversized += splitter.num_oversized
+        if splitter.is_cut:
+            self.damage = "the file ends in the middle of an event"
+        elif not closed and not may_lack_end:
+            self.damage = "the file ends before its list of events does"
+
+    def _key(self) -> str | None:
+        """The key of the member that begins here, passed with its colon; None if nothing here is one."""
+        window = self._window
+        found = _KEY.match(window.data, window.start, window.end)
+        while not found and not window.exhausted and len(window) < _LONGEST_MEMBER_BYTES:
+            window.fill(max(self._chunk_bytes, 2 * len(window)))
+            found = _KEY.match(window.data, window.start, window.end)
+        if not found:
+            return None
+        window.start = found.end()
+        try:
+            return str(json.loads(found[1].decode("utf-8", "replace"), strict=False))
+        except ValueError:
+            return ""
+
+    def _value(self, key: str) -> bool:
+        """Pass a member's value and the comma behind it; False if it was the last."""
+        window, scanner, text = self._window, Scanner(), bytearray()
+        while True:
+            window.fill(self._chunk_bytes)
+            if not len(window):
+                self.damage = "the file ends early"
+                return False
+            found = scanner.feed(window.view(window.start, window.end))
+            stop = found.commas[0] if found.commas else found.end
+            size = len(window) if stop is None else stop
+            if key in self._keep and len(text) <= _LONGEST_MEMBER_BYTES:
+                text += window.view(window.start, window.start + size)
+            window.start += size
+            if stop is not None:
+                break
+        window.start += 1
+        if key in self._keep and len(text) <= _LONGEST_MEMBER_BYTES:
+            self.members[key] = bytes(text)
+        return bool(found.commas)

@@ -1,0 +1,55 @@
+"""Inputs of operators, as Kineto writes them."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from steplab.traces.trace import NONE, Inputs, Numbering
+
+_NO_TENSOR = ("", "Scalar", "ScalarList")
+_TENSOR_LIST = "TensorList"
+_ABSENT = b"[],[]"
+
+
+class InputNumbers(dict[bytes, int]):
+    """From the text of an event's `Input Dims` and `Input type`, a comma between them, to its number in Trace.inputs.
+
+    A step calls the same operators with the same inputs over and over; each text is parsed once.
+    """
+
+    def __init__(self, numbering: Numbering[Inputs]) -> None:
+        super().__init__()
+        self._numbering = numbering
+        self[_ABSENT] = NONE
+
+    def __missing__(self, text: bytes) -> int:
+        try:
+            dims, types = msgspec.json.decode(b"[" + text + b"]", type=tuple[list[object], list[object]])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            number = NONE
+        else:
+            number = self._numbering[_inputs(dims, types)]
+        self[text] = number
+        return number
+
+
+def _inputs(dims: list[object], types: list[object]) -> Inputs:
+    shapes, dtypes = list[tuple[int, ...]](), list[str]()
+    for position, dim in enumerate(dims):
+        kind = types[position] if position < len(types) else ""
+        for shape, dtype in _entries(dim, kind if isinstance(kind, str) else ""):
+            shapes.append(shape)
+            dtypes.append(dtype)
+    return Inputs(shapes=tuple(shapes), dtypes=tuple(dtypes))
+
+
+def _entries(dim: object, kind: str) -> Iterable[tuple[tuple[int, ...], str]]:
+    if not isinstance(dim, list):
+        return [((), "")]
+    if dim and all(isinstance(tensor, list) for tensor in dim):
+        return [(_shape(tensor), _TENSOR_LIST) for tensor in dim]
+    return [(_shape(dim), "" if kind in _NO_TENSOR else kind)]
+
+
+def _shape(dim: list[object]) -> tuple[int, ...]:
+    return tuple(size for size in dim if isinstance(size, int))

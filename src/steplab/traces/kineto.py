@@ -1,0 +1,254 @@
+"""Kineto's traces (torch.profiler's Chrome JSON) as columns.
+
+Kept are kernels, copies and fills of the device, calls into its runtime and driver, operators and annotated ranges.
+Python frames, arrows between events, counters and metadata are passed over.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from steplab.traces.document import CHUNK_BYTES, Document
+from steplab.traces.events import (
+    AnyEvent,
+    Event,
+    ExactEvent,
+    Number,
+    decode_categories,
+    decode_events,
+    decode_exact_event,
+    decode_exact_events,
+)
+from steplab.traces.inputs import InputNumbers
+from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, float_nanoseconds, text_nanoseconds
+from steplab.traces.sources import Source
+from steplab.traces.splitting import LONGEST_EVENT_BYTES
+from steplab.traces.trace import NONE, Trace, TraceBuilder
+from steplab.units import format_bytes
+
+_CATEGORIES = (
+    ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"),
+    (
+        *("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver"),
+        "Runtime",
+    ),
+    ("cpu_op", "Operator"),
+    ("user_annotation",),
+)
+"""Of device work, host calls, operators and ranges: as Kineto's ActivityType.h names them (AMD's are called cuda too),
+and capitalised as before torch 1.12."""
+_WANTED = frozenset(category for names in _CATEGORIES for category in names)
+
+
+SomeEvent = TypeVar("SomeEvent", Event, ExactEvent)
+
+
+def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
+    """The trace in a JSON document; None if it holds no list of events. Raises NotATrace if it is no such document."""
+    document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
+    collector = Collector()
+    document.read(collector)
+    if not document.has_events:
+        return None
+    builder = collector.builder
+    builder.device_name = _device_name(document.members.get("deviceProperties"), collector.devices)
+    if document.damage:
+        cause = f"{source.damage}, and " if source.damage else ""
+        read = format_bytes(document.num_bytes)
+        builder.notes.append(f"{cause}{document.damage}, after {read} of JSON: what came later is missing")
+    elif source.damage:
+        builder.notes.append(source.damage)
+    left_out = {
+        "are not valid JSON": document.num_unreadable,
+        f"are longer than {format_bytes(LONGEST_EVENT_BYTES)}": document.num_oversized,
+        "have no start or duration": collector.num_untimed,
+        "have a negative duration": collector.num_negative,
+    }
+    builder.notes += [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
+    if not collector.num_events:
+        builder.notes.append("the list of events is empty")
+    elif not collector.num_kept:
+        builder.notes.append(
+            f"none of its {collector.num_events} events is a kernel, a call into the device's runtime, an operator or "
+            "a range"
+        )
+    return builder.build()
+
+
+class Collector:
+    """Puts decoded events into a builder's columns, many at a time."""
+
+    def __init__(self) -> None:
+        self.builder = TraceBuilder("kineto")
+        self.devices = Counter[int]()
+        """How much ran on each device."""
+        self.num_events = 0
+        self.num_kept = 0
+        self.num_untimed = 0
+        """Left out because they lack a start or a duration."""
+        self.num_negative = 0
+        """Left out because their duration is below zero."""
+        self._exact = False
+        """Whether starts are read as they are written."""
+        self._is_passing_over = False
+        """Whether the last piece held nothing to keep."""
+        self._inputs = InputNumbers(self.builder.inputs)
+
+    def take(self, array: memoryview) -> bool:
+        """Take all events of a JSON array; False, and none taken, if it does not read as one."""
+        if self._is_passing_over:
+            categories = decode_categories(array)
+            if categories is not None and _WANTED.isdisjoint(categories):
+                self.num_events += len(categories)
+                return True
+        num_kept = self.num_kept
+        taken = self._take_exactly(array) if self._exact else self._take(array)
+        # Python's frames, a third of a trace with stacks, lie in one stretch.
+        self._is_passing_over = taken and self.num_kept == num_kept
+        return taken
+
+    def _take(self, array: memoryview) -> bool:
+        events = decode_events(array)
+        if events is None:
+            return False
+        groups = _grouped(events)
+        start_ns = float_nanoseconds([event.ts for group in groups for event in group])
+        if start_ns is None:
+            # And so from here on: the times of one trace are alike.
+            self._exact = True
+            return self._take_exactly(array)
+        self._add(len(events), groups, start_ns)
+        return True
+
+    def _take_exactly(self, array: memoryview) -> bool:
+        events = decode_exact_events(array)
+        if events is not None:
+            self._add_exact(events)
+        return events is not None
+
+    def salvage(self, elements: list[memoryview]) -> int:
+        """Take events one by one up to the first that cannot be read; how many elements were passed."""
+        events = list[ExactEvent]()
+        passed = 0
+        for element in elements:
+            text = bytes(element).strip()
+            event = decode_exact_event(text) if text else None
+            if event is not None:
+                events.append(event)
+            elif text:
+                break
+            passed += 1
+        self._add_exact(events)
+        return passed
+
+    def _add_exact(self, events: list[ExactEvent]) -> None:
+        groups = _grouped(events)
+        self._add(len(events), groups, text_nanoseconds([event.ts for group in groups for event in group]))
+
+    def _add(self, num_events: int, groups: Sequence[Sequence[AnyEvent]], start_ns: Integers) -> None:
+        self.num_events += num_events
+        kept = [event for group in groups for event in group]
+        sizes = [len(group) for group in groups]
+        duration_ns = duration_nanoseconds([event.dur for event in kept])
+        untimed = (start_ns == MISSING) | (duration_ns == MISSING)
+        dropped = untimed | (duration_ns < 0)
+        if dropped.any():
+            self.num_untimed += int(untimed.sum())
+            self.num_negative += int((dropped & ~untimed).sum())
+            sizes = np.bincount(np.repeat(range(len(groups)), sizes)[~dropped], minlength=len(groups)).tolist()
+            kept, start_ns, duration_ns = list(compress(kept, ~dropped)), start_ns[~dropped], duration_ns[~dropped]
+        self.num_kept += len(kept)
+        numbers = self.builder.names
+        names = [numbers[event.name] for event in kept]
+        end = 0
+        for add, size in zip((self._add_work, self._add_calls, self._add_ops, self._add_ranges), sizes, strict=True):
+            begin, end = end, end + size
+            if size:
+                span = slice(begin, end)
+                add(kept[span], _Common(names[span], start_ns[span], duration_ns[span]))
+
+    def _add_work(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+        args = [event.args for event in events]
+        device = _integers([a.device for a in args])
+        self.devices.update(device.tolist())
+        self.builder.add_work(
+            *common,
+            device=device,
+            stream=_integers([a.stream for a in args]),
+            correlation=_integers([a.correlation for a in args]),
+            size_bytes=_integers([a.size_bytes for a in args]),
+        )
+
+    def _add_calls(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+        correlation = _integers([event.args.correlation for event in events])
+        self.builder.add_call(*common, thread=self._threads(events), correlation=correlation)
+
+    def _add_ops(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+        args = [event.args for event in events]
+        numbers, join = self._inputs, b",".join
+        self.builder.add_op(
+            *common,
+            thread=self._threads(events),
+            sequence=_integers([a.sequence for a in args]),
+            inputs=[numbers[join((a.dims, a.types))] for a in args],
+        )
+
+    def _add_ranges(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+        self.builder.add_range(*common, thread=self._threads(events))
+
+    def _threads(self, events: Sequence[AnyEvent]) -> list[int]:
+        numbers = self.builder.threads
+        return [numbers[event.pid, event.tid] for event in events]
+
+
+def _grouped(events: Sequence[SomeEvent]) -> tuple[list[SomeEvent], ...]:
+    """The events of each group of categories; the others are left out."""
+    groups = tuple(list[SomeEvent]() for _ in _CATEGORIES)
+    appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
+    for event in events:
+        if append := appends.get(event.cat):
+            append(event)
+    return groups
+
+
+class _Common(NamedTuple):
+    """Columns that every table begins with."""
+
+    name: list[int]
+    start_ns: Integers
+    duration_ns: Integers
+
+
+def _integers(values: list[Number]) -> Integers:
+    """Whole numbers, also where they are written as text; NONE for what is none."""
+    try:
+        return np.array(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([_integer(value) for value in values], dtype=np.int64)
+
+
+def _integer(value: Number) -> int:
+    try:
+        number = int(value) if value is not None else NONE
+    except (ValueError, OverflowError):
+        return NONE
+    return number if abs(number) < 2**63 else NONE
+
+
+class _Device(msgspec.Struct):
+    id: int
+    name: str
+
+
+def _device_name(properties: bytes | None, devices: Counter[int]) -> str | None:
+    """Name of the device that ran most; None where the trace does not say it."""
+    try:
+        known = msgspec.json.decode(properties or b"[]", type=list[_Device])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    names = {device.id: device.name for device in known}
+    return next((names[number] for number, _ in devices.most_common() if number in names), None)

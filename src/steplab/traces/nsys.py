@@ -1,0 +1,227 @@
+"""Nsight Systems' SQLite exports as columns.
+
+`nsys export --type sqlite` writes a table for each kind of event. Which there are, and which columns they have, depends
+on its version and on what was traced, so everything is looked up first. Operators are not among its events.
+"""
+
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steplab.errors import UserError
+from steplab.traces.sources import OnProgress
+from steplab.traces.trace import NONE, Numbering, Trace, TraceBuilder
+
+SQLITE_MAGIC = b"SQLite format 3\0"
+
+_KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+_COPIES, _FILLS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
+_CALLS, _RANGES, _GPUS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "TARGET_INFO_GPU"
+_MARKS_OF_AN_EXPORT = {"META_DATA_EXPORT", "StringIds", _KERNELS, _CALLS, _RANGES}
+
+_COPY_KINDS = (
+    *("unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
+    *("Unified HtoD", "Unified DtoH", "Unified DtoD"),
+)
+"""In the order of the export's ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
+_PUSH_POP, _START_END = 59, 60
+_CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
+"""cudaLaunchKernel_v7000 is cudaLaunchKernel."""
+_THREAD_BITS = 24
+"""The lowest bits of a global id are the thread's; those above name its process."""
+_CORRELATION_BITS = 32
+_ROWS = 20_000
+
+Integers = NDArray[np.int64]
+
+
+def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
+    """The trace in an export, which is opened for reading alone. Raises UserError if it is none."""
+    size_bytes = path.stat().st_size
+    # Immutable: so that SQLite does not put files of its own beside it either.
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        try:
+            export = _Export(connection)
+        except sqlite3.DatabaseError as error:
+            raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
+        if not export.is_export:
+            raise UserError(
+                f"{path} is an SQLite database, but no export of Nsight Systems (nsys export --type sqlite)"
+            )
+        return export.read(lambda share: on_progress(int(size_bytes * share), size_bytes))
+
+
+class _Export:
+    """An open export, and the trace it becomes."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._builder = TraceBuilder("nsys")
+        self._texts = dict[int, str]()
+        self._processes = Numbering[int]()
+        self._devices = Counter[int]()
+        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        # The newest of X, X_V2 and X_V3 sorts last.
+        self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
+        self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
+
+    def read(self, on_done: Callable[[float], None]) -> Trace:
+        """Everything, table by table; what is absent or damaged is in the notes."""
+        readers = {
+            _KERNELS: self._read_kernels,
+            _GRAPHS: self._read_graphs,
+            _COPIES: self._read_copies,
+            _FILLS: self._read_fills,
+            _CALLS: self._read_calls,
+            _RANGES: self._read_ranges,
+        }
+        num_rows = dict.fromkeys(readers, 0)
+        for number, (base, read) in enumerate(readers.items(), 1):
+            if base in self._tables:
+                try:
+                    num_rows[base] = read()
+                except sqlite3.DatabaseError as error:
+                    self._builder.notes.append(f"table {self._tables[base]} could not be read to its end: {error}")
+            on_done(number / len(readers))
+        self._note_absence(num_rows)
+        self._builder.device_name = self._device_name()
+        return self._builder.build()
+
+    def _note_absence(self, num_rows: dict[str, int]) -> None:
+        notes = self._builder.notes
+        if not num_rows[_KERNELS] and not num_rows[_GRAPHS]:
+            notes.append("the export has no kernels: was CUDA traced (nsys profile --trace=cuda,nvtx)?")
+        if num_rows[_GRAPHS]:
+            notes.append(
+                f"{num_rows[_GRAPHS]} CUDA graphs were traced as wholes: nsys profile --cuda-graph-trace=node shows "
+                "their kernels"
+            )
+        if not num_rows[_CALLS]:
+            notes.append("the export has no CUDA calls: which range launched a kernel cannot be known")
+        if not num_rows[_RANGES]:
+            notes.append("the export has no NVTX ranges: steps and phases cannot be known")
+
+    def _read_kernels(self) -> int:
+        names = ("demangledName", "shortName", "mangledName")
+        return self._read_work(_KERNELS, names, lambda value: self._text(value))
+
+    def _read_graphs(self) -> int:
+        return self._read_work(_GRAPHS, (), lambda value: "CUDA graph")
+
+    def _read_copies(self) -> int:
+        return self._read_work(
+            _COPIES,
+            ("copyKind",),
+            lambda kind: f"Memcpy {_COPY_KINDS[kind] if kind in range(len(_COPY_KINDS)) else 'unknown'}",
+        )
+
+    def _read_fills(self) -> int:
+        return self._read_work(_FILLS, (), lambda value: "Memset")
+
+    def _read_work(self, base: str, name_columns: Sequence[str], text: Callable[[Any], str]) -> int:
+        count = 0
+        columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid", "bytes")
+        for start_ns, duration_ns, name, device, stream, correlation, process, size in self._rows(base, columns):
+            self._devices.update(device)
+            self._builder.add_work(
+                name=[self._builder.names[text(value)] for value in name],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
+                device=device,
+                stream=stream,
+                correlation=self._correlation(correlation, process),
+                size_bytes=size,
+            )
+            count += len(name)
+        return count
+
+    def _read_calls(self) -> int:
+        count = 0
+        for start_ns, duration_ns, name, thread, correlation in self._rows(
+            _CALLS, (("nameId",), "globalTid", "correlationId")
+        ):
+            self._builder.add_call(
+                name=[self._builder.names[_CALL_VERSION.sub("", self._text(value))] for value in name],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
+                thread=[self._builder.threads[tid] for tid in thread],
+                correlation=self._correlation(correlation, thread),
+            )
+            count += len(name)
+        return count
+
+    def _read_ranges(self) -> int:
+        count = 0
+        kinds = f"eventType IN ({_PUSH_POP}, {_START_END})"
+        for start_ns, duration_ns, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
+            self._builder.add_range(
+                name=[self._builder.names[self._text(value)] for value in name],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
+                thread=[self._builder.threads[tid] for tid in thread],
+            )
+            count += len(name)
+        return count
+
+    def _rows(
+        self, base: str, columns: Sequence[str | Sequence[str]], condition: str = "1"
+    ) -> Iterator[Sequence[Sequence[Any]]]:
+        """Start, duration and the given columns, many rows at a time.
+
+        Of several names for a column the first that has a value counts; what is absent or null is NONE.
+        """
+        table = self._tables[base]
+        known = {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
+        chosen = []
+        for names in columns:
+            present = [f'"{name}"' for name in ((names,) if isinstance(names, str) else names) if name in known]
+            chosen.append(f"COALESCE({', '.join(present)}, {NONE})" if present else str(NONE))
+        timed = '"start" IS NOT NULL AND "end" IS NOT NULL AND "end" >= "start"'
+        cursor = self._connection.execute(
+            f'SELECT "start", "end" - "start", {", ".join(chosen)} FROM "{table}" WHERE {condition} AND {timed}'
+        )
+        while rows := cursor.fetchmany(_ROWS):
+            yield list(zip(*rows, strict=True))
+        query = f'SELECT COUNT(*) FROM "{table}" WHERE {condition} AND NOT ({timed})'
+        if dropped := self._connection.execute(query).fetchone()[0]:
+            self._builder.notes.append(
+                f"rows of {table} left out because they do not end, or end before they begin: {dropped}"
+            )
+
+    def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
+        """Correlation ids that are unique in the file: every process counts its own."""
+        ids = np.array(correlation, dtype=np.int64)
+        process = [0 if number == NONE else self._processes[number >> _THREAD_BITS] for number in owner]
+        return np.where(ids == NONE, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
+
+    def _text(self, value: int | str) -> str:
+        """The text itself, or that of its number in StringIds."""
+        if isinstance(value, str):
+            return value
+        if value not in self._texts:
+            found = None
+            if value != NONE and "StringIds" in self._tables:
+                query = f'SELECT value FROM "{self._tables["StringIds"]}" WHERE id = ?'
+                found = self._connection.execute(query, (value,)).fetchone()
+            self._texts[value] = str(found[0]) if found else "(unnamed)"
+        return self._texts[value]
+
+    def _device_name(self) -> str | None:
+        """Name of the GPU that ran most; None where the export does not say it."""
+        if _GPUS not in self._tables:
+            return None
+        try:
+            cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}"')
+            rows = [dict(zip((column[0] for column in cursor.description), row, strict=True)) for row in cursor]
+        except sqlite3.DatabaseError:
+            return None
+        names = {row.get("cuDevice", row.get("id")): row.get("name") for row in rows}
+        return next((names[device] for device, _ in self._devices.most_common() if names.get(device)), None)

@@ -1,0 +1,49 @@
+"""A trace file of any make, told apart by its content, as a Trace."""
+
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.traces.document import CHUNK_BYTES, NotATrace
+from steplab.traces.kineto import read_kineto
+from steplab.traces.nsys import SQLITE_MAGIC, read_nsys
+from steplab.traces.sources import GZIP_MAGIC, GzipSource, OnProgress, PlainSource, Source
+from steplab.traces.trace import Trace
+
+_WHAT_IS_READ = "steplab reads Kineto traces (.json, .json.gz) and Nsight Systems exports (nsys export --type sqlite)"
+
+
+def _unwatched(done_bytes: int, size_bytes: int) -> None:
+    """Nobody follows the reading."""
+
+
+def read_trace(path: Path, on_progress: OnProgress = _unwatched, *, chunk_bytes: int = CHUNK_BYTES) -> Trace:
+    """The trace in a file, as far as it can be read: its notes say what is missing.
+
+    `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
+    Raises UserError if the file cannot be opened or holds no trace.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            head = file.read(len(SQLITE_MAGIC))
+            if not head:
+                raise UserError(f"{path} is empty")
+            if head == SQLITE_MAGIC:
+                return read_nsys(path, on_progress)
+            file.seek(0)
+            make = GzipSource if head.startswith(GZIP_MAGIC) else PlainSource
+            return _read_json(path, make(file, size_bytes, on_progress), chunk_bytes)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_json(path: Path, source: Source, chunk_bytes: int) -> Trace:
+    try:
+        trace = read_kineto(source, chunk_bytes=chunk_bytes)
+    except NotATrace as error:
+        why = source.damage or "it is neither JSON nor SQLite"
+        raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error
+    if trace is None:
+        why = f"{source.damage} and " if source.damage else ""
+        raise UserError(f"{path} holds no trace: {why}it has no list traceEvents; {_WHAT_IS_READ}")
+    return trace

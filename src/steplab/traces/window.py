@@ -1,0 +1,55 @@
+"""A stretch of a document, held in memory, that moves along it."""
+
+import re
+
+from steplab.traces.sources import Source
+
+_SPACE = re.compile(rb"[ \t\r\n]*")
+
+
+class Window:
+    """Bytes of the document from `start` to `end` in `data`.
+
+    A byte before and one behind are kept free: a piece is decoded where it lies, with brackets written around it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.data = bytearray(2)
+        self.start = self.end = 1
+        self.exhausted = False
+        """Whether the document has no more than the window holds."""
+        self.num_read = 0
+        """Bytes of the document read so far."""
+        self._source = source
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes of `data`; they change with the next fill."""
+        return memoryview(self.data)[start:end]
+
+    def fill(self, size: int) -> None:
+        """Read on until the window holds `size` bytes or the document has no more."""
+        if len(self) >= size or self.exhausted:
+            return
+        kept = self.data[self.start : self.end]
+        if len(self.data) < size + 2:
+            # A new one: this one cannot grow while anything decoded still refers to it.
+            self.data = bytearray(size + 2)
+        self.data[1 : 1 + len(kept)] = kept
+        self.start, self.end = 1, 1 + len(kept)
+        while len(self) < size and not self.exhausted:
+            count = self._source.readinto(self.view(self.end, 1 + size))
+            self.end += count
+            self.num_read += count
+            self.exhausted = count == 0
+
+    def next_byte(self, chunk_bytes: int) -> bytes:
+        """Pass white space; the byte behind it, which is not passed, and b'' at the end."""
+        while True:
+            found = _SPACE.match(self.data, self.start, self.end)
+            self.start = found.end() if found else self.start
+            if self.start < self.end or self.exhausted:
+                return bytes(self.data[self.start : min(self.start + 1, self.end)])
+            self.fill(chunk_bytes)

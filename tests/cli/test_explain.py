@@ -1,0 +1,150 @@
+"""steplab explain, as users type it: of stored records, and with the changes tried on this machine's CPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.cli.program import Program, Result, complaint, digests, keep_result, kept_result, made_once, tiny
+from tests.runs import make_run, out_of_memory
+from tests.unit.explaining import foreign, op, own, profile, timing
+
+from steplab.records.codec import encode
+from steplab.records.finding import Findings
+
+CHAIN = [
+    op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),
+    op("aten::mul", "elementwise", 4.0, where="blocks.*.feed_forward", calls=12),
+    op("aten::mm", "matmul", 20.0, dtype="bf16", calls=60),
+]
+PROFILED = own({"model": "small", "precision": "bf16"}, profile(CHAIN), timing(30.0, optimizer=1.0))
+
+
+@pytest.fixture
+def stored(steplab: Program) -> Program:
+    """The program with a profiled run, an imported trace, and a timed and a failed run newer than both."""
+    runs = [
+        dataclasses.replace(PROFILED, id="aaaa00000000", created_utc="2026-11-21T08:00:00Z"),
+        foreign(profile(CHAIN), id="bbbb00000000", created_utc="2026-11-21T07:00:00Z"),
+        make_run({"model": "small"}, id="cccc00000000", created_utc="2026-11-21T09:00:00Z"),
+        out_of_memory({"model": "xl"}, id="dddd00000000", created_utc="2026-11-21T10:00:00Z"),
+    ]
+    (steplab.cwd / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
+    assert steplab("import", "runs.jsonl").code == 0
+    return steplab
+
+
+def said(result: Result) -> Findings:
+    assert (result.code, result.stderr) == (0, "")
+    return msgspec.json.decode(result.stdout, type=Findings)
+
+
+def test_without_an_id_the_newest_run_with_a_profile_is_explained(stored: Program) -> None:
+    before = digests(stored.store.parent)
+    found = said(stored("explain", "--format", "json"))
+    assert found.run_id == "aaaa00000000"
+    assert [f.kind for f in found.findings] == ["fusable_elementwise"]
+    assert found.findings[0].saves_s == pytest.approx(0.003)
+    assert digests(stored.store.parent) == before
+
+
+def test_a_trace_made_elsewhere_is_explained_with_code_to_write(stored: Program) -> None:
+    [finding] = said(stored("explain", "bbbb", "--format", "json")).findings
+    assert finding.change == "model = torch.compile(model)"
+
+
+def test_a_run_that_was_only_timed_says_what_a_profile_would_add(stored: Program) -> None:
+    result = stored("explain", "cccc")
+    assert result.code == 0
+    assert "no profile in the record" in " ".join(result.stdout.split())
+    assert "steplab profile --model small" in " ".join(result.stdout.split())
+    assert "ran out of memory" not in stored("explain", "dddd").stdout
+
+
+def test_the_formats_agree_and_the_files_ending_chooses_one(stored: Program) -> None:
+    table = stored("explain").stdout
+    assert "$ steplab run --model small --precision bf16 --compile default" in table
+    result = stored("explain", "aaaa", "--output", "why.md")
+    assert (result.code, result.stdout, result.stderr) == (0, "", "wrote why.md\n")
+    text = (stored.cwd / "why.md").read_text()
+    assert "```sh\nsteplab run --model small --precision bf16 --compile default\n```" in text
+    assert stored("explain", "--output", "why.json").code == 0
+    assert json.loads((stored.cwd / "why.json").read_text())["schema"] == "steplab.findings/1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("explain", "eeee"), 2, ("eeee", "steplab list")),
+        (("explain", "--format", "csv"), 2, ("csv",)),
+        (("explain", "--output", "why.csv"), 2, ("csv", "table", "md")),
+        (("explain", "--output", "nowhere/why.md"), 1, ("nowhere",)),
+        (("explain", "--try", "--timeout", "soon"), 2, ("'soon'",)),
+        (("explain", "bbbb", "--try"), 2, ("imported trace",)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_one_line(
+    stored: Program, arguments: tuple[str, ...], code: int, words: tuple[str, ...]
+) -> None:
+    before = digests(stored.store.parent)
+    message = complaint(stored(*arguments), code)
+    assert all(word in message for word in words), message
+    assert digests(stored.store.parent) == before
+
+
+def test_a_store_without_a_profile_says_how_to_make_one(filled: Program) -> None:
+    message = complaint(filled("explain"), 2)
+    assert "steplab profile" in message
+
+
+# --- --try ------------------------------------------------------------------------------------------------
+
+# On a CPU whose bandwidth nobody measured: the optimizer's gain is not predicted, and still tried.
+STEP = tiny(optimizer="adamw_loop", context="16")
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the store of a step that was explained and whose changes were tried, and what was said."""
+
+    def make(folder: Path) -> None:
+        program = Program(folder)
+        assert program("run", *STEP).code == 0
+        run_id = str(program.rows()[0]["id"])
+        keep_result(program("explain", run_id, "--try", "--format", "json"), folder / "explain.json")
+
+    return made_once(tmp_path_factory, "tried", make)
+
+
+def test_trying_measures_the_step_again_and_with_each_change(tried: Path) -> None:
+    result = kept_result(tried / "explain.json")
+    assert result.code == 0
+    found = msgspec.json.decode(result.stdout, type=Findings)
+    trials = {f.kind: f.trial for f in found.findings if f.fields}
+    optimizer = trials["optimizer_not_fused"]
+    assert optimizer is not None
+    assert optimizer.failure is None
+    assert optimizer.before_s > 0
+    assert optimizer.after_s is not None
+    assert all(f.trial is None for f in found.findings if not f.fields)
+    assert "trying the step as it was" in result.stderr
+    assert "trying optimizer adamw_fused" in result.stderr
+    program = Program(tried)
+    rows = {str(row["id"]): row for row in program.rows()}
+    before, after = (rows[run_id] for run_id in optimizer.run_ids)
+    assert (before["optimizer"], after["optimizer"]) == ("adamw_loop", "adamw_fused")
+    assert before["step_time_s"] == pytest.approx(optimizer.before_s)
+    assert after["step_time_s"] == pytest.approx(optimizer.after_s)
+    assert len(rows) == 2 + len({tuple(f.fields.items()) for f in found.findings if f.fields})
+
+
+def test_nothing_to_try_is_said_and_measures_nothing(steplab: Program) -> None:
+    (steplab.cwd / "run.jsonl").write_bytes(encode(make_run({"model": "small", "pass": "forward"}, id="eeee00000000")))
+    assert steplab("import", "run.jsonl").code == 0
+    result = steplab("explain", "eeee", "--try", "--format", "json")
+    assert result.code == 0
+    assert "nothing to try" in result.stderr
+    assert json.loads(result.stdout)["findings"] == []
+    assert len(steplab.rows()) == 1

@@ -1,0 +1,127 @@
+"""Findings as people and programs read them."""
+
+import dataclasses
+
+import msgspec
+import pytest
+from tests.unit.explaining import op, own, profile, timing
+
+from steplab.explain.api import explain, not_looked_at
+from steplab.records.finding import Evidence, Findings, Trial
+from steplab.records.run import Run
+from steplab.report.findings_text import findings_section, render_findings
+
+CHAIN = [
+    op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),
+    op("aten::mul", "elementwise", 4.0, where="blocks.*.feed_forward", calls=12),
+    op("aten::mm", "matmul", 20.0, dtype="bf16", calls=60),
+]
+
+
+@pytest.fixture
+def run() -> Run:
+    return own({"model": "small", "precision": "bf16"}, profile(CHAIN), timing(30.0, optimizer=1.0))
+
+
+@pytest.fixture
+def found(run: Run) -> Findings:
+    return Findings(
+        run_id=run.id,
+        created_utc="2026-11-21T09:00:00Z",
+        steplab_version="0.1.0",
+        step_s=0.03,
+        findings=tuple(explain(run)),
+        not_looked_at=not_looked_at(run),
+    )
+
+
+def tried(found: Findings) -> Findings:
+    trial = Trial(before_s=0.0305, after_s=0.0265, run_ids=("aaaaaaaaaaaa", "bbbbbbbbbbbb"))
+    return dataclasses.replace(
+        found, findings=tuple(dataclasses.replace(f, trial=trial if f.fields else None) for f in found.findings)
+    )
+
+
+def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, found: Findings) -> None:
+    text = render_findings(run, found, "table", width=90)
+    assert "saves about 3.00 ms of 30.0 ms a step (10.0 %)" in text
+    assert "\n   $ steplab run --model small --precision bf16 --compile default\n" in text
+    assert "every intermediate makes that journey twice" in " ".join(text.split())
+    prose = [line for line in text.splitlines() if "$ steplab" not in line]
+    assert max(map(len, prose)) <= 90
+    assert "\x1b[" not in text
+    assert "\x1b[" in render_findings(run, found, "table", width=90, color=True)
+
+
+def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
+    text = render_findings(run, tried(found), "table", width=120)
+    assert "Predicted against measured" in text
+    [row] = [line for line in text.splitlines() if "compile=default" in line]
+    assert "3.00 ms" in row
+    assert "4.00 ms" in row
+    assert "-3.3 % of the step" in row  # (3.0 - 4.0) / 30.5
+    assert "tried: 30.5 ms became 26.5 ms, saving 4.00 ms where 3.00 ms were predicted" in text
+    assert "compile=default" not in render_findings(run, found, "table", width=120)
+
+
+def test_markdown_has_a_chapter_a_finding_and_the_trials_as_a_table(run: Run, found: Findings) -> None:
+    text = render_findings(run, tried(found), "md")
+    assert text.startswith("# small")
+    assert "\n## 1. " in text
+    assert "```sh\nsteplab run --model small --precision bf16 --compile default\n```" in text
+    assert "| finding | change | predicted | measured | error | step |" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in table)
+
+
+def test_json_is_the_record_itself(run: Run, found: Findings) -> None:
+    text = render_findings(run, tried(found), "json")
+    assert msgspec.json.decode(text, type=Findings) == tried(found)
+    head = msgspec.json.decode(text)
+    assert head["schema"] == "steplab.findings/1"
+    assert head["run_id"] == run.id
+    assert head["steplab_version"] == "0.1.0"
+    assert head["created_utc"].endswith("Z")
+
+
+@pytest.mark.parametrize("format", ["table", "md"])
+def test_a_run_with_nothing_to_mend_says_so(run: Run, found: Findings, format: str) -> None:
+    nothing = dataclasses.replace(found, findings=(), not_looked_at=())
+    assert "Nothing found that is worth a change." in render_findings(run, nothing, format, width=80)
+
+
+@pytest.mark.parametrize("format", ["table", "md"])
+def test_what_was_not_looked_at_is_listed(run: Run, found: Findings, format: str) -> None:
+    partial = dataclasses.replace(found, not_looked_at=("no profile in the record",))
+    text = render_findings(run, partial, format, width=80)
+    assert "Not looked at" in text
+    assert "- no profile in the record" in text
+
+
+def test_names_from_a_trace_steer_no_terminal_and_break_no_table(run: Run, found: Findings) -> None:
+    bad = "\x1b[2Jname | with\x07 <b>pipes</b>"
+    first = found.findings[0]
+    spoiled = dataclasses.replace(
+        found, findings=(dataclasses.replace(first, saw=bad, evidence=(Evidence(what=bad, value=1.0, unit=""),)),)
+    )
+    assert "\x1b" not in render_findings(run, spoiled, "table", width=80)
+    lines = [line for line in render_findings(run, spoiled, "md").splitlines() if "pipes" in line]
+    assert lines
+    assert all("<b>" not in line and "\x1b" not in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.0012, "s", "1.20 ms"),
+        (3 * 1024**3, "B", "3.00 GiB"),
+        (12.0, "%", "12.0 %"),
+        (5e14, "FLOP/s", "500 TFLOP/s"),
+        (330.0, "", "330"),
+        (0.5, "", "0.5"),
+    ],
+)
+def test_figures_carry_their_unit(found: Findings, value: float, unit: str, text: str) -> None:
+    evidence = (Evidence(what="it", value=value, unit=unit),)
+    one = dataclasses.replace(found, findings=(dataclasses.replace(found.findings[0], evidence=evidence),))
+    assert findings_section(one).findings[0].evidence == (("it", text),)
