@@ -70,5 +70,5 @@ def test_a_transformers_configuration_is_measured_with_its_own_sizes(steplab: Pr
 @pytest.mark.parametrize("name", ["llama-small", "llama-2.7b"])
 def test_the_configurations_that_come_along_are_read(beside_examples: Program, name: str) -> None:
     result = beside_examples("sweep", "--model", f"hf:examples/hf/{name}.json", "--dry-run")
-    assert (result.code, result.stderr) == (0, "")
+    assert result.code == 0
     assert "hf:llama" in result.stdout

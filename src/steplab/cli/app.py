@@ -30,6 +30,7 @@ app = App(
     help_epilogue="Begin with: steplab run",
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # main() says what was kept
 )
 app.command(run)
 app.command(sweep)

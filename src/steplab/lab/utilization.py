@@ -1,6 +1,7 @@
 """MFU and HFU of a step, each stored with what it is made of."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, get_args
@@ -28,6 +29,8 @@ class PeakFigure:
     """None: not known."""
     source: str
     """Data sheet or measurement; or the reason it is not known."""
+    measured: bool = False
+    """Whether `steplab doctor` measured it, which a busy machine makes too low."""
 
 
 def with_utilizations(run: Run, store: Store) -> Run:
@@ -35,27 +38,33 @@ def with_utilizations(run: Run, store: Store) -> Run:
     if run.spec is None or run.environment is None:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[run.spec.precision], store)
-    return dataclasses.replace(run, utilizations=utilizations(run, peak))
+    used = utilizations(run, peak)
+    return dataclasses.replace(run, utilizations=used, notes=(*run.notes, *_over_the_peak(used, peak)))
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
     """The device's dense peak: stated for a listed GPU, else measured by `steplab doctor`, else unknown.
 
-    Never another device's figure.
+    Of several measurements the highest: whatever else ran at the time can only have lowered one. Never another
+    device's figure, nor the same one's with another number of threads.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
     if stated:
         return PeakFigure(flops_per_s=stated.flops_per_s, source=stated.source)
     try:
-        ceilings = store.latest_ceilings(device.name)
+        found = store.ceilings(device.name)
     except SteplabError as error:  # a store that fails must not cost the measurement in hand
         return PeakFigure(flops_per_s=None, source=f"the measured ceilings could not be read: {error}")
-    measured = ceilings.matmul(dtype) if ceilings else None
-    if ceilings and measured:
-        source = f"measured: {dtype} matmul by steplab doctor, {ceilings.created_utc}, record {ceilings.id}"
-        return PeakFigure(flops_per_s=measured.best_per_s, source=source)
-    why = f"no {dtype} peak is known for {device.name}; `steplab doctor` measures one, for the runs after it"
+    alike = [record for record in found if record.environment.device.threads == device.threads]
+    measured = [(matmul.best_per_s, record) for record in alike if (matmul := record.matmul(dtype))]
+    if measured:
+        highest, record = max(measured, key=lambda pair: pair[0])
+        best_of = f"the highest of {len(measured)} records, " if len(measured) > 1 else ""
+        source = f"measured: {dtype} matmul by steplab doctor, {best_of}{record.created_utc[:10]}, record {record.id}"
+        return PeakFigure(flops_per_s=highest, source=source, measured=True)
+    threads = f" with {device.threads} threads" if found and device.threads is not None else ""
+    why = f"no {dtype} peak is known for {device.name}{threads}; `steplab doctor` measures one, for the runs after it"
     return PeakFigure(flops_per_s=None, source=why)
 
 
@@ -79,6 +88,24 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
         for kind, convention, flops in _flops_per_step(run.spec, run.model)
         if flops is not None
     )
+
+
+def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
+    """What to say of shares above one, which no step can reach of a true peak."""
+    over = [u for u in used if u.value is not None and u.value > 1]
+    # Causal MFU and HFU count only FLOPs that are done; the other conventions may count some that are not.
+    done = [u for u in over if u.convention in ("causal", "as_executed")]
+    if not over:
+        return []
+    kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
+    if not done:
+        why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
+    elif peak.measured:
+        why = "the ceiling `steplab doctor` measured is below what the step reached; run `steplab doctor` again on an "
+        why += "idle machine"
+    else:
+        why = "the step reached more than the peak that is stated for the device; one of the two figures is wrong"
+    return [f"{kinds} over 100 %: {why}"]
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:

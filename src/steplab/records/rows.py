@@ -32,6 +32,7 @@ def run_row(run: Run) -> Row:
     step_s = _median(find_phase(phases, "step"))
     peak = memory.peak("step") if memory else None
     mfu, hfu = utilization(run, "mfu", "causal"), utilization(run, "hfu", "as_executed")
+    used = mfu or hfu  # both are shares of one peak; a factory's model has HFU alone
     row |= {
         "step_time_s": step_s,
         "forward_s": _median(find_phase(phases, "forward")),
@@ -42,8 +43,8 @@ def run_row(run: Run) -> Row:
         "mfu": mfu.value if mfu else None,
         "mfu_convention": mfu.convention if mfu else None,
         "hfu": hfu.value if hfu else None,
-        "peak_flops_per_s": mfu.peak_flops_per_s if mfu else None,
-        "peak_source": mfu.peak_source if mfu else None,
+        "peak_flops_per_s": used.peak_flops_per_s if used else None,
+        "peak_source": used.peak_source if used else None,
         "peak_allocated_bytes": peak.peak_allocated_bytes if peak else None,
         "peak_reserved_bytes": peak.peak_reserved_bytes if peak else None,
         "host_peak_bytes": memory.host_peak_bytes if memory else None,

@@ -2,12 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.report.cells import Layout
+from steplab.report.labels import LINE, fitted, text_width, wrap
+from steplab.report.shares import format_share
 from steplab.report.svg import BAD, GRID, INK, MUTED, PX_PER_INCH, Drawing
 
 if TYPE_CHECKING:
@@ -19,7 +21,11 @@ _NARROWEST, _WIDEST = 440.0, 880.0
 _GROUP_GAP = 0.45  # of a position, between two groups
 _SPREAD = 0.78  # of a position, shared by its series
 _LOG_FROM = 20  # ratio of the largest to the smallest value
-_LONGEST_LABEL = 26
+_LABEL_SIZE, _GROUP_SIZE = 11, 12
+_MOST_LINES = 3
+_SLANT_DEGREES = 35
+_LEAST_SLANT_PX, _MOST_SLANT_PX = 60, 180  # length of a slanted label
+_WRAPS_FROM = 76  # pixels a position needs for labels that are not slanted but wrapped
 _FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
 
 
@@ -47,8 +53,13 @@ class Places:
     """Middle of each position."""
     num_series: int
     """How many share a position."""
-    mark_px: float
-    """Pixels a mark has to itself."""
+    position_px: float
+    """Pixels between two positions."""
+
+    @property
+    def mark_px(self) -> float:
+        """Pixels a mark has to itself."""
+        return self.position_px * _SPREAD / self.num_series
 
     @property
     def step(self) -> float:
@@ -84,7 +95,7 @@ def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
 def percent_scale(values: Iterable[float]) -> Scale:
     """Shares from zero."""
     high = max(values)
-    return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=units.format_percent)
+    return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=format_share)
 
 
 def _steps(high: float, base: int) -> tuple[float, ...]:
@@ -123,17 +134,72 @@ def places(layout: Layout, width: float) -> Places:
             at += 1 + (_GROUP_GAP if layout.inner and outer != layout.positions[index - 1][0] else 0)
         centers.append(at)
     position_px = (width - LEFT - RIGHT) / (centers[-1] + 1.2)
-    num_series = len(layout.series)
-    return Places(centers=tuple(centers), num_series=num_series, mark_px=position_px * _SPREAD / num_series)
+    return Places(centers=tuple(centers), num_series=len(layout.series), position_px=position_px)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Below:
+    """The labels under the axes, as they fit."""
+
+    names: tuple[str, ...]
+    """A position's label in full, for its hover text."""
+    texts: tuple[str, ...]
+    """As it is drawn."""
+    slanted: bool
+    """Whether they are turned, because they are wider than their positions."""
+    ticks_px: float
+    """Height they take."""
+    groups: tuple[tuple[str, str, float, float], ...]
+    """Of each group its name in full, as it is drawn, and the centers of its first and last position."""
+    groups_px: float
+    """Height that the groups take; 0 without any."""
+
+    @property
+    def height_px(self) -> float:
+        """Room below the axes."""
+        return self.ticks_px + (self.groups_px + 8 if self.groups else 6)
+
+
+def below(layout: Layout, place: Places) -> Below:
+    """Labels of positions and groups, each wrapped into its own width, or slanted where that is too small."""
+    names = [inner if layout.inner else outer for outer, inner in layout.positions]
+    room = place.position_px - 8
+    slanted = place.position_px < _WRAPS_FROM and max(text_width(name, _LABEL_SIZE) for name in names) > room
+    if slanted:
+        turn = math.radians(_SLANT_DEGREES)
+        length = min((LEFT + 0.6 * place.position_px) / math.cos(turn), _MOST_SLANT_PX)
+        texts = [fitted(name, max(length, _LEAST_SLANT_PX), _LABEL_SIZE) for name in names]
+        ticks_px = 20 + max(text_width(text, _LABEL_SIZE) for text in texts) * math.sin(turn)
+    else:
+        texts = ["\n".join(wrap(name, room, _LABEL_SIZE, _MOST_LINES)) for name in names]
+        ticks_px = 24 + _extra_lines(texts) * LINE * _LABEL_SIZE
+    groups = _groups(layout, place) if layout.inner else ()
+    groups_px = 24 + _extra_lines([text for _, text, _, _ in groups]) * LINE * _GROUP_SIZE if groups else 0
+    return Below(
+        names=tuple(names), texts=tuple(texts), slanted=slanted, ticks_px=ticks_px, groups=groups, groups_px=groups_px
+    )
+
+
+def _groups(layout: Layout, place: Places) -> tuple[tuple[str, str, float, float], ...]:
+    centers: dict[str, list[float]] = {}
+    for (outer, _), center in zip(layout.positions, place.centers, strict=True):
+        centers.setdefault(outer, []).append(center)
+    groups = []
+    for name, inside in centers.items():
+        room = (inside[-1] - inside[0] + 1) * place.position_px - 4
+        text = "\n".join(wrap(name, room, _GROUP_SIZE, _MOST_LINES))
+        groups.append((name, text, inside[0], inside[-1]))
+    return tuple(groups)
+
+
+def _extra_lines(texts: Sequence[str]) -> int:
+    return max(text.count("\n") for text in texts)
 
 
 def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axes":
     """Axes with the scale's rules, and below them the labels of positions and groups."""
-    below = [_clip(inner if layout.inner else outer) for outer, inner in layout.positions]
-    longest = max(map(len, below))
-    slanted = longest * 7 > place.mark_px * place.num_series / _SPREAD
-    ticks_px = min(24 + 4.4 * longest, 110) if slanted else 24
-    axes = drawing.axes(LEFT, ticks_px + (32 if layout.inner else 6), RIGHT, TOP)
+    labels = below(layout, place)
+    axes = drawing.axes(LEFT, labels.height_px, RIGHT, TOP)
     axes.set_xlim(-0.6, place.centers[-1] + 0.6)
     if scale.log:
         axes.set_yscale("log")
@@ -142,21 +208,19 @@ def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axe
     axes.set_yticks(scale.ticks, [tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
     axes.grid(axis="y")
     axes.tick_params(axis="x", pad=7)
-    axes.set_xticks(place.centers, below, fontsize=11, color=MUTED if layout.inner else INK)
-    if slanted:
-        for text in axes.get_xticklabels():
-            text.set(rotation=35, ha="right", rotation_mode="anchor")
-    _axis_name(axes, layout.inner or layout.outer, -16)
+    axes.set_xticks(place.centers, labels.texts, fontsize=_LABEL_SIZE, color=MUTED if layout.inner else INK)
+    for name, text in zip(labels.names, axes.get_xticklabels(), strict=True):
+        text.set(linespacing=LINE)
+        if labels.slanted:
+            text.set(rotation=_SLANT_DEGREES, ha="right", rotation_mode="anchor")
+        if text.get_text() != name:
+            drawing.tip(text, name)
+    if not labels.slanted:  # slanted labels reach into the margin where the name would stand
+        _axis_name(axes, layout.inner or layout.outer, -16)
     if layout.inner:
-        _group_labels(axes, layout, place, -(ticks_px + 22))
-        _axis_name(axes, layout.outer, -(ticks_px + 18))
+        _group_labels(drawing, axes, labels)
+        _axis_name(axes, layout.outer, -(labels.ticks_px + 18))
     return axes
-
-
-def _clip(text: str) -> str:
-    """A label without its middle if it is long: names that share a beginning mostly differ at their end."""
-    head = _LONGEST_LABEL // 3
-    return text if len(text) <= _LONGEST_LABEL else f"{text[:head]}…{text[head + 1 - _LONGEST_LABEL :]}"
 
 
 def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
@@ -166,21 +230,20 @@ def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
                       ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip
 
 
-def _group_labels(axes: "Axes", layout: Layout, place: Places, offset_px: float) -> None:
+def _group_labels(drawing: Drawing, axes: "Axes", labels: Below) -> None:
     """Names of the groups under their positions, with a rule that spans them."""
     from matplotlib.transforms import ScaledTranslation
 
     row = axes.get_xaxis_transform()
-    below = ScaledTranslation(0, (offset_px + 18) / PX_PER_INCH, axes.figure.dpi_scale_trans)
-    groups: dict[str, list[float]] = {}
-    for (outer, _), center in zip(layout.positions, place.centers, strict=True):
-        groups.setdefault(outer, []).append(center)
-    for name, centers in groups.items():
-        middle = sum(centers) / len(centers)
-        axes.annotate(_clip(name), (middle, 0), (0, offset_px + 4), xycoords=row, textcoords="offset points",
-                      ha="center", va="baseline", fontsize=12, color=INK)  # fmt: skip
-        rule = axes.hlines(0, centers[0] - 0.42, centers[-1] + 0.42, color=GRID, linewidth=1)
-        rule.set(transform=row + below, clip_on=False)
+    lower = ScaledTranslation(0, -(labels.ticks_px + 4) / PX_PER_INCH, axes.figure.dpi_scale_trans)
+    for name, shown, first, last in labels.groups:
+        text = axes.annotate(shown, ((first + last) / 2, 0), (0, -(labels.ticks_px + 7)), xycoords=row,
+                             textcoords="offset points", ha="center", va="top", fontsize=_GROUP_SIZE,
+                             linespacing=LINE, color=INK)  # fmt: skip
+        if shown != name:
+            drawing.tip(text, name)
+        rule = axes.hlines(0, first - 0.42, last + 0.42, color=GRID, linewidth=1)
+        rule.set(transform=row + lower, clip_on=False)
 
 
 def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "Text":

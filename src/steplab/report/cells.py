@@ -6,7 +6,7 @@ colour, and where that would crowd one chart, further fields split it into panel
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
@@ -19,6 +19,10 @@ FIELDS = (
     "warmup", "steps", "seed", "device", "torch", "repeat",
 )  # fmt: skip
 """Everything that can tell two runs apart, in the order it is said. `repeat` counts runs otherwise alike."""
+
+_HOW = ("warmup", "steps", "seed", "repeat")
+"""Fields about how a step was measured rather than what it computes: said where nothing else tells cells apart."""
+_WHAT = tuple(field for field in FIELDS if field not in _HOW)
 
 _SIZES = ("model", "context", "batch")
 _PANEL_ORDER = (
@@ -43,8 +47,8 @@ _SAID = {
     "context": "context {}",
     "batch": "batch {}",
     "compile": "compiled ({})",
-    "warmup": "{} warm-up steps",
-    "steps": "{} steps",
+    "warmup": "{} warm-up step{s}",
+    "steps": "{} step{s}",
     "seed": "seed {}",
     "attention": "{} attention",
     "torch": "torch {}",
@@ -60,6 +64,8 @@ class Cell:
     """The record."""
     values: dict[str, Scalar]
     """A value for every one of FIELDS; None where the run does not say."""
+    unsaid: frozenset[str] = frozenset()
+    """Fields that a label leaves out, because others tell this cell from its neighbours."""
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
@@ -71,8 +77,23 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
         key = tuple(values.values())
         seen[key] = seen.get(key, 0) + 1
         cells.append(Cell(run=run, values=values | {"repeat": seen[key]}))
+    alike: dict[tuple[Scalar, ...], list[Cell]] = {}
+    for cell in cells:
+        alike.setdefault(_key(cell, _WHAT), []).append(cell)
+    cells = [replace(cell, unsaid=_unsaid(cell, alike[_key(cell, _WHAT)])) for cell in cells]
     ranks = {field: _ranks(field, cells) for field in FIELDS}
     return sorted(cells, key=lambda cell: [ranks[field][cell.values[field]] for field in FIELDS])
+
+
+def _unsaid(cell: Cell, alike: Sequence[Cell]) -> frozenset[str]:
+    """The fields of _HOW that do not tell the cell from those `alike` in all the fields said before."""
+    unsaid = set()
+    for field in _HOW:
+        same = [other for other in alike if other.values[field] == cell.values[field]]
+        if len(same) == len(alike):
+            unsaid.add(field)
+        alike = same
+    return frozenset(unsaid)
 
 
 def _values(run: Run) -> dict[str, Scalar]:
@@ -84,7 +105,8 @@ def _values(run: Run) -> dict[str, Scalar]:
         "pass": spec.pass_name if spec else None,
         "precision": spec.precision if spec else None,
         "compile": spec.compile if spec else None,
-        "attention": spec.attention if spec else None,
+        # A factory's model brings its own attention; the spec's field is not used.
+        "attention": spec.attention if spec and spec.model.kind != "factory" else None,
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,
@@ -108,8 +130,9 @@ def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """The fields with more than one value among those that have any."""
-    return [f for f in FIELDS if len({c.values[f] for c in cells} - {None}) > 1]
+    """The fields that tell cells apart: those with more than one value, where a label says them at all."""
+    differing = [f for f in FIELDS if len({c.values[f] for c in cells} - {None}) > 1]
+    return [f for f in differing if not all(f in c.unsaid for c in cells)]
 
 
 def short(field: str, value: Scalar) -> str:
@@ -122,12 +145,13 @@ def short(field: str, value: Scalar) -> str:
 def said(field: str, value: Scalar) -> str:
     """A value that must explain itself: 'context 1024', 'compiled (default)'."""
     word = _WORDS.get((field, value))
-    return _SAID.get(field, "{}").format(value) if word is None else word
+    return _SAID.get(field, "{}").format(value, s="" if value == 1 else "s") if word is None else word
 
 
 def label(cell: Cell, fields: Sequence[str]) -> str:
-    """The cell in words, by the fields that matter; by its model where none does."""
-    return " · ".join(said(f, cell.values[f]) for f in fields or ("model",) if cell.values[f] is not None)
+    """The cell in words, by those of the fields that tell it apart; by its model where none does."""
+    telling = [field for field in fields if cell.values[field] is not None and field not in cell.unsaid]
+    return " · ".join(said(field, cell.values[field]) for field in telling or ("model",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +197,7 @@ def arrange(cells: Sequence[Cell]) -> Layout:
         inside = [cell for cell in cells if _key(cell, panel_fields) == values]
         panels.append(
             Panel(
-                title=label(inside[0], panel_fields) if panel_fields else "",
+                title=_series_label(panel_fields, values) if panel_fields else "",
                 marks=tuple((positions.index(_key(c, axes)), series.index(_key(c, rest)), c) for c in inside),
             )
         )

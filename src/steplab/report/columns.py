@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from steplab import units
 from steplab.records.rows import Row, Scalar
+from steplab.report.shares import format_share
 
 ABSENT = "–"
 """Shown where a figure was not measured; a zero would be a claim."""
@@ -29,11 +30,12 @@ class Column:
     numeric: bool = False
     """Aligned to the right."""
     caption: str = "{}"
-    """How the caption says it when all rows share the value."""
+    """How the caption says it when all rows share the value; {s} is the plural's."""
     shared: bool = True
     """Whether a value that all rows share moves to the caption; figures measured for each row never do."""
     rank: int = 0
-    """Columns of the highest rank are the first to go where the terminal is too narrow; 0 always stays."""
+    """Columns of the highest rank are the first to go where the terminal is too narrow, of one rank the last;
+    0 always stays."""
     wraps_from: int | None = None
     """Least width a long text may be wrapped to on a terminal; None: it stays on one line."""
 
@@ -49,6 +51,7 @@ def _number(format_number: Callable[[float], str]) -> Callable[[Scalar], str]:
 
 show_time = _number(units.format_time)
 show_percent = _number(units.format_percent)
+_share = _number(format_share)
 _bytes = _number(units.format_bytes)
 _tokens = _number(lambda value: units.format_rate(value, "").rstrip())
 
@@ -72,7 +75,7 @@ def reason(kind: str, message: str) -> str:
 
 COLUMNS: tuple[Column, ...] = (
     Column(key="id", header="id", shared=False),
-    Column(key="name", header="name", caption="{}", rank=2),
+    Column(key="name", header="name", caption="{}", rank=1),
     Column(key="description", header="description", rank=3),
     figure_column("num_cells", "cells", str, 0),
     figure_column("num_ok", "ok", str, 0),
@@ -81,13 +84,13 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="model", header="model"),
     Column(key="batch", header="batch", numeric=True, caption="batch {}", rank=1),
     Column(key="context", header="context", numeric=True, caption="context {}"),
-    Column(key="pass", header="pass", caption="pass {}"),
+    Column(key="pass", header="pass", caption="pass {}", rank=1),
     Column(key="precision", header="precision"),
-    Column(key="compile", header="compile", caption="compile {}"),
+    Column(key="compile", header="compile", caption="compile {}", rank=1),
     Column(key="attention", header="attention", caption="attention {}"),
     Column(key="optimizer", header="optimizer", caption="optimizer {}", rank=4),
-    Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up steps", rank=3),
-    Column(key="steps", header="steps", numeric=True, caption="{} measured steps", rank=8),
+    Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up step{s}", rank=3),
+    Column(key="steps", header="steps", numeric=True, caption="{} measured step{s}", rank=8),
     Column(key="device", header="device", rank=6),
     figure_column("step_time_s", "step", show_time, 0),
     figure_column("forward_s", "forward", show_time, 5),
@@ -95,9 +98,9 @@ COLUMNS: tuple[Column, ...] = (
     figure_column("optimizer_s", "opt. step", show_time, 5),
     figure_column("compile_s", "compile time", show_time, 6),
     figure_column("tokens_per_s", "tokens/s", _tokens, 3),
-    figure_column("mfu", "MFU", show_percent, 1),
+    figure_column("mfu", "MFU", _share, 1),
     Column(key="mfu_convention", header="convention", shared=False, rank=4),
-    figure_column("hfu", "HFU", show_percent, 4),
+    figure_column("hfu", "HFU", _share, 4),
     Column(
         key="peak_flops_per_s",
         header="dense peak",
@@ -139,7 +142,8 @@ def make_sheet(rows: Sequence[Row], known: Sequence[Column] = COLUMNS) -> Sheet:
         if column.key == "failure" and all(row.get("status") == "ok" for row in rows):
             continue
         if column.shared and len(rows) > 1 and _is_shared(column, rows):
-            captions.append(column.caption.format(next(text for text in texts if text != ABSENT)))
+            text = next(text for text in texts if text != ABSENT)
+            captions.append(column.caption.format(text, s="" if text == "1" else "s"))
         else:
             columns.append(column)
     named = _name_conventions(columns, rows)

@@ -1,7 +1,7 @@
 """A study as one web page that needs nothing else: no network, no script, no second file."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from steplab import stats, units
@@ -15,10 +15,12 @@ from steplab.report.columns import ABSENT, make_sheet, reason
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
+from steplab.report.gaps import doubts, gaps
 from steplab.report.grid import Grid
 from steplab.report.narrative import facts
 from steplab.report.profile_page import profile_sections
 from steplab.report.run_text import describe
+from steplab.report.shares import format_share
 
 T = TypeVar("T")
 
@@ -55,7 +57,8 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
         runs=runs_table,
-        missing=_missing(cells),
+        doubts=_told_once(cells, doubts),
+        missing=_told_once(cells, _missing),
         environments=_environments(cells),
     )
 
@@ -139,7 +142,7 @@ def _utilization_table(cells: Sequence[Cell]) -> Grid | None:
         rows.append(
             (
                 label(cell, fields),
-                *(ABSENT if share is None else units.format_percent(share) for share in shares),
+                *(ABSENT if share is None else format_share(share) for share in shares),
                 ABSENT if peak is None else f"{units.format_rate(peak, 'FLOP/s')}, {first.dtype}",
                 first.peak_source,
             )
@@ -152,16 +155,17 @@ def _utilization_table(cells: Sequence[Cell]) -> Grid | None:
     )
 
 
-def _missing(cells: Sequence[Cell]) -> list[tuple[str, list[str]]]:
-    """What was not measured and why, each reason once, with the cells it holds for."""
+def _missing(run: Run) -> list[str]:
+    """What was not measured and why, the reason of a failure included."""
+    return gaps(run) + ([reason(run.failure.kind, run.failure.message)] if run.failure else [])
+
+
+def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[tuple[str, list[str]]]:
+    """What is told of the runs, each text once, with the cells it holds for."""
     fields = varying(cells)
     found: dict[str, list[str]] = {}
     for cell in cells:
-        run = cell.run
-        said = list(run.notes) + list(run.environment.gaps if run.environment else ())
-        if run.failure:
-            said.append(reason(run.failure.kind, run.failure.message))
-        for text in said:
+        for text in told(cell.run):
             found.setdefault(text, []).append(label(cell, fields))
     return [(text, ["all runs"] if len(names) == len(cells) > 1 else names) for text, names in found.items()]
 

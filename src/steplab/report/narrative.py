@@ -8,6 +8,7 @@ from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.report.cells import FIELDS, Cell, label, said, varying
 from steplab.report.figures import step_median, step_samples
+from steplab.report.shares import format_share
 
 _MOST_NAMED = 6
 _IDLE = 0.02  # a choice that moves no pair of cells by more is not told at length
@@ -146,7 +147,7 @@ def _best_utilization(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact
     value, used, cell = max(known, key=lambda item: item[0])
     peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
     text = f"Highest MFU: {label(cell, fields)} ({used.convention}, of a dense {used.dtype} peak of {peak})."
-    return [Fact(figure=units.format_percent(value), text=text)]
+    return [Fact(figure=format_share(value), text=text)]
 
 
 def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:

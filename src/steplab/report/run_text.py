@@ -12,7 +12,9 @@ from steplab.report.blocks import figure_table, pairs_table, section
 from steplab.report.columns import ABSENT, reason
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
+from steplab.report.gaps import doubts, gaps
 from steplab.report.profile_text import profile_parts
+from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.step import StepSpec
 
@@ -47,8 +49,7 @@ def _parts(run: Run, width: int) -> "Iterator[RenderableType]":
         yield from section("Memory", _memory(run))
     if run.environment:
         yield from section("Environment", _environment(run.environment))
-    missing = run.notes + (run.environment.gaps if run.environment else ())
-    if missing:
+    if missing := gaps(run):
         yield from section("Not measured", *(Text(f"- {plain(note)}") for note in missing))
     if run.profile:
         yield Text()
@@ -73,7 +74,9 @@ def describe(spec: StepSpec) -> str:
         spec.pass_name,
         spec.precision,
     ]
-    words += ["eager" if spec.compile == "off" else f"compile {spec.compile}", f"attention {spec.attention}"]
+    words.append("eager" if spec.compile == "off" else f"compile {spec.compile}")
+    if spec.model.kind != "factory":  # its model brings its own
+        words.append(f"attention {spec.attention}")
     return " · ".join(words + ([spec.optimizer] if spec.pass_name == "train" else []))
 
 
@@ -129,15 +132,17 @@ def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
 
 
 def _phases(run: Run, timing: Timing) -> "Table":
-    """Medians of every phase: as training runs them, then each on its own by both clocks."""
-    table = figure_table("phase", "back to back", "share", "alone, device", "alone, host")
+    """Medians of every phase: as training runs them, then, where they were also timed alone, by both clocks."""
+    # Nothing is timed alone where the host is the device: each phase has then ended when the next begins.
+    headers = ("alone, device", "alone, host") if timing.synchronised else ()
+    table = figure_table("phase", "back to back", "share", *headers)
     whole = step_median(run)
     for name in (*phase_names(run), "step"):
         together, alone = timing.phase(name), find_phase(timing.synchronised, name)
         time_s = _median(together.best_s if together else None)
-        share = units.format_percent(time_s / whole) if time_s is not None and whole else ABSENT
+        share = format_share(time_s / whole) if time_s is not None and whole else ABSENT
         device, host = (alone.device_s, alone.host_s) if alone else (None, None)
-        table.add_row(name, _time(time_s), share, _time(_median(device)), _time(_median(host)))
+        table.add_row(name, _time(time_s), share, *(_time(_median(s)) for s in (device, host)[: len(headers)]))
     return table
 
 
@@ -167,13 +172,14 @@ def _utilization(run: Run) -> "RenderableType":
         peak = used.peak_flops_per_s
         table.add_row(
             f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
-            ABSENT if used.value is None else units.format_percent(used.value),
+            ABSENT if used.value is None else format_share(used.value),
             units.format_count(used.flops).rstrip(),
             ABSENT if peak is None else units.format_rate(peak, "FLOP/s"),
             used.dtype,
         )
     sources = dict.fromkeys(used.peak_source for used in run.utilizations)
-    return Group(table, *(Text(f"peak: {plain(source)}") for source in sources))
+    told = [Text(f"peak: {plain(source)}") for source in sources]
+    return Group(table, *told, *(Text(plain(doubt), style="red") for doubt in doubts(run)))
 
 
 def _memory(run: Run) -> "RenderableType":

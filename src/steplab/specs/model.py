@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import msgspec
@@ -89,9 +89,15 @@ class ModelSpec:
 
     @property
     def label(self) -> str:
-        """Short name for tables: the size, with the sizes that differ from it; the model type of a config."""
-        if self.kind == "hf" and self.hf_config is not None:
-            return f"hf:{self.hf_config.get('model_type', self.name)}"
+        """Short name for tables: the size, with the sizes that differ from it; what its file tells of a config.
+
+        A config's own file name, or that of its folder where all are called config.json: its model type is the same
+        for every size of a family.
+        """
+        if self.kind == "hf":
+            path = PurePath(self.name.removeprefix("hf:"))
+            name = (path.parent if path.name == "config.json" else path).name.removesuffix(".json")
+            return f"hf:{name if name.strip('.') else (self.hf_config or {}).get('model_type', self.name)}"
         base = MODEL_SIZES.get(self.name)
         if base is None or self.shape is None or base == self.shape:
             return self.name

@@ -112,6 +112,10 @@ class Store:
         """The newest ceilings that were measured on a device of that name."""
         return record_table.latest_ceilings(self._connection, device_name)
 
+    def ceilings(self, device_name: str) -> list[Ceilings]:
+        """All ceilings that were measured on a device of that name, newest first."""
+        return list(record_table.ceilings(self._connection, device_name))
+
     def begin_study(self, study: StudySpec) -> str:
         """Store what a sweep will measure; returns the id that its records carry as `study`."""
         return study_table.begin_study(self._connection, study)

@@ -69,11 +69,16 @@ def iterate(connection: Connection, selection: Selection) -> Iterator[Record]:
 
 def latest_ceilings(connection: Connection, device_name: str) -> Ceilings | None:
     """The newest ceilings measured on a device of that name."""
+    return next(ceilings(connection, device_name), None)
+
+
+def ceilings(connection: Connection, device_name: str) -> Iterator[Ceilings]:
+    """All ceilings measured on a device of that name, newest first."""
     for row in rows(connection, Selection(kind="ceilings"), None):
         if row.get("device") == device_name:
             record = get(connection, str(row["id"]))
-            return record if isinstance(record, Ceilings) else None
-    return None
+            if isinstance(record, Ceilings):
+                yield record
 
 
 def summary_row(record: Record) -> Row:

@@ -85,18 +85,19 @@ def decode_exact_events(array: memoryview) -> list[ExactEvent] | None:
 
 
 def decode_exact_event(text: bytes) -> ExactEvent | None:
-    """One event, by all means: None only if the text is no JSON object, or a field in it is of a wrong type.
-
-    Passes NaN and Infinity (as absent), null for what is absent, and control characters, halves of surrogate pairs and
-    bad UTF-8 in strings (replaced).
-    """
+    """One event; None as above."""
     try:
         return _EXACT_EVENT.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _repaired(text)
+        return None
 
 
-def _repaired(text: bytes) -> ExactEvent | None:
+def repair_event(text: bytes) -> ExactEvent | None:
+    """An event that the decoder refused; None if it is no JSON object by any reading, or a field is of a wrong type.
+
+    NaN and Infinity count as absent, as does null; control characters, halves of surrogate pairs and bad UTF-8 in
+    strings are replaced.
+    """
     try:
         value = json.loads(
             text.decode("utf-8", "replace"), strict=False, parse_float=str, parse_constant=lambda constant: None

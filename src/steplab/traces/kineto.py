@@ -22,6 +22,7 @@ from steplab.traces.events import (
     decode_events,
     decode_exact_event,
     decode_exact_events,
+    repair_event,
 )
 from steplab.traces.inputs import InputNumbers
 from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, float_nanoseconds, text_nanoseconds
@@ -69,6 +70,10 @@ def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | No
         "have a negative duration": collector.num_negative,
     }
     builder.notes += [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
+    if collector.num_repaired:
+        builder.notes.append(
+            f"events that hold NaN, bad UTF-8 or the like, which was passed over or replaced: {collector.num_repaired}"
+        )
     if not collector.num_events:
         builder.notes.append("the list of events is empty")
     elif not collector.num_kept:
@@ -92,6 +97,8 @@ class Collector:
         """Left out because they lack a start or a duration."""
         self.num_negative = 0
         """Left out because their duration is below zero."""
+        self.num_repaired = 0
+        """Read although they hold what JSON does not allow."""
         self._exact = False
         """Whether starts are read as they are written."""
         self._is_passing_over = False
@@ -135,12 +142,13 @@ class Collector:
         events = list[ExactEvent]()
         passed = 0
         for element in elements:
-            text = bytes(element).strip()
-            event = decode_exact_event(text) if text else None
-            if event is not None:
+            if text := bytes(element).strip():
+                event = decode_exact_event(text)
+                if event is None and (event := repair_event(text)):
+                    self.num_repaired += 1
+                if event is None:
+                    break
                 events.append(event)
-            elif text:
-                break
             passed += 1
         self._add_exact(events)
         return passed

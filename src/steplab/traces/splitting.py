@@ -27,7 +27,7 @@ _MOST_RESUMPTIONS = 100
 """In a file damaged all over, starting again behind every event would take for ever."""
 
 _SEAM = re.compile(rb'}\s*,\s*{\s*(?:"[^"\\]{0,64}")?')
-_FIRST_EVENT = re.compile(rb'\s*(\n[ \t]+{\s*"[^"\\]{0,64}")')
+_FIRST_EVENT = re.compile(rb'\s*?(\r?\n[ \t]+{\s*"[^"\\]{0,64}")')
 _INDENTED_SEAM = re.compile(rb'},\r?\n([ \t]+){\r?\n\1[ \t]+"')
 _SEAM_REGION_BYTES = 1 << 14
 _OPEN, _CLOSE = b"["[0], b"]"[0]
