@@ -8,15 +8,10 @@ worker a GPU, each with that GPU alone to itself; the comparison with transforme
 by itself after SECONDS (default: an hour); run it again and it continues with what is missing.
 """
 
-import os
-import queue
-import signal
 import subprocess
 import sys
-import threading
-import time
 
-import torch
+from workers import run_all
 
 EXAMPLES = "examples/hf"
 CONTEXTS = (1024, 512, 256, 128)
@@ -67,35 +62,9 @@ def command(piece: list[str], store: str) -> list[str]:
 
 
 def main(store: str, seconds: str = "3600", what: str = "all") -> None:
-    deadline_s = time.monotonic() + float(seconds)
-    work: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    num_workers = 1 if what == "peers" else torch.cuda.device_count()
-    for piece in peers() if what == "peers" else sweeps():
-        work.put(piece)
-
-    def worker(gpu: int) -> None:
-        while time.monotonic() < deadline_s:
-            try:
-                piece = work.get_nowait()
-            except queue.Empty:
-                return
-            started_s = time.monotonic()
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-            with open(f"{store}.gpu{gpu}.log", "a", encoding="utf-8") as log:
-                sweep = subprocess.Popen(command(piece, store), env=environment, stdout=log, stderr=log)
-                try:
-                    sweep.wait(timeout=max(1.0, deadline_s - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    sweep.send_signal(signal.SIGINT)
-                    sweep.wait()
-            took_s = time.monotonic() - started_s
-            print(f"gpu {gpu}: {' '.join(piece)}: exit {sweep.returncode}, {took_s:.0f} s", flush=True)
-
-    workers = [threading.Thread(target=worker, args=(gpu,)) for gpu in range(num_workers)]
-    for thread in workers:
-        thread.start()
-    for thread in workers:
-        thread.join()
+    alone = what == "peers"
+    pieces = peers() if alone else sweeps()
+    run_all([command(piece, store) for piece in pieces], store, float(seconds), num_workers=1 if alone else None)
     subprocess.run(
         [sys.executable, "-m", "steplab", "list", "--studies", "--limit", "100", "--store", store], check=True
     )
