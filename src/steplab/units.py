@@ -88,3 +88,8 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise UserError(f"'{text}' is not a duration; write for instance 90s, 5min or 2h")
     return seconds
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 cell, 2 cells."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

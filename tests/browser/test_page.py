@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
-from tests.runs import grid, out_of_memory, recorder_run
+from tests.runs import grid, make_run, out_of_memory, recorder_run
 
 from steplab.records.run import Run
 from steplab.report.html import render_page
@@ -129,6 +129,53 @@ def test_a_phone_never_scrolls_the_page_sideways(pages: dict[str, str], tmp_path
     assert inner == PHONE_WIDTH
     assert scroll <= inner
     assert pictures == pages[name].count("<svg")
+
+
+LOOSE = [
+    make_run({"context": 64}),
+    make_run({"context": 128, "model": "medium", "warmup": 2}),
+    recorder_run(name="examples.my_model:build", id="1"),
+    recorder_run(name="own loop", id="2"),
+    recorder_run(name="a_name_without_any_blank_" * 6, id="3"),
+]
+"""Runs of no study, whose names are of all lengths."""
+
+FIT = """<script>addEventListener('load', () => {
+  const told = [];
+  for (const svg of document.querySelectorAll(['time', 'phases', 'memory'].map(id => `#${id} svg`).join())) {
+    const frame = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll('text')].map(text => [text.textContent, text.getBoundingClientRect()]);
+    for (const [index, [said, box]] of texts.entries()) {
+      if (box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1)
+        told.push(`cut: ${said}`);
+      for (const [other, its] of texts.slice(index + 1))
+        if (Math.min(box.right, its.right) - Math.max(box.left, its.left) > 1 &&
+            Math.min(box.bottom, its.bottom) - Math.max(box.top, its.top) > 4)
+          told.push(`over each other: ${said} / ${other}`);
+    }
+    told.push(`${texts.length} seen`);
+  }
+  parent.postMessage(told.join('; '), '*');
+})</script>"""
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("name", ["loose", "small"])
+def test_no_label_is_cut_or_runs_into_another(tmp_path: Path, name: str, width: int) -> None:
+    page = render_page(LOOSE if name == "loose" else studies()["small"], title="labels")
+    copy, removed = re.subn(r"<meta http-equiv=[^>]*>", "", page)
+    assert removed == 1
+    (tmp_path / "page.html").write_text(copy.replace("</head>", FIT + "</head>"), encoding="utf-8")
+    (tmp_path / "frame.html").write_text(
+        "<script>addEventListener('message', e => document.title = e.data)</script>"
+        f'<iframe src="page.html" style="width:{width}px;height:900px;border:0"></iframe>',
+        encoding="utf-8",
+    )
+    dom = chromium(tmp_path, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri())
+    told = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
+    assert told, dom[:500]
+    assert re.fullmatch(r"(\d+ seen(; |$)){3}", told[1]), told[1]
+    assert all(int(count) > 5 for count in re.findall(r"(\d+) seen", told[1]))
 
 
 def test_the_security_policy_lets_no_script_run(pages: dict[str, str], tmp_path: Path) -> None:

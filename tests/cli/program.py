@@ -89,7 +89,8 @@ class Program:
             timeout=timeout_s,
             check=False,
         )
-        return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=remarks(finished.stderr.decode()))
+        stderr = remarks(finished.stderr.decode())
+        return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=stderr)
 
     def start(self, *arguments: str | Path) -> psutil.Popen:
         """Start a command as a shell's foreground job: in a process group of its own, open to Ctrl-C."""

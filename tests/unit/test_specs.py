@@ -271,7 +271,7 @@ def test_a_configuration_is_taken_into_the_spec(tmp_path: Path) -> None:
     spec = resolve_step({"model": name, "context": 64})
     assert spec.model.kind == "hf"
     assert spec.model.hf_config == {"model_type": "llama", "max_position_embeddings": 64, "hidden_size": 32}
-    assert spec.model.label == "hf:llama"
+    assert spec.model.label == f"hf:{tmp_path.name}"
     assert resolve_step({"model": f"hf:{tmp_path}", "context": 64}).model.hf_config == spec.model.hf_config
 
 

@@ -179,6 +179,8 @@ def test_latest_ceilings_of_a_device(store: Store) -> None:
     store.add(make_ceilings("c", device="cpu1", second=3))
     assert store.latest_ceilings("cpu0") == make_ceilings("a", device="cpu0", second=2)
     assert store.latest_ceilings("cpu2") is None
+    assert [record.id for record in store.ceilings("cpu0")] == ["a", "b"]
+    assert store.ceilings("cpu2") == []
 
 
 def test_listing_10_000_records_reads_no_body_and_takes_one_statement(path: Path) -> None:

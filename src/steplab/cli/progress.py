@@ -11,7 +11,7 @@ from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.launch import Progress
 from steplab.records.rows import run_row
 from steplab.report.run_text import describe
-from steplab.units import format_bytes, format_clock, format_time
+from steplab.units import counted, format_bytes, format_clock, format_time
 
 _STAGES = {
     "starting": "starting a process",
@@ -82,7 +82,7 @@ class ProgressLine:
         """A cell of a sweep: under way, or ended."""
         if progress.skipped and not self._stage:
             self._stage = "resumed"
-            say(f"{progress.skipped} cells are measured already, {progress.to_run} to go")
+            say(f"{counted(progress.skipped, 'cell')} measured already, {progress.to_run} to go")
         number = progress.index + (1 if progress.run else 0)
         if self._bar and progress.within:
             self._bar.update(

@@ -39,7 +39,7 @@ def sweep(
     from steplab.report.formats import render_rows
     from steplab.report.run_text import describe
     from steplab.specs.study import load_study, study_from_grids
-    from steplab.units import parse_duration
+    from steplab.units import counted, parse_duration
 
     grid = step.grid()
     if not study and not grid:
@@ -50,7 +50,7 @@ def sweep(
     timeout_s = parse_duration(timeout)
     if dry_run:
         emit("\n".join(describe(cell) for cell in asked.cells), out.output)
-        say(f"{len(asked.cells)} cells, none measured")
+        say(f"{counted(len(asked.cells), 'cell')}, none measured")
         return 0
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
@@ -68,6 +68,6 @@ def sweep(
     color = stdout_color() and out.output is None
     emit(render_rows([run_row(run) for run in result.runs], chosen, color=color), out.output)
     failed = sum(run.failure is not None for run in result.runs)
-    counted = f"{len(result.runs)} cells, {failed} of them failed"
-    say(f"study {result.study_id}: {counted}; `steplab report --output page.html` draws it")
+    summary = f"{counted(len(result.runs), 'cell')}, {failed} of them failed"
+    say(f"study {result.study_id}: {summary}; `steplab report --output page.html` draws it")
     return 1 if failed == len(result.runs) else 0

@@ -13,6 +13,7 @@ from steplab.records.codec import new_id, now_utc
 from steplab.records.memory import Memory
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
+from steplab.units import counted
 
 Span = tuple[Any, Any]
 
@@ -71,9 +72,8 @@ class Recorder:
         measured = self._steps[self._warmup :]
         notes = ["MFU: a loop of one's own has no FLOP count that steplab could know"]
         if not measured:
-            notes.append(
-                f"step time: the loop ran {len(self._steps)} steps, no more than its {self._warmup} of warm-up"
-            )
+            ran = counted(len(self._steps), "step")
+            notes.append(f"step time: the loop ran {ran}, no more than its {self._warmup} of warm-up")
         if peak is None:
             notes.append("peak device memory: torch keeps no high-water mark on this device")
         return Run(

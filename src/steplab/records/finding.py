@@ -12,6 +12,7 @@ class Evidence:
     what: str
     """'idle while the host launches, forward'."""
     value: float
+    """In base units."""
     unit: str
     """s, B, FLOP, %, '' for a count."""
 

@@ -61,12 +61,15 @@ class OpStats:
     category: str
     """Of the kernel that took most of its time."""
     phase: str
+    """Phase of its calls, as in KernelStats."""
     range: str
+    """Range of its calls, as in KernelStats."""
     inputs: str
     """Types and shapes of the tensors it got: 'bf16[2048, 768] bf16[768, 3072]'; '' where the trace does not say."""
     dtype: str
     """Type it computed in, by the names of specs (fp32, bf16, fp16); '' where not known."""
     calls: int
+    """How often it was called in all profiled steps."""
     kernels: int
     """Kernels it launched itself, in all calls."""
     device_s: float
@@ -86,7 +89,9 @@ class PhaseTime:
     """
 
     phase: str
+    """forward, backward, optimizer or outside."""
     window_s: float
+    """Its length, on the device's timeline."""
     busy_s: float
     """Time in which at least one kernel ran."""
     host_bound_s: float
@@ -98,6 +103,7 @@ class PhaseTime:
     host_s: float | None = None
     """Length of the phase's range on the host's clock; None where the trace marks no phases."""
     num_kernels: int = 0
+    """Kernels that the phase launched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +128,11 @@ class HostCallStats:
     name: str
     """cudaStreamSynchronize, cudaMemcpyAsync (with the direction), cudaMalloc, ..."""
     phase: str
+    """Phase in which the host made it."""
     range: str
+    """Range in which the host made it."""
     calls: int
+    """How often, in all profiled steps."""
     total_s: float
     """Host time in it."""
 
@@ -139,9 +148,11 @@ class Timeline:
     kernel: tuple[int, ...]
     """Number of the name, a kernel each, in the order of start."""
     stream: tuple[int, ...]
+    """Stream (thread, on a CPU) of each kernel."""
     start_ns: tuple[int, ...]
-    """From the beginning of the step's window."""
+    """Start of each kernel, from the beginning of the step's window."""
     duration_ns: tuple[int, ...]
+    """How long each ran."""
     phases: tuple[tuple[str, int, int], ...]
     """Name, start and end of each phase on the device's timeline, ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
@@ -167,6 +178,7 @@ class Profile:
     ops: tuple[OpStats, ...]
     """Largest device time first; of the operators that launched kernels themselves."""
     host_calls: tuple[HostCallStats, ...] = ()
+    """Calls that wait for the device, copy to or from it, or ask it for memory; the longest total first."""
     communication: Communication | None = None
     """None where no collective ran."""
     timeline: Timeline | None = None

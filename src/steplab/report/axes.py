@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.report.cells import Layout
-from steplab.report.labels import LINE, fitted, text_width, wrap
+from steplab.report.labels import LINE, fit_all, fitted, text_width, wrap
 from steplab.report.shares import format_share
 from steplab.report.svg import BAD, GRID, INK, MUTED, PX_PER_INCH, Drawing
 
@@ -168,10 +168,10 @@ def below(layout: Layout, place: Places) -> Below:
     if slanted:
         turn = math.radians(_SLANT_DEGREES)
         length = min((LEFT + 0.6 * place.position_px) / math.cos(turn), _MOST_SLANT_PX)
-        texts = [fitted(name, max(length, _LEAST_SLANT_PX), _LABEL_SIZE) for name in names]
+        texts = fit_all(names, lambda name, _: fitted(name, max(length, _LEAST_SLANT_PX), _LABEL_SIZE))
         ticks_px = 20 + max(text_width(text, _LABEL_SIZE) for text in texts) * math.sin(turn)
     else:
-        texts = ["\n".join(wrap(name, room, _LABEL_SIZE, _MOST_LINES)) for name in names]
+        texts = fit_all(names, lambda name, _: "\n".join(wrap(name, room, _LABEL_SIZE, _MOST_LINES)))
         ticks_px = 24 + _extra_lines(texts) * LINE * _LABEL_SIZE
     groups = _groups(layout, place) if layout.inner else ()
     groups_px = 24 + _extra_lines([text for _, text, _, _ in groups]) * LINE * _GROUP_SIZE if groups else 0
@@ -184,12 +184,12 @@ def _groups(layout: Layout, place: Places) -> tuple[tuple[str, str, float, float
     centers: dict[str, list[float]] = {}
     for (outer, _), center in zip(layout.positions, place.centers, strict=True):
         centers.setdefault(outer, []).append(center)
-    groups = []
-    for name, inside in centers.items():
-        room = (inside[-1] - inside[0] + 1) * place.position_px - 4
-        text = "\n".join(wrap(name, room, _GROUP_SIZE, _MOST_LINES))
-        groups.append((name, text, inside[0], inside[-1]))
-    return tuple(groups)
+    rooms = [(inside[-1] - inside[0] + 1) * place.position_px - 4 for inside in centers.values()]
+    names = list(centers)
+    texts = fit_all(names, lambda name, index: "\n".join(wrap(name, rooms[index], _GROUP_SIZE, _MOST_LINES)))
+    return tuple(
+        (name, text, inside[0], inside[-1]) for (name, inside), text in zip(centers.items(), texts, strict=True)
+    )
 
 
 def _extra_lines(texts: Sequence[str]) -> int:

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import stats, units
-from steplab.records.rows import Scalar, utilization
-from steplab.records.run import Run
+from steplab.records.rows import utilization
 from steplab.report import axes as ax
 from steplab.report.cells import Cell, Layout, Panel, arrange, label, varying
 from steplab.report.columns import reason
-from steplab.report.figures import phase_median, phase_names, spread, step_median, step_samples
-from steplab.report.labels import LINE, text_width, wrap
-from steplab.report.shares import format_share
-from steplab.report.svg import INK, MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.figures import step_samples
+from steplab.report.svg import INK, MUTED, SERIES, Drawing, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,9 +22,7 @@ if TYPE_CHECKING:
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
 _AXES_HEIGHT = 224
-_WIDTH, _ROW_PX, _NAME_PX, _NAME_SIZE, _MOST_LINES = 880, 24, 330, 12, 4  # of the bars of phases and their names
 _LABEL_PX = 48  # a figure beside a mark needs so much room
-_MOST_BARS = 40
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
 
 
@@ -181,96 +176,6 @@ def _bars(
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
 
     return Chart(pictures=_panels(layout, name, paint), legend=_legend(layout), note=note)
-
-
-def phases(cells: Sequence[Cell]) -> Chart | None:
-    """What a step is made of: its parts as shares of their sum, a bar a run."""
-    chosen = _parted(cells)
-    if not chosen:
-        return None
-    shown = spread(sorted(chosen, key=lambda c: step_median(c.run) or 0), _MOST_BARS)
-    shown = [cell for cell in chosen if cell in shown]
-    fields = varying(chosen)
-    names = list(dict.fromkeys(name for cell in shown for name in phase_names(cell.run)))
-    labels = [label(cell, fields) for cell in shown]
-    lines = [wrap(text, _NAME_PX, _NAME_SIZE, _MOST_LINES) for text in labels]
-    left = 12 + max(text_width(line, _NAME_SIZE) for text in lines for line in text)
-    heights = [_ROW_PX + (len(text) - 1) * LINE * _NAME_SIZE for text in lines]
-    centers = [sum(heights[:index]) + height / 2 for index, height in enumerate(heights)]
-    with drawing(_WIDTH, 16 + sum(heights), "parts of a step") as picture:
-        axes = picture.axes(left, 8, 84, 8)
-        axes.set_xlim(0, 1)
-        axes.set_ylim(sum(heights), 0)
-        axes.set_yticks(centers, ["\n".join(text) for text in lines], fontsize=_NAME_SIZE, color=INK)
-        axes.set_xticks([])
-        axes.spines["bottom"].set_visible(False)
-        for text, name in zip(axes.get_yticklabels(), labels, strict=True):
-            text.set(linespacing=LINE)
-            if text.get_text() != name:
-                picture.tip(text, name)
-        for center, cell in zip(centers, shown, strict=True):
-            _phase_bar(picture, axes, center, cell.run, names)
-    legend = tuple((i % len(SERIES) + 1, "■", name) for i, name in enumerate(names))
-    note = "Share of each part in the step, by median time back to back; at the right, the median step."
-    if any(_uncovered(cell.run) for cell in shown):
-        note += " What a bar leaves empty is time in no part."
-    if len(shown) < len(chosen):
-        note += f" {len(shown)} of {len(chosen)} runs, spread from the fastest to the slowest."
-    return Chart(pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),), legend=legend, note=note)
-
-
-def _parted(cells: Sequence[Cell]) -> list[Cell]:
-    """The runs whose parts are worth a bar: loops of one's own with any, and steps of several.
-
-    A forward-backward cell says nothing that its training cell does not.
-    """
-    trained = {_but_for_the_pass(cell) for cell in cells if "optimizer" in phase_names(cell.run)}
-
-    def worth_a_bar(cell: Cell) -> bool:
-        names = phase_names(cell.run)
-        if cell.run.spec is None:
-            return len(names) > 0
-        return len(names) > 1 and ("optimizer" in names or _but_for_the_pass(cell) not in trained)
-
-    return [cell for cell in cells if worth_a_bar(cell)]
-
-
-def _but_for_the_pass(cell: Cell) -> tuple[Scalar, ...]:
-    return tuple(value for field, value in cell.values.items() if field not in ("pass", "optimizer"))
-
-
-def _part_times(run: Run) -> tuple[dict[str, float], float]:
-    """Median of every part, and the whole that a bar shows: the step, or the parts' sum where that is more."""
-    times = {name: phase_median(run, name) or 0.0 for name in phase_names(run)}
-    return times, max(sum(times.values()), step_median(run) or 0.0) or 1.0
-
-
-def _uncovered(run: Run) -> bool:
-    """Whether a part of the step that one would see is in no part."""
-    times, whole = _part_times(run)
-    return sum(times.values()) < 0.98 * whole
-
-
-def _phase_bar(picture: Drawing, axes: "Axes", center: float, run: Run, names: Sequence[str]) -> None:
-    start, (times, total) = 0.0, _part_times(run)
-    for name, time_s in times.items():
-        share = time_s / total
-        (bar,) = axes.barh(center, share, 0.72 * _ROW_PX, start, color=SERIES[names.index(name) % len(SERIES)])
-        picture.tip(bar, f"{name}: {units.format_time(time_s)}, {format_share(share)} of the bar's whole")
-        if share >= 0.07:
-            axes.text(
-                start + share / 2,
-                center,
-                f"{100 * share:.0f} %",
-                ha="center",
-                va="center",
-                color=PAPER,
-                fontsize=11,
-            )
-        start += share
-    whole = step_median(run)
-    if whole is not None:
-        axes.text(1.012, center, units.format_time(whole), ha="left", va="center", fontsize=12, color=INK)
 
 
 def _panels(layout: Layout, name: str, paint: Callable[[Drawing, Panel, ax.Places], None]) -> tuple[Picture, ...]:

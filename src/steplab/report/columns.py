@@ -150,6 +150,8 @@ def make_sheet(rows: Sequence[Row], known: Sequence[Column] = COLUMNS) -> Sheet:
     cells = tuple(tuple(_cell(column, row) for column in named) for row in rows)
     if any(column.key == "step_time_s" for column in named):
         captions.append("times are medians")
+    if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
+        captions.append("over 100 % the peak or the count is wrong: `steplab show ID` says which")
     return Sheet(columns=tuple(named), cells=cells, caption=" · ".join(captions))
 
 

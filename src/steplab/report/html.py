@@ -18,11 +18,15 @@ from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, wa
 from steplab.report.gaps import doubts, gaps
 from steplab.report.grid import Grid
 from steplab.report.narrative import facts
+from steplab.report.phase_bars import phases
 from steplab.report.profile_page import profile_sections
 from steplab.report.run_text import describe
 from steplab.report.shares import format_share
 
 T = TypeVar("T")
+
+_UNITS = r"[%×µ°]|[mn]?s\b|[KMG]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
+"""What follows a figure and stays on its line."""
 
 
 def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> str:
@@ -48,7 +52,7 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
         shared=shared,
         facts=facts(cells),
         step_times=charts.step_times(cells),
-        phases=charts.phases(cells),
+        phases=phases(cells),
         curves=warmup_curves(cells),
         settling=settling(cells),
         warmup=_warmup_table(cells),
@@ -65,7 +69,7 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
 
 def _unbroken(text: str) -> str:
     """Keep a figure with its unit, and a separating dot with the word before it, on one line."""
-    return re.sub(r"(?<=\d) (?=[%µ]|m?s\b|[KMG]?i?B\b|[TGM]?FLOP)| (?=[·=] )|(?<==) ", "\u00a0", text)
+    return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=] )|(?<==) ", "\u00a0", text)
 
 
 def _subtitle(runs: Sequence[Run]) -> list[str]:
@@ -73,7 +77,7 @@ def _subtitle(runs: Sequence[Run]) -> list[str]:
     devices = list(dict.fromkeys(run.environment.device.name for run in runs if run.environment))
     days = sorted({run.created_utc[:10] for run in runs})
     made = sorted({run.steplab_version for run in runs})
-    parts = [f"{len(runs)} run{'s' if len(runs) != 1 else ''}", ", ".join(devices)]
+    parts = [units.counted(len(runs), "run"), ", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     parts += [f"steplab {', '.join(made)}"] if made else []
     return parts

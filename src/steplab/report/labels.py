@@ -6,12 +6,11 @@ edge or run into its neighbour. Widths are those of DejaVu Sans, wider than what
 
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 LINE = 1.25
 """Height of a line of text, as a multiple of its size."""
-
-_SHORTEST = 6  # characters that a shortened label keeps, however narrow its place
 
 
 def text_width(text: str, size_px: float) -> float:
@@ -32,16 +31,43 @@ def wrap(text: str, width_px: float, size_px: float, most_lines: int) -> list[st
     """
     lines = _broken(text, width_px, size_px)
     kept = len(text)
-    while len(lines) > most_lines and kept > _SHORTEST:
-        kept = max(_SHORTEST, min(kept - 1, int(kept * (most_lines + 0.5) / len(lines))))
+    while len(lines) > most_lines and kept > 1:
+        kept = max(1, min(kept - 1, int(kept * (most_lines + 0.5) / len(lines))))
         lines = _broken(shortened(text, kept), width_px, size_px)
     return lines
+
+
+def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
+    """Every name as `fit` makes it of the name and its place among them, still telling apart those that differ.
+
+    Where a name shortened to fit would read like another's, what all such names begin and end with goes first.
+    """
+    texts = [fit(name, index) for index, name in enumerate(names)]
+    read: dict[str, set[str]] = {}
+    for name, text in zip(names, texts, strict=True):
+        read.setdefault(text, set()).add(name)
+    alike = {name for group in read.values() if len(group) > 1 for name in group}
+    if not alike:
+        return texts
+    head = _num_shared(alike)
+    tail = _num_shared({name[head:][::-1] for name in alike})
+
+    def middle(name: str) -> str:
+        return f"{'…' if head else ''}{name[head : len(name) - tail]}{'…' if tail else ''}"
+
+    return [fit(middle(n), i) if n in alike else text for i, (n, text) in enumerate(zip(names, texts, strict=True))]
+
+
+def _num_shared(names: Iterable[str]) -> int:
+    """How many letters all names begin with."""
+    return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
 def shortened(text: str, most: int) -> str:
     """A text of that many characters, without its middle: names that share a beginning mostly differ at their end."""
     head = most // 3
-    return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+    tail = most - 1 - head
+    return text if len(text) <= most else f"{text[:head]}…{text[len(text) - tail :]}"
 
 
 def fitted(text: str, width_px: float, size_px: float) -> str:

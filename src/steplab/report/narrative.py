@@ -59,7 +59,19 @@ def _extremes(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
         return []
     if len(timed) == 1:
         return [_timed("Median step time", timed[0], fields)]
+    if len({_family(cell) for cell in timed}) > 1:
+        return []  # which of two unlike things is faster is not a finding
     return [_timed("Fastest step", timed[0], fields), _timed("Slowest step", timed[-1], fields)]
+
+
+def _family(cell: Cell) -> tuple[str, str]:
+    """What makes step times comparable: the sizes of one architecture, or one and the same code of somebody else's."""
+    model = cell.run.spec.model if cell.run.spec else None
+    if model is None:
+        return ("loop", cell.run.name)
+    if model.kind == "hf":
+        return ("hf", str((model.hf_config or {}).get("model_type")))
+    return (model.kind, model.name if model.kind == "factory" else "")
 
 
 def _timed(what: str, cell: Cell, fields: Sequence[str]) -> Fact:

@@ -19,7 +19,7 @@ KERNEL_COLUMNS: tuple[Column, ...] = (
     Column(key="phase", header="phase", shared=False),
     Column(key="range", header="range", shared=False, rank=3),
     Column(key="stream", header="stream", numeric=True, caption="stream {}", rank=6),
-    Column(key="num_steps", header="steps", numeric=True, caption="{} profiled steps", rank=9),
+    Column(key="num_steps", header="steps", numeric=True, caption="{} profiled step{s}", rank=9),
     figure_column("calls", "calls", str, 1),
     figure_column("total_s", "total", show_time, 0),
     figure_column("per_step_s", "a step", show_time, 4),

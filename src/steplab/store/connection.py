@@ -83,7 +83,8 @@ def _make_folder(path: Path) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
     except FileNotFoundError as error:
-        raise SteplabError(f"cannot make the store {path}: there is no folder {path.parent.parent}") from error
+        why = f"there is no folder {path.parent.parent}"
+        raise SteplabError(f"cannot make the store {path}: {why}; {NAME_ANOTHER}") from error
 
 
 def open_to_read(path: Path, timeout_s: float) -> Connection:

@@ -1,0 +1,117 @@
+"""A figure that is missing has its reason, one that cannot be right says so, and a small one is not zero."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from tests.runs import make_run, out_of_memory, recorder_run
+
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.report.columns import make_sheet
+from steplab.report.formats import render_rows
+from steplab.report.gaps import doubts, gaps
+from steplab.report.html import render_page
+from steplab.report.run_text import render_run
+from steplab.report.shares import format_share
+from steplab.specs.resolve import resolve_step
+
+NO_PEAK = "no fp32 peak is known for a CPU; `steplab doctor` measures one, for the runs after it"
+OVER = "MFU over 100 %: the ceiling `steplab doctor` measured is below what the step reached"
+
+
+def without_a_peak() -> Run:
+    run = make_run()
+    used = tuple(replace(u, peak_flops_per_s=None, value=None, peak_source=NO_PEAK) for u in run.utilizations)
+    return replace(run, utilizations=used)
+
+
+def factory_run() -> Run:
+    run = make_run()
+    spec = resolve_step({"model": "examples.my_model:build"})
+    return replace(run, spec=spec, utilizations=tuple(u for u in run.utilizations if u.kind == "hfu"))
+
+
+def test_an_unknown_peak_is_why_there_is_no_mfu() -> None:
+    assert f"MFU and HFU: {NO_PEAK}" in gaps(without_a_peak())
+    page = render_page([without_a_peak()], title="t")
+    assert NO_PEAK in page[page.index('id="missing"') : page.index('id="environment"')].replace("\u00a0", " ")
+    text = " ".join(render_run(without_a_peak(), width=100).split())
+    assert f"- MFU and HFU: {NO_PEAK}" in text[text.index("Not measured") :]
+
+
+def test_a_factorys_model_says_why_it_has_no_mfu() -> None:
+    (reason,) = [text for text in gaps(factory_run()) if text.startswith("MFU")]
+    assert reason == "MFU: what a factory's model needs is not known, only what it executes"
+    uncounted = replace(factory_run(), utilizations=(), notes=("HFU: counting the FLOPs failed: why",))
+    assert [text[:4] for text in gaps(uncounted)][:1] == ["HFU:"]
+    assert sum(text.startswith("HFU") for text in gaps(uncounted)) == 1
+    assert any(text.startswith("MFU:") for text in gaps(uncounted))
+
+
+@pytest.mark.parametrize("run", [make_run(), out_of_memory(), recorder_run()], ids=["ok", "failed", "loop"])
+def test_no_reason_is_made_up(run: Run) -> None:
+    assert gaps(run) == [*run.notes, "memory clock: NVML did not say"]
+
+
+def test_a_share_that_cannot_be_is_told_beside_the_shares_and_not_as_a_gap() -> None:
+    run = replace(make_run(), notes=(OVER, "peak device memory: not kept"))
+    assert doubts(run) == [OVER]
+    assert OVER not in gaps(run)
+    text = render_run(run, width=200)
+    assert text.index("Utilization") < text.index(OVER) < text.index("Memory")
+    page = render_page([run], title="t").replace("\u00a0", " ")
+    assert page.index('id="utilization"') < page.index(OVER) < page.index('id="runs"')
+    assert page.count(OVER) == 1
+
+
+@pytest.mark.parametrize(("value", "said"), [(1.13, True), (1.0, False), (0.4, False), (None, False)])
+def test_a_table_with_such_a_share_says_so(value: float | None, said: bool) -> None:
+    caption = make_sheet([run_row(make_run()) | {"mfu": value, "hfu": 0.5}]).caption
+    assert ("over 100 %" in caption) == said
+
+
+def test_a_factorys_peak_is_in_the_table_too() -> None:
+    row = run_row(factory_run())
+    assert row["mfu"] is None
+    assert (row["peak_flops_per_s"], row["peak_source"]) == (67e12, "NVIDIA H200 data sheet, 2024, dense")
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.000154, "0.015 %"), (0.00004, "0.004 %"), (0.0009, "0.09 %"), (0.0011, "0.1 %"), (0.4312, "43.1 %"),
+        (0.0, "0.0 %"), (1.129, "112.9 %"), (-0.0002, "-0.02 %"),
+    ],
+)  # fmt: skip
+def test_a_small_share_is_not_zero(share: float, text: str) -> None:
+    assert format_share(share) == text
+
+
+def test_a_small_hfu_is_shown_everywhere() -> None:
+    run = factory_run()
+    small = replace(run, utilizations=(replace(run.utilizations[0], value=0.00015),))
+    for shown in (render_run(small, width=120), render_rows([run_row(small)], "md"), render_page([small], title="t")):
+        assert "0.015 %" in shown
+
+
+def test_phases_that_were_never_timed_alone_have_no_such_columns() -> None:
+    run = make_run()
+    assert run.timing is not None
+    assert "alone, host" in render_run(run, width=120)
+    on_the_host = replace(run, timing=replace(run.timing, synchronised=()))
+    text = render_run(on_the_host, width=120)
+    assert "alone" not in text
+    assert re.search(r"forward +\S+ \S+ +\d+\.\d %", text)
+
+
+@pytest.mark.parametrize("width", [80, 90, 120])
+def test_a_list_keeps_the_name_of_a_loop_before_batch_pass_and_compile(width: int) -> None:
+    fields = {"pass": "forward", "compile": "default", "batch": 2, "model": "medium", "precision": "bf16"}
+    runs = [make_run({"attention": "sdpa"}, name="a study"), make_run(fields), recorder_run(name="my own loop")]
+    text = render_rows([run_row(run) for run in runs], "table", width=width)
+    assert "my own loop" in text
+    header = text.splitlines()[0].split()
+    assert "name" in header
+    assert ("compile" in header) == (width == 120)
+    assert ("pass" in header) == (width > 80)

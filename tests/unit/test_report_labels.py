@@ -1,0 +1,211 @@
+"""Labels name what tells a cell apart, and fit where they stand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from tests.runs import grid, make_run, recorder_run
+
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.report import axes as ax
+from steplab.report.cells import arrange, cells_of, label, varying
+from steplab.report.columns import make_sheet
+from steplab.report.html import render_page
+from steplab.report.labels import fitted, shortened, text_width, wrap
+from steplab.report.narrative import facts
+from steplab.report.phase_bars import phases
+from steplab.report.run_text import describe
+from steplab.specs.resolve import resolve_step
+
+TEXTS = (
+    "",
+    "small",
+    "context 128 · fp32 · plain attention",
+    "examples.my_model:build",
+    "x" * 200,
+    "語" * 60,
+    "a b " * 40,
+)
+
+
+def labels(runs: list[Run]) -> list[str]:
+    cells = cells_of(runs)
+    return [label(cell, varying(cells)) for cell in cells]
+
+
+def own_loop(name: str, **parts: tuple[float, ...]) -> Run:
+    samples = tuple(PhaseSamples(phase=phase, host_s=seconds) for phase, seconds in parts.items())
+    return recorder_run(name=name, id=name, timing=Timing(warmup=(), back_to_back=samples))
+
+
+# --- what a label says ------------------------------------------------------------------------------------
+
+
+def test_how_one_cell_was_measured_is_not_said_of_all() -> None:
+    other = make_run({"context": 64, "precision": "bf16", "warmup": 2, "steps": 5})
+    runs = [*grid({"context": [64, 128], "precision": ["fp32"], "model": ["small"]}), other]
+    assert labels(runs) == ["context 64 · fp32", "context 64 · bf16", "context 128 · fp32"]
+    assert arrange(cells_of(runs)).series == ("fp32", "bf16")
+
+
+def test_it_is_said_where_nothing_else_tells_cells_apart() -> None:
+    runs = [make_run({"context": 64, "warmup": warmup}) for warmup in (0, 1, 5)]
+    runs += [make_run({"context": 128}), make_run({"context": 64, "warmup": 5}, seed=1)]
+    told = labels(runs)
+    assert told == [
+        "context 64 · 0 warm-up steps",
+        "context 64 · 1 warm-up step",
+        "context 64 · 5 warm-up steps · run 1",
+        "context 64 · 5 warm-up steps · run 2",
+        "context 128",
+    ]
+
+
+def test_no_two_cells_share_a_label_or_a_place() -> None:
+    runs = grid({"model": ["tiny", "small"], "context": [64, 128], "precision": ["fp32", "bf16"], "warmup": [0, 5]})
+    runs += [make_run({"context": 64, "warmup": 5, "steps": steps}, seed=7) for steps in (1, 10)]
+    runs += [recorder_run(id="1"), recorder_run(id="2"), recorder_run(id="3", name="")]
+    told = labels(runs)
+    assert len(set(told)) == len(told) == len(runs)
+    layout = arrange(cells_of(runs))
+    places = [(panel.title, position, series) for panel in layout.panels for position, series, _ in panel.marks]
+    assert len(set(places)) == len(runs)
+
+
+def test_a_factorys_model_brings_its_own_attention() -> None:
+    spec = resolve_step({"model": "examples.my_model:build"})
+    assert "attention" not in describe(spec)
+    assert "attention sdpa" in describe(resolve_step({"attention": "sdpa"}))
+    run = make_run({"attention": "sdpa"})
+    assert "plain" not in " ".join(labels([run, replace(run, id="f", spec=spec)]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [(1, "1 warm-up step · 1 measured step ·"), (2, "2 warm-up steps · 2 measured steps ·")]
+)
+def test_a_caption_counts_one_as_one(steps: int, said: str) -> None:
+    rows = [run_row(make_run({"warmup": steps, "steps": steps, "context": context})) for context in (64, 128)]
+    assert said in make_sheet(rows).caption
+
+
+# --- that it fits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:1])
+@pytest.mark.parametrize("width", [20, 90, 330])
+def test_lines_are_no_wider_than_their_place_and_lose_nothing_while_there_is_room(text: str, width: int) -> None:
+    lines = wrap(text, width, 12, 1_000)
+    assert max(text_width(line, 12) for line in lines) <= width
+    assert "".join(lines).replace(" ", "").replace("·", "") == text.replace(" ", "").replace("·", "")
+    few = wrap(text, width, 12, 3)
+    assert len(few) <= 3
+    assert max(text_width(line, 12) for line in few) <= width
+    assert few == lines or "…" in "".join(few)
+    assert text_width(fitted(text, width, 12), 12) <= width
+
+
+def test_lines_break_between_fields_before_they_break_within() -> None:
+    text = "context 128 · fp32 · plain attention"
+    assert wrap(text, text_width("context 128 · fp32", 12) + 1, 12, 4) == ["context 128 · fp32 ·", "plain attention"]
+    assert wrap("examples.my_model:build", 90, 12, 3) == ["examples.my_", "model:build"]
+
+
+def test_a_width_is_that_of_the_letters() -> None:
+    assert text_width("ii", 12) < text_width("WW", 12) == pytest.approx(2 * text_width("W", 12), rel=0.02)
+    assert text_width("語語", 12) == text_width("WW", 12)
+    assert text_width("small", 24) == pytest.approx(2 * text_width("small", 12), rel=0.05)
+
+
+def test_what_is_shortened_keeps_both_ends() -> None:
+    assert shortened("abcdefghij", 6) == "ab…hij"
+    assert shortened("abc", 3) == "abc"
+
+
+@pytest.mark.parametrize("copies", [1, 5])
+@pytest.mark.parametrize("sized", [False, True])
+def test_names_that_differ_read_differently_under_the_axes(copies: int, sized: bool) -> None:
+    names = [f"company/checkpoint-{number}-of-a-very-long-name" for number in range(14)]
+    runs = [recorder_run(name=name, id=f"{name} {copy}") for name in names for copy in range(copies)]
+    runs += [make_run({"context": context}) for context in (64, 128)] if sized else []
+    layout = arrange(cells_of(runs))
+    place = ax.places(layout, ax.chart_width(layout))
+    found = ax.below(layout, place)
+    shown = [text for _, text, *_ in found.groups] if sized else list(found.texts)
+    assert len(set(shown)) == len(shown) == (15 if sized else 14)
+    if found.slanted:  # the first one ends under its mark and must not begin left of the picture
+        reach = text_width(found.texts[0], 11) * math.cos(math.radians(35))
+        assert reach < ax.LEFT + 0.6 * place.position_px
+
+
+def test_group_names_stay_within_their_groups() -> None:
+    runs = [make_run({"context": context}) for context in (64, 128)]
+    runs += [recorder_run(name=name, id=name) for name in ("examples.my_model:build", "own loop", "n" * 80)]
+    layout = arrange(cells_of(runs))
+    place = ax.places(layout, ax.chart_width(layout))
+    found = ax.below(layout, place)
+    assert {name for name, *_ in found.groups} == {"small", "examples.my_model:build", "own loop", "n" * 80}
+    for _, shown, first, last in found.groups:
+        room = (last - first + 1) * place.position_px
+        assert max(text_width(line, 12) for line in shown.split("\n")) < room
+
+
+# --- the parts of a step ----------------------------------------------------------------------------------
+
+
+def test_a_loop_with_one_part_has_a_bar_beside_training_cells() -> None:
+    chart = phases(cells_of([make_run(), own_loop("my loop", step=(2.0, 2.0), forward=(0.5, 0.5))]))
+    assert chart is not None
+    svg = chart.pictures[0].svg
+    assert "my loop" in svg
+    assert "forward: 500 ms, 25.0 % of the step" in svg
+    assert chart.note.endswith("What a bar leaves empty is time in no part.")
+
+
+def test_a_cell_that_only_its_training_cell_covers_has_no_bar_of_its_own() -> None:
+    runs = grid({"context": [64, 128], "pass": ["forward", "forward_backward", "train"]})
+    covered = [run for run in runs if not (run.spec and run.spec.context == 128 and run.spec.pass_name == "train")]
+    chart = phases(cells_of(covered))
+    assert chart is not None
+    assert chart.pictures[0].svg.count("forward: ") == 2  # training at 64; forward and backward at 128
+    assert "What a bar leaves empty" not in chart.note
+
+
+def test_bars_of_steplabs_own_steps_are_full_however_noisy_the_medians() -> None:
+    run = make_run()
+    noisy = Timing(
+        warmup=(),
+        back_to_back=(
+            PhaseSamples(phase="step", host_s=(1.0, 4.0, 4.0)),
+            PhaseSamples(phase="forward", host_s=(0.5, 0.5, 3.5)),
+            PhaseSamples(phase="backward", host_s=(0.5, 3.5, 0.5)),
+        ),
+    )
+    chart = phases(cells_of([replace(run, timing=noisy)]))
+    assert chart is not None
+    assert "forward: 500 ms, 50.0 % of its parts&#x27; sum" in chart.pictures[0].svg
+
+
+# --- the summary ------------------------------------------------------------------------------------------
+
+
+def test_unlike_things_are_not_ranked() -> None:
+    def told(*runs: Run) -> str:
+        return " ".join(fact.text for fact in facts(cells_of(list(runs))))
+
+    small, medium, loop = make_run(), make_run({"model": "medium"}), recorder_run()
+    assert "Fastest step: small" in told(small, medium)
+    assert "Fastest" not in told(small, loop)
+    assert "Fastest" not in told(loop, recorder_run(name="another", id="other"))
+    assert "Fastest step: run" in told(loop, recorder_run(id="other"))
+    assert "Slowest" not in told(small, loop)
+
+
+def test_figures_on_the_page_stay_with_their_units() -> None:
+    from steplab.report.html import _unbroken
+
+    for text in ("5 %", "1.2 TFLOP/s", "3 ms", "2 GiB", "1.3 k tokens/s", "28 GB/s", "1.98 GHz", "700 W", "41 °C"):
+        assert " " not in _unbroken(text), text
+    assert _unbroken("5 steps of 3 models") == "5 steps of 3 models"
+    assert "within 5 % of" not in render_page([make_run()], title="t")

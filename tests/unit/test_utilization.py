@@ -1,0 +1,127 @@
+"""Shares of a peak: which measured ceiling is one, and what is said of a share above one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.runs import ENVIRONMENT, make_run
+
+from steplab.lab.utilization import PeakFigure, peak_figure, utilizations, with_utilizations
+from steplab.records.ceilings import Ceiling, Ceilings
+from steplab.records.environment import DeviceInfo
+from steplab.records.run import Run
+from steplab.specs.resolve import resolve_step
+from steplab.store.database import Store
+
+CPU = DeviceInfo(kind="cpu", name="a CPU", threads=4)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "store.db", write=True) as opened:
+        yield opened
+
+
+def doctor(store: Store, day: int, flops_per_s: float, device: DeviceInfo = CPU, dtype: str = "fp32") -> None:
+    best = Ceiling(name="matmul", dtype=dtype, unit="FLOP/s", work=flops_per_s, seconds=(1.5, 1.0))
+    environment = replace(ENVIRONMENT, device=device)
+    made = f"2026-11-{day:02}T08:00:00Z"
+    record = Ceilings(
+        id=f"{day:012}", created_utc=made, steplab_version="0.1.0", environment=environment, ceilings=(best,)
+    )
+    store.add(record)
+
+
+def on_the_cpu(**fields: object) -> Run:
+    return replace(make_run(fields), environment=replace(ENVIRONMENT, device=CPU), utilizations=())
+
+
+def test_the_highest_ceiling_counts_and_is_named(store: Store) -> None:
+    for day, flops_per_s in ((19, 2e11), (20, 3e11), (21, 1e11)):
+        doctor(store, day, flops_per_s)
+    peak = peak_figure(CPU, "fp32", store)
+    assert peak.flops_per_s == 3e11
+    assert (
+        peak.source
+        == "measured: fp32 matmul by steplab doctor, the highest of 3 records, 2026-11-20, record 000000000020"
+    )
+
+
+def test_a_single_record_is_no_choice(store: Store) -> None:
+    doctor(store, 19, 2e11)
+    assert (
+        peak_figure(CPU, "fp32", store).source
+        == "measured: fp32 matmul by steplab doctor, 2026-11-19, record 000000000019"
+    )
+
+
+def test_other_devices_threads_and_types_do_not_count(store: Store) -> None:
+    doctor(store, 18, 1e11)
+    doctor(store, 19, 9e11, device=replace(CPU, threads=8))
+    doctor(store, 20, 8e11, device=replace(CPU, name="another CPU"))
+    doctor(store, 21, 7e11, dtype="bf16")
+    assert peak_figure(CPU, "fp32", store).flops_per_s == 1e11
+    unknown = peak_figure(replace(CPU, threads=2), "fp32", store)
+    assert unknown.flops_per_s is None
+    assert "a CPU with 2 threads; `steplab doctor` measures one" in unknown.source
+
+
+def test_a_data_sheet_is_before_any_measurement(store: Store) -> None:
+    doctor(store, 19, 1.0, device=ENVIRONMENT.device)
+    assert (peak_figure(ENVIRONMENT.device, "fp32", store).flops_per_s or 0) > 1e13
+
+
+def test_a_share_above_one_of_a_measured_peak_asks_for_another_measurement(store: Store) -> None:
+    doctor(store, 19, 1e11)
+    run = on_the_cpu()
+    (note,) = set(with_utilizations(run, store).notes) - set(run.notes)
+    assert note == (
+        "MFU and HFU over 100 %: the ceiling `steplab doctor` measured is below what the step reached; "
+        "run `steplab doctor` again on an idle machine"
+    )
+
+
+def test_a_possible_share_has_no_note(store: Store) -> None:
+    doctor(store, 19, 1e18)
+    run = on_the_cpu()
+    assert with_utilizations(run, store).notes == run.notes
+    with_none = on_the_cpu(precision="bf16")
+    assert with_utilizations(with_none, store).notes == with_none.notes
+
+
+def test_a_stated_peak_is_not_blamed_on_doctor(store: Store) -> None:
+    run = make_run()
+    assert run.timing is not None
+    phases = tuple(replace(p, device_s=tuple(s / 1e6 for s in p.best_s)) for p in run.timing.back_to_back)
+    told = with_utilizations(replace(run, timing=replace(run.timing, back_to_back=phases)), store)
+    (note,) = told.notes
+    assert note.startswith("MFU and HFU over 100 %: the step reached more than the peak that is stated")
+
+
+def test_a_convention_that_counts_too_much_is_blamed_alone(store: Store) -> None:
+    run = on_the_cpu()
+    shares = {u.convention: u.value or 0.0 for u in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))}
+    done, params = max(shares["causal"], shares["as_executed"]), shares["params"]
+    assert params > done, "small looks its embedding up, and 'params' counts it as a product"
+    doctor(store, 19, (done + params) / 2)
+    (note,) = with_utilizations(run, store).notes
+    assert note == "MFU over 100 %: the convention 'params' counts FLOPs that the step does not execute"
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("hf:a/b/llama-small.json", "hf:llama-small"), ("hf:a/Llama-3.2-1B/config.json", "hf:Llama-3.2-1B")],
+)
+def test_a_configuration_is_called_by_its_file(
+    tmp_path: Path, name: str, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name.removeprefix("hf:")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"model_type": "llama"}')
+    assert resolve_step({"model": name}).model.label == label
+    if path.name == "config.json":
+        assert resolve_step({"model": f"hf:{path.parent}"}).model.label == label
+        monkeypatch.chdir(path.parent)
+        assert resolve_step({"model": "hf:config.json"}).model.label == "hf:llama"
