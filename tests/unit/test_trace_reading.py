@@ -5,7 +5,6 @@ import json
 import os
 import random
 import tracemalloc
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from steplab.errors import UserError
-from steplab.traces import splitting
 from steplab.traces.microseconds import MISSING, duration_nanoseconds, float_nanoseconds, text_nanoseconds
 from steplab.traces.reading import read_trace
 from steplab.traces.trace import NONE, Inputs, Trace, TraceBuilder
@@ -53,7 +51,7 @@ OP = {
     "args": {"Sequence number": 5, "Input Dims": [[2, 3], [3, 4], []], "Input type": ["float", "float", "Scalar"]},
 }
 RANGE = {"ph": "X", "cat": "user_annotation", "name": "forward", "pid": 9, "tid": 9, "ts": 4458676522660, "dur": 100}
-STEP = [
+STEP: list[dict[str, Any]] = [
     {"ph": "M", "name": "process_name", "pid": 9, "tid": 0, "ts": 0, "args": {"name": "python"}},
     RANGE,
     OP,
@@ -117,45 +115,45 @@ def test_categories(category: str, table: int | None, tmp_path: Path) -> None:
     assert count(read_trace(write(tmp_path / "t.json", [{**KERNEL, "cat": category}]))) == tuple(expected)
 
 
-NAMES = st.text(max_size=8) | st.sampled_from(["},{", '"},\n{"', "aten::mm", "a\\b", "\u2028", "void f<{lambda()#1}>"])
-SMALL = st.integers(0, 3)
-TIMES_NS = st.integers(0, 10**6) | st.integers(0, 2**43 * 1000) | st.integers(0, 2**53 * 1000 - 1)
-DIMS = st.lists(SMALL, max_size=3) | st.lists(st.lists(SMALL, min_size=1, max_size=2), min_size=1, max_size=2)
+NAMES = ("", "},{", '"},\n{"', "aten::mm", "a\\b", "\u2028", "é😀", "void f<{lambda()#1}>", '"', "\\", "]}")
+CATEGORIES = ("kernel", "gpu_memcpy", "cuda_runtime", "cpu_op", "cpu_op", "user_annotation", "ac2g", "x")
 
 
-@st.composite
-def kineto_events(draw: st.DrawFn) -> dict[str, Any]:
-    dims = draw(st.lists(DIMS, max_size=3))
-    kinds = [draw(st.sampled_from(["float", "Scalar", "", "TensorList", "c10::BFloat16"])) for _ in dims]
+def random_event(chance: random.Random, number: int) -> dict[str, Any]:
+    """An event with times in ns, its keys in any order, now and then without one of them."""
+    dims = [
+        [chance.randrange(4) for _ in range(chance.randrange(4))]
+        if chance.random() < 0.8
+        else [[chance.randrange(4) for _ in range(2)] for _ in range(chance.randint(1, 2))]
+        for _ in range(chance.randrange(4))
+    ]
     args = {
-        "device": draw(SMALL),
-        "stream": draw(st.integers(-1, 40)),
-        "correlation": draw(st.integers(0, 2**33)),
-        "bytes": draw(st.integers(0, 2**40)),
-        "Sequence number": draw(SMALL),
+        "device": chance.randrange(3),
+        "stream": chance.randint(-1, 40),
+        "correlation": chance.randrange(2 ** chance.choice([3, 20, 33])),
+        "bytes": chance.randrange(2 ** chance.choice([3, 20, 40])),
+        "Sequence number": chance.randrange(5),
         "Input Dims": dims,
-        "Input type": kinds,
-        "nested": draw(st.recursive(SMALL, lambda inner: st.lists(inner, max_size=2) | st.fixed_dictionaries({"}": inner}))),
+        "Input type": [chance.choice(["float", "Scalar", "", "TensorList", "c10::BFloat16"]) for _ in dims],
+        chance.choice(NAMES): [{"ph": {"}": chance.choice(NAMES)}}, {"ph": []}],
     }
     event = {
         "ph": "X",
-        "cat": draw(st.sampled_from(["kernel", "gpu_memcpy", "cuda_runtime", "cpu_op", "user_annotation", "ac2g", "x"])),
-        "name": draw(NAMES),
-        "pid": draw(SMALL | st.sampled_from(["Spans", "1"])),
-        "tid": draw(SMALL),
-        "ts": draw(TIMES_NS),
-        "dur": draw(st.integers(-2, 10**9)),
-        "args": {key: args[key] for key in draw(st.permutations(list(args)))[: draw(st.integers(0, len(args)))]},
+        "cat": chance.choice(CATEGORIES),
+        "name": f"{chance.choice(NAMES)} {number}",
+        "pid": chance.choice([0, 1, 2, "Spans", "1"]),
+        "tid": chance.randrange(3),
+        "ts": chance.randrange(chance.choice([10**6, 2**43 * 1000, 2**53 * 1000])),
+        "dur": chance.randint(-1, 10 ** chance.choice([1, 4, 9])),
+        "args": {key: args[key] for key in chance.sample(list(args), chance.randint(0, len(args)))},
     }
-    for key in draw(st.sets(st.sampled_from(["dur", "args", "name", "ts", "tid"]), max_size=1)):
-        if draw(st.integers(0, 5)) == 0:
-            del event[key]
-    return {key: event[key] for key in draw(st.permutations(list(event)))}
+    if chance.random() < 0.1:
+        del event[chance.choice(["dur", "args", "ts", "tid"])]
+    return {key: event[key] for key in chance.sample(list(event), len(event))}
 
 
-def as_text(events: list[dict[str, Any]], seed: int) -> str:
+def as_text(events: list[dict[str, Any]], chance: random.Random) -> str:
     """JSON of the events, times in ns written as µs in one of the ways exporters have."""
-    chance = random.Random(seed)
 
     def microseconds(ns: int) -> str:
         sign, whole, rest = "-" * (ns < 0), *divmod(abs(ns), 1000)
@@ -175,76 +173,479 @@ def as_text(events: list[dict[str, Any]], seed: int) -> str:
     return '{"traceEvents": [' + chance.choice([",", ", ", " ,\n"]).join(texts) + '], "after": {"},{": 1}}'
 
 
-def reference(events: list[dict[str, Any]]) -> dict[str, list[tuple[Any, ...]]]:
-    """Rows of each table, sorted, as one would write it down without a thought of speed."""
-    tables: dict[str, list[tuple[Any, ...]]] = {"work": [], "calls": [], "ops": [], "ranges": []}
-    threads: dict[Any, int] = {}
+def reference(events: list[dict[str, Any]]) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """Rows of each table by name, as one would write it down without a thought of speed."""
+    tables: dict[str, dict[str, tuple[Any, ...]]] = {"work": {}, "calls": {}, "ops": {}, "ranges": {}}
     for event in events:
         args = event.get("args", {})
         if "ts" not in event or event.get("dur", -1) < 0:
             continue
-        common = (event.get("name", ""), event["ts"], event["dur"])
-        thread = (event["pid"], event.get("tid"))
+        times, thread = (event["ts"], event["dur"]), (event["pid"], event.get("tid"))
         match event["cat"]:
             case "kernel" | "gpu_memcpy":
                 ids = (args.get(key, NONE) for key in ("device", "stream", "correlation", "bytes"))
-                tables["work"].append((*common, *ids))
+                tables["work"][event["name"]] = (*times, *ids)
             case "cuda_runtime":
-                tables["calls"].append((*common, thread, args.get("correlation", NONE)))
+                tables["calls"][event["name"]] = (*times, thread, args.get("correlation", NONE))
             case "cpu_op":
-                tables["ops"].append((*common, thread, args.get("Sequence number", NONE), reference_inputs(args)))
+                row = (*times, thread, args.get("Sequence number", NONE), reference_inputs(args))
+                tables["ops"][event["name"]] = row
             case "user_annotation":
-                tables["ranges"].append((*common, thread))
-    assert not threads
-    return {name: sorted(table, key=repr) for name, table in tables.items()}
+                tables["ranges"][event["name"]] = (*times, thread)
+    return tables
 
 
-def reference_inputs(args: dict[str, Any]) -> tuple[Any, ...] | None:
+def reference_inputs(args: dict[str, Any]) -> Inputs | None:
     dims, kinds = args.get("Input Dims", []), args.get("Input type", [])
-    if not dims and not kinds:
+    if "Input Dims" not in args or (not dims and not kinds):
         return None
-    entries = []
+    entries = list[tuple[tuple[int, ...], str]]()
     for position, dim in enumerate(dims):
         kind = kinds[position] if position < len(kinds) else ""
         if dim and isinstance(dim[0], list):
             entries += [(tuple(tensor), "TensorList") for tensor in dim]
         else:
             entries.append((tuple(dim), "" if kind in ("", "Scalar") else kind))
-    return tuple(entries)
+    return Inputs(shapes=tuple(shape for shape, _ in entries), dtypes=tuple(dtype for _, dtype in entries))
 
 
-def found_rows(trace: Trace) -> dict[str, list[tuple[Any, ...]]]:
-    common = ("name", "start_ns", "duration_ns")
-    found = {
-        "work": rows(trace, "work", *common, "device", "stream", "correlation", "size_bytes"),
-        "calls": rows(trace, "calls", *common, "thread", "correlation"),
-        "ops": rows(trace, "ops", *common, "thread", "sequence", "inputs"),
-        "ranges": rows(trace, "ranges", *common, "thread"),
-    }
-    for name, table in found.items():
-        assert [row[1] for row in table] == sorted(row[1] for row in table), f"{name} in the order of start"
-    return found
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**64), st.integers(0, 12), st.integers(1, 60) | st.sampled_from([500, 10**6]))
+def test_tables_hold_what_a_plain_reader_finds(tmp_path: Path, seed: int, num_events: int, chunk_bytes: int) -> None:
+    chance = random.Random(seed)
+    events = [random_event(chance, number) for number in range(num_events)]
+    (tmp_path / "t.json").write_text(as_text(events, chance))
+    trace = read_trace(tmp_path / "t.json", chunk_bytes=chunk_bytes)
+    expected = reference(events)
+    common, threads = ("name", "start_ns", "duration_ns"), set()
+    for table, columns in {
+        "work": ("device", "stream", "correlation", "size_bytes"),
+        "calls": ("thread", "correlation"),
+        "ops": ("thread", "sequence", "inputs"),
+        "ranges": ("thread",),
+    }.items():
+        found = rows(trace, table, *common, *columns)
+        assert [row[1] for row in found] == sorted(row[1] for row in found)
+        assert len(found) == len(expected[table])
+        for name, *row in found:
+            wanted = list(expected[table][name])
+            if "thread" in columns:
+                threads.add((row[2], wanted[2]))
+                wanted[2] = row[2]
+            assert row == wanted
+    # A number for each thread, and a thread for each number.
+    assert len(threads) == len({number for number, _ in threads}) == len({thread for _, thread in threads})
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-@given(st.lists(kineto_events(), max_size=12), st.integers(0, 2**32), st.integers(1, 60) | st.sampled_from([500, 10**6]))
-def test_tables_hold_what_a_plain_reader_finds(
-    tmp_path: Path, events: list[dict[str, Any]], seed: int, chunk_bytes: int
-) -> None:
+@given(st.lists(st.integers(0, 2**43 * 1000 - 1), max_size=20))
+def test_times_below_2_to_the_43_are_exact_as_floats(times_ns: list[int]) -> None:
+    found = float_nanoseconds([float(f"{ns // 1000}.{ns % 1000:03}") for ns in times_ns])
+    assert found is not None
+    assert found.tolist() == times_ns
+
+
+def test_times_that_a_product_would_round() -> None:
+    texts = [f"4458676522690.{number:03}" for number in range(1000)]
+    expected = [4458676522690000 + number for number in range(1000)]
+    assert np.rint(np.array(texts, dtype=float) * 1000).astype(int).tolist() != expected, "or the test shows nothing"
+    found = float_nanoseconds([float(text) for text in texts])
+    assert found is not None
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("time_us", [2.0**43, 1712195495505582.988, 1669783687464181, None, "x", float("nan"), 1e300])
+def test_times_that_floats_do_not_tell_apart_are_refused(time_us: float | int | str | None) -> None:
+    assert float_nanoseconds([1.5, time_us]) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**53 - 1), st.integers(0, 10**6 - 1), st.integers(0, 6), st.booleans()), max_size=8
+    )
+)
+def test_times_in_text_are_exact(times: list[tuple[int, int, int, bool]]) -> None:
+    """Any number of decimals, and text in quotes; below the nanosecond they are cut off."""
+    texts = []
+    for whole, millionths, num_decimals, quoted in times:
+        text = f"{whole}.{millionths:06}"[: len(str(whole)) + (1 + num_decimals if num_decimals else 0)]
+        texts.append(f'"{text}"' if quoted and num_decimals == 3 else text)
+    expected = [int(Decimal(text.strip('"')) * 1000) for text in texts]
+    assert text_nanoseconds([Raw(text.encode()) for text in texts]).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [
+        ("1712195495505582.988", 1712195495505582988),
+        ("9007199254740991.999", 9007199254740991999),
+        ("9007199254740992.000", MISSING),
+        ("9999999999999999.999", MISSING),
+        ("99999999999999999999", MISSING),
+        ("18446744073709551616", MISSING),
+        ("123456789012345.67890", 123456789012345678),
+        ("12345678901234.567890", 12345678901234567),
+        ("999999999999999.9999", 999999999999999999),
+        ("1e3", 1000000),
+        ("1.5E3", 1500000),
+        ("-1.5", -1500),
+        ("0", 0),
+        ("null", MISSING),
+        ('"nan"', MISSING),
+        ('""', MISSING),
+        ("[1,2]", MISSING),
+        ("true", MISSING),
+        ('"1,5"', MISSING),
+    ],
+)
+def test_times_in_text(text: str, ns: int) -> None:
+    for others in ([], [b"7.001"], [b"7"], [b"7.0000001"]):
+        found = text_nanoseconds([Raw(text.encode()), *map(Raw, others)]).tolist()
+        assert found == [ns, *(int(Decimal(other.decode()) * 1000) for other in others)]
+
+
+def test_durations() -> None:
+    assert duration_nanoseconds([1.001, 2, 86_400_000_000.123]).tolist() == [1001, 2000, 86_400_000_000_123]
+    given = [None, "1.5", "x", -1, float("nan"), float("inf"), 1e300]
+    assert duration_nanoseconds(given).tolist() == [MISSING, 1500, MISSING, -1000, MISSING, MISSING, MISSING]
+    assert duration_nanoseconds([None, 1.5]).tolist() == [MISSING, 1500]
+
+
+def test_times_of_1970_keep_their_nanoseconds(tmp_path: Path) -> None:
+    """As torch 2.2 and 2.3 wrote them, the large ones met only after small ones have been read."""
+    texts = [f"{1712195495505582 + number}.{number * 37 % 1000:03}" for number in range(500)]
+    events = [f'{{"ph": "X", "cat": "kernel", "ts": {text}, "dur": 1.5}}' for text in ["3.25", *texts]]
     path = tmp_path / "t.json"
-    path.write_text(as_text(events, seed))
-    trace = read_trace(path, chunk_bytes=chunk_bytes)
-    found, expected = found_rows(trace), reference(events)
-    # Thread numbers may be any, so long as they tell the same threads apart.
-    numbers: dict[int, Any] = {}
-    for name, table in found.items():
-        if name != "work":
-            by_row = {}
-            for row in table:
-                by_row.setdefault((row[:3], row[4:]), []).append(row[3])
-    named = {name: [as_reference(row, name) for row in table] for name, table in found.items()}
-    plain = {name: [as_reference(row, name) for row in table] for name, table in expected.items()}
-    assert {name: sorted(table, key=repr) for name, table in named.items()} == {
-        name: sorted(table, key=repr) for name, table in plain.items()
-    }
-    assert not numbers
+    path.write_text('{"traceEvents": [' + ", ".join(events) + "]}")
+    starts = read_trace(path, chunk_bytes=2000).work.start_ns.tolist()
+    assert starts == [3250] + [int(text.replace(".", "")) for text in texts]
+
+
+def test_lists_of_tensors_take_an_entry_for_each_tensor(tmp_path: Path) -> None:
+    args = {"Input Dims": [[[2, 3], []], [4], [], None, [[1], 2]], "Input type": ["TensorList", "bool", "Scalar", ""]}
+    trace = read_trace(write(tmp_path / "t.json", [{**OP, "args": args}, {**OP, "args": {"Input Dims": 3}}]))
+    assert trace.inputs == (
+        Inputs(shapes=((2, 3), (), (4,), (), (), (2,)), dtypes=("TensorList", "TensorList", "bool", "", "", "")),
+    )
+    assert trace.ops.inputs.tolist() == [0, NONE]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=30))
+def test_tables_are_in_the_order_of_start_outer_before_inner(spans: list[tuple[int, int]]) -> None:
+    builder = TraceBuilder("kineto")
+    for number, (start_ns, duration_ns) in enumerate(spans):
+        builder.add_range(builder.names[str(number)], start_ns, duration_ns, 0)
+    trace = builder.build()
+    found = [spans[int(trace.names[number])] for number in trace.ranges.name]
+    assert found == sorted(spans, key=lambda span: (span[0], -span[1]))
+    assert list(zip(trace.ranges.start_ns.tolist(), trace.ranges.duration_ns.tolist(), strict=True)) == found
+
+
+def test_columns_are_as_narrow_as_they_can_be() -> None:
+    builder = TraceBuilder("kineto")
+    builder.add_work([0, 0], [1, 2], [1, 1], [0, -1], [7, 7], [1, 2**15 - 1], [5, 5])
+    builder.add_work(0, 3, 2**15, 0, [2**15], np.array([2**31 - 1]), -(2**31))
+    builder.add_work([0], 4, 1, 0, 7, np.array([2**31]), [2**63 - 1])
+    work = builder.build().work
+    assert work.correlation.tolist() == [1, 2**15 - 1, 2**31 - 1, 2**31]
+    assert work.size_bytes.tolist() == [5, 5, -(2**31), 2**63 - 1]
+    assert work.stream.tolist() == [7, 7, 2**15, 7]
+    types = {name: str(getattr(work, name).dtype) for name in ("start_ns", "duration_ns", "device", "stream")}
+    assert types == {"start_ns": "int64", "duration_ns": "int32", "device": "int16", "stream": "int32"}
+    assert str(work.correlation.dtype) == str(work.size_bytes.dtype) == "int64"
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 10, 5000, 100_000])
+@pytest.mark.parametrize("spread", [1, 50, 10**6])
+def test_long_tables_are_sorted_stretch_by_stretch(num_rows: int, spread: int) -> None:
+    chance = np.random.default_rng(num_rows + spread)
+    start_ns, duration_ns = chance.integers(0, spread, num_rows), chance.integers(0, 3, num_rows)
+    builder = TraceBuilder("kineto")
+    builder.add_range(np.arange(num_rows), start_ns, duration_ns, np.zeros(num_rows))
+    ranges = builder.build().ranges
+    expected = np.lexsort((-duration_ns, start_ns))
+    assert ranges.name.tolist() == expected.tolist(), "and in the order of the file among equals"
+    assert ranges.start_ns.tolist() == start_ns[expected].tolist()
+    assert ranges.duration_ns.tolist() == duration_ns[expected].tolist()
+
+
+def test_numbers_written_as_text_or_not_at_all(tmp_path: Path) -> None:
+    args = [
+        {"correlation": "7"},
+        {"correlation": None},
+        {"correlation": 2.0},
+        {"correlation": "x"},
+        {"correlation": 2**70},
+    ]
+    trace = read_trace(
+        write(tmp_path / "t.json", [{**LAUNCH, "args": each} for each in args] + [{**LAUNCH, "args": None}])
+    )
+    assert trace.calls.correlation.tolist() == [7, NONE, 2, NONE, NONE, NONE]
+
+
+def test_compressed_in_any_number_of_members(tmp_path: Path) -> None:
+    plain = write(tmp_path / "t.json", STEP * 500).read_bytes()
+    for name, data in {
+        "one": gzip.compress(plain),
+        "two": gzip.compress(plain[:1000]) + gzip.compress(plain[1000:]),
+        "padded in between": gzip.compress(plain[:1000]) + b"\0" * 9 + gzip.compress(plain[1000:]),
+        "padded": gzip.compress(plain) + b"\0" * 1000,
+        "followed by something else": gzip.compress(plain) + b"else",
+        "empty first": gzip.compress(b"") + gzip.compress(plain),
+    }.items():
+        (tmp_path / "t.json.gz").write_bytes(data)
+        trace = read_trace(tmp_path / "t.json.gz", chunk_bytes=3000)
+        assert (count(trace), trace.notes) == ((500,) * 4, trace.notes), name
+        assert not any("gzip" in note for note in trace.notes)
+
+
+def test_progress_goes_to_the_end(tmp_path: Path) -> None:
+    plain = write(tmp_path / "t.json", STEP * 500)
+    (tmp_path / "t.json.gz").write_bytes(gzip.compress(plain.read_bytes(), 1))
+    for path in (plain, tmp_path / "t.json.gz"):
+        seen = list[tuple[int, int]]()
+        read_trace(path, lambda done, size: seen.append((done, size)), chunk_bytes=5000)  # noqa: B023
+        size = path.stat().st_size
+        assert len(seen) > 1 or path.suffix == ".gz"
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+        assert seen[-1] == (size, size)
+
+
+def args_of(event: dict[str, Any]) -> dict[str, Any]:
+    return event.get("args", {})
+
+
+def no_two_alike(number: int) -> list[dict[str, Any]]:
+    return [{**event, "args": {**args_of(event), "correlation": number + 1}} for event in STEP]
+
+
+MANY = [event for number in range(300) for event in no_two_alike(number)]
+
+
+def test_cut_in_the_middle(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", MANY)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    trace = read_trace(path)
+    assert 140 < len(trace.work.start_ns) < 160
+    read = f"{len(whole) // 2 / 1024:.0f} KiB of JSON"
+    assert trace.notes == (f"the file ends in the middle of an event, after {read}: what came later is missing",)
+
+
+def test_truncated_gzip(tmp_path: Path) -> None:
+    """Of random names, so that half of the file is about half of the events."""
+    chance = random.Random(0)
+    events = [{**event, "name": str(chance.random())} for event in MANY]
+    whole = gzip.compress(write(tmp_path / "t.json", events).read_bytes())
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    trace = read_trace(path)
+    assert 130 < len(trace.work.start_ns) < 170
+    assert len(trace.notes) == 1
+    assert trace.notes[0].startswith("the gzip stream ends early, and the file ends in the middle of an event, after ")
+    path.write_bytes(whole[:30])
+    with pytest.raises(UserError, match=r"holds no trace: the gzip stream ends early"):
+        read_trace(path)
+
+
+def test_damaged_gzip(tmp_path: Path) -> None:
+    whole = bytearray(gzip.compress(write(tmp_path / "t.json", MANY * 20).read_bytes()))
+    whole[len(whole) * 2 // 3 :] = random.Random(0).randbytes(len(whole) - len(whole) * 2 // 3)
+    (tmp_path / "t.json.gz").write_bytes(whole)
+    trace = read_trace(tmp_path / "t.json.gz")
+    assert len(trace.work.start_ns) > 1000
+    assert any("the gzip stream is damaged" in note for note in trace.notes)
+
+
+def test_durations_that_are_none(tmp_path: Path) -> None:
+    without = {key: value for key, value in KERNEL.items() if key != "dur"}
+    events = [
+        KERNEL,
+        {**KERNEL, "dur": -1},
+        {**KERNEL, "dur": -0.001},
+        without,
+        {**KERNEL, "ts": None},
+        {**KERNEL, "dur": 0},
+    ]
+    trace = read_trace(write(tmp_path / "t.json", events))
+    assert trace.work.duration_ns.tolist() == [3500, 0]
+    assert trace.notes == (
+        "events left out because they have no start or duration: 2",
+        "events left out because they have a negative duration: 2",
+    )
+
+
+def test_ids_of_several_calls(tmp_path: Path) -> None:
+    """Kept, with a note; several kernels of one call are a CUDA graph, and nothing is wrong with that."""
+    assert read_trace(write(tmp_path / "t.json", [LAUNCH, KERNEL, KERNEL])).notes == ()
+    trace = read_trace(write(tmp_path / "t.json", [LAUNCH, LAUNCH, LAUNCH, KERNEL]))
+    assert count(trace) == (1, 3, 0, 0)
+    assert [note.split(":")[0] for note in trace.notes] == ["1 correlation ids belong to more than one host call"]
+    free = {**LAUNCH, "args": {"correlation": 0}}
+    assert (
+        read_trace(write(tmp_path / "t.json", [free, free, {**LAUNCH, "args": {}}, {**LAUNCH, "args": {}}])).notes == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        (b'"grid": [', b'"occupancy": NaN, "x": -Infinity, "grid": [', "gemm<float>"),
+        (b"gemm", b"ge\xffmm", "ge\N{REPLACEMENT CHARACTER}mm<float>"),
+        (b"gemm", b"ge\tmm", "ge\tmm<float>"),
+        (b"gemm", b"ge\\ud800mm", "ge?mm<float>"),
+    ],
+)
+def test_what_json_does_not_allow_is_passed(old: bytes, new: bytes, name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", [*MANY, KERNEL])
+    path.write_bytes(path.read_bytes().replace(old, new))
+    trace = read_trace(path)
+    assert count(trace) == (301, 300, 300, 300)
+    assert rows(trace, "work", "name") == [(name,)] * 301
+    assert trace.work.start_ns.tolist() == [4458676522690655] * 301
+    assert trace.work.stream.tolist() == [7] * 301
+    repaired = "events that hold NaN, bad UTF-8 or the like, which was passed over or replaced: 301"
+    assert [note for note in trace.notes if "correlation" not in note] == [repaired]
+
+
+def test_bad_utf8_where_nobody_looks_is_no_matter(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", [{**KERNEL, "args": {"x": "GEMM"}}])
+    path.write_bytes(path.read_bytes().replace(b"GEMM", b"\xff"))
+    assert read_trace(path).notes == ()
+
+
+def test_unreadable_events_are_counted(tmp_path: Path) -> None:
+    events = [KERNEL, {**KERNEL, "name": 5}, {**KERNEL, "args": "text"}, 5, None, [KERNEL], KERNEL]
+    deep = "[" * 100_000 + "]" * 100_000
+    path = write(tmp_path / "t.json", [*events, {**KERNEL, "args": {"x": "DEEP"}}, KERNEL], indent=None)
+    path.write_text(path.read_text().replace('"DEEP"', deep))
+    trace = read_trace(path)
+    assert count(trace) == (3, 0, 0, 0)
+    assert trace.notes == ("events left out because they are not valid JSON: 6",)
+
+
+def test_a_gigantic_string_costs_neither_memory_nor_time(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with path.open("w") as file:
+        file.write('{"traceEvents": [' + json.dumps(KERNEL) + ', {"ph": "X", "cat": "kernel", "name": "')
+        for _ in range(50):
+            file.write('},{\\"' * 210_000)
+        file.write('", "ts": 1, "dur": 1}, ' + json.dumps(KERNEL) + "]}")
+    assert path.stat().st_size > 50e6
+    tracemalloc.start()
+    try:
+        trace = read_trace(path)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert count(trace) == (2, 0, 0, 0)
+    assert trace.notes == ("events left out because they are longer than 16.0 MiB: 1",)
+    assert peak_bytes < 150e6
+
+
+def test_memory_grows_by_the_columns_alone(tmp_path: Path) -> None:
+    """By 23 bytes an event and what sorting takes, of which a trace of 2 GB has six million: it is to fit in 200 MB."""
+    peaks = []
+    for num_events in (10_000, 60_000):
+        text = ",".join(json.dumps({**OP, "ts": 10**12 + number * 7919 % num_events}) for number in range(num_events))
+        (tmp_path / "t.json").write_text(f'{{"traceEvents": [{text}]}}')
+        tracemalloc.start()
+        try:
+            assert len(read_trace(tmp_path / "t.json", chunk_bytes=1 << 17).ops.name) == num_events
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 50_000 * 36
+
+
+def test_a_long_string_is_read(tmp_path: Path) -> None:
+    long = "x,{" * 1_000_000
+    trace = read_trace(write(tmp_path / "t.json", [KERNEL, {**KERNEL, "name": long}, KERNEL]))
+    assert trace.names == ("gemm<float>", long)
+    assert trace.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "holds no trace: it is neither JSON nor SQLite"),
+        (b"time,name\n1,2\n", "it is neither JSON nor SQLite"),
+        (b'{"a": 1}', "it has no list traceEvents"),
+        (b'{"traceEvents": null}', "it has no list traceEvents"),
+        (b'{"schemaVersion": 1, "deviceProp', "it has no list traceEvents"),
+        (b"{'traceEvents': []}", "it has no list traceEvents"),
+        (gzip.compress(b"hello"), "it is neither JSON nor SQLite"),
+        (b"\x1f\x8bhello", "the gzip stream is damaged"),
+        (b"SQLite format 3\0 and no more", "begins like an SQLite database and cannot be read as one"),
+    ],
+)
+def test_what_is_no_trace_is_one_clear_line(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as error:
+        read_trace(path)
+    assert str(error.value).startswith((str(path), f"cannot read {path}"))
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*missing.json: No such file"):
+        read_trace(tmp_path / "missing.json")
+    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", STEP)
+    path.chmod(0)
+    with pytest.raises(UserError, match="Permission denied"):
+        read_trace(path)
+
+
+def test_traces_without_anything(tmp_path: Path) -> None:
+    assert read_trace(write(tmp_path / "t.json", [])).notes == ("the list of events is empty",)
+    trace = read_trace(write(tmp_path / "t.json", [{"ph": "X", "cat": "browser", "ts": 1, "dur": 1}] * 3))
+    assert count(trace) == (0, 0, 0, 0)
+    assert trace.notes == (
+        "none of its 3 events is a kernel, a call into the device's runtime, an operator or a range",
+    )
+
+
+@pytest.mark.parametrize("chunk_bytes", [300, 1000, 10**6])
+def test_stretches_without_anything_to_keep_hide_nothing(chunk_bytes: int, tmp_path: Path) -> None:
+    frames = [{"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 1}] * 50
+    trace = read_trace(
+        write(tmp_path / "t.json", [*frames, KERNEL, *frames, *STEP, *frames, OP]), chunk_bytes=chunk_bytes
+    )
+    assert count(trace) == (2, 1, 2, 1)
+
+
+def test_a_profile_of_torch(tmp_path: Path) -> None:
+    """To the nanosecond what torch's own events say."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    x = torch.randn(8, 16, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with record_function("forward"):
+            loss = torch.cat([x @ torch.randn(16, 4), x[:, :4]]).softmax(-1).sum()
+        loss.backward()
+    path = tmp_path / "t.json"
+    profiler.export_chrome_trace(str(path))
+    trace = read_trace(path, chunk_bytes=5000)
+    assert trace.notes == ()
+    recorded = [event for event in profiler.profiler.kineto_results.events() if event.name().startswith("aten::")]
+    found = rows(trace, "ops", "name", "start_ns", "duration_ns", "sequence", "inputs")
+    read = [row[:3] for row in found if row[0].startswith("aten::")]
+    base_ns = recorded[0].start_ns() - next(start_ns for name, start_ns, _ in read if name == recorded[0].name())
+    told = [(event.name(), event.start_ns() - base_ns, event.duration_ns()) for event in recorded]
+    assert sorted(read) == sorted(told)
+    matmul = Inputs(shapes=((8, 16), (16, 4)), dtypes=("float", "float"))
+    assert ("aten::mm", matmul) in [(row[0], row[4]) for row in found]
+    cat = next(row[4] for row in found if row[0] == "aten::cat")
+    assert cat == Inputs(shapes=((8, 4), (8, 4), ()), dtypes=("TensorList", "TensorList", ""))
+    assert "forward" in [row[0] for row in rows(trace, "ranges", "name")]
+    backward = {row[3] for row in found if row[0] == "MmBackward0"}
+    assert backward <= {row[3] for row in found if row[0] == "aten::mm"}
+    assert NONE not in backward

@@ -9,7 +9,7 @@ from steplab.traces.sources import Source
 from steplab.traces.splitting import EventSink, Splitter
 from steplab.traces.window import Window
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 19
 """Little enough for what is decoded at a time to stay in the processor's cache."""
 _LONGEST_MEMBER_BYTES = 1 << 20
 """Neither keys nor kept values are read beyond this."""

@@ -11,6 +11,9 @@ Number = int | float | str | None
 """Exporters write some numbers as text."""
 
 
+NO_DIMS = Raw(b"[]")
+
+
 class Args(Struct, frozen=True, gc=False):
     """What an event says about itself."""
 
@@ -19,7 +22,7 @@ class Args(Struct, frozen=True, gc=False):
     correlation: Number = NONE
     size_bytes: Number = field(default=NONE, name="bytes")
     sequence: Number = field(default=NONE, name="Sequence number")
-    dims: Raw = field(default=Raw(b"[]"), name="Input Dims")
+    dims: Raw = field(default=NO_DIMS, name="Input Dims")
     """As they are written: one op is called a thousand times with the same."""
     types: Raw = field(default=Raw(b"[]"), name="Input type")
 

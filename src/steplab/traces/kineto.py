@@ -14,6 +14,7 @@ import numpy as np
 
 from steplab.traces.document import CHUNK_BYTES, Document
 from steplab.traces.events import (
+    NO_DIMS,
     AnyEvent,
     Event,
     ExactEvent,
@@ -202,7 +203,7 @@ class Collector:
             *common,
             thread=self._threads(events),
             sequence=_integers([a.sequence for a in args]),
-            inputs=[numbers[join((a.dims, a.types))] for a in args],
+            inputs=[NONE if a.dims is NO_DIMS else numbers[join((a.dims, a.types))] for a in args],
         )
 
     def _add_ranges(self, events: Sequence[AnyEvent], common: "_Common") -> None:

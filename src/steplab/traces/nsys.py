@@ -68,6 +68,8 @@ class _Export:
         self._texts = dict[int, str]()
         self._processes = Numbering[int]()
         self._devices = Counter[int]()
+        self._num_rows = Counter[str]()
+        """Read of each table."""
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         # The newest of X, X_V2 and X_V3 sorts last.
         self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
@@ -83,20 +85,19 @@ class _Export:
             _CALLS: self._read_calls,
             _RANGES: self._read_ranges,
         }
-        num_rows = dict.fromkeys(readers, 0)
         for number, (base, read) in enumerate(readers.items(), 1):
             if base in self._tables:
                 try:
-                    num_rows[base] = read()
+                    read()
                 except sqlite3.DatabaseError as error:
                     self._builder.notes.append(f"table {self._tables[base]} could not be read to its end: {error}")
             on_done(number / len(readers))
-        self._note_absence(num_rows)
+        self._note_absence()
         self._builder.device_name = self._device_name()
         return self._builder.build()
 
-    def _note_absence(self, num_rows: dict[str, int]) -> None:
-        notes = self._builder.notes
+    def _note_absence(self) -> None:
+        notes, num_rows = self._builder.notes, self._num_rows
         if not num_rows[_KERNELS] and not num_rows[_GRAPHS]:
             notes.append("the export has no kernels: was CUDA traced (nsys profile --trace=cuda,nvtx)?")
         if num_rows[_GRAPHS]:
@@ -109,25 +110,24 @@ class _Export:
         if not num_rows[_RANGES]:
             notes.append("the export has no NVTX ranges: steps and phases cannot be known")
 
-    def _read_kernels(self) -> int:
+    def _read_kernels(self) -> None:
         names = ("demangledName", "shortName", "mangledName")
-        return self._read_work(_KERNELS, names, lambda value: self._text(value))
+        self._read_work(_KERNELS, names, self._text)
 
-    def _read_graphs(self) -> int:
-        return self._read_work(_GRAPHS, (), lambda value: "CUDA graph")
+    def _read_graphs(self) -> None:
+        self._read_work(_GRAPHS, (), lambda value: "CUDA graph")
 
-    def _read_copies(self) -> int:
-        return self._read_work(
+    def _read_copies(self) -> None:
+        self._read_work(
             _COPIES,
             ("copyKind",),
             lambda kind: f"Memcpy {_COPY_KINDS[kind] if kind in range(len(_COPY_KINDS)) else 'unknown'}",
         )
 
-    def _read_fills(self) -> int:
-        return self._read_work(_FILLS, (), lambda value: "Memset")
+    def _read_fills(self) -> None:
+        self._read_work(_FILLS, (), lambda value: "Memset")
 
-    def _read_work(self, base: str, name_columns: Sequence[str], text: Callable[[Any], str]) -> int:
-        count = 0
+    def _read_work(self, base: str, name_columns: Sequence[str], text: Callable[[Any], str]) -> None:
         columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid", "bytes")
         for start_ns, duration_ns, name, device, stream, correlation, process, size in self._rows(base, columns):
             self._devices.update(device)
@@ -140,11 +140,8 @@ class _Export:
                 correlation=self._correlation(correlation, process),
                 size_bytes=size,
             )
-            count += len(name)
-        return count
 
-    def _read_calls(self) -> int:
-        count = 0
+    def _read_calls(self) -> None:
         for start_ns, duration_ns, name, thread, correlation in self._rows(
             _CALLS, (("nameId",), "globalTid", "correlationId")
         ):
@@ -155,11 +152,8 @@ class _Export:
                 thread=[self._builder.threads[tid] for tid in thread],
                 correlation=self._correlation(correlation, thread),
             )
-            count += len(name)
-        return count
 
-    def _read_ranges(self) -> int:
-        count = 0
+    def _read_ranges(self) -> None:
         kinds = f"eventType IN ({_PUSH_POP}, {_START_END})"
         for start_ns, duration_ns, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
             self._builder.add_range(
@@ -168,8 +162,6 @@ class _Export:
                 duration_ns=duration_ns,
                 thread=[self._builder.threads[tid] for tid in thread],
             )
-            count += len(name)
-        return count
 
     def _rows(
         self, base: str, columns: Sequence[str | Sequence[str]], condition: str = "1"
@@ -189,6 +181,7 @@ class _Export:
             f'SELECT "start", "end" - "start", {", ".join(chosen)} FROM "{table}" WHERE {condition} AND {timed}'
         )
         while rows := cursor.fetchmany(_ROWS):
+            self._num_rows[base] += len(rows)
             yield list(zip(*rows, strict=True))
         query = f'SELECT COUNT(*) FROM "{table}" WHERE {condition} AND NOT ({timed})'
         if dropped := self._connection.execute(query).fetchone()[0]:

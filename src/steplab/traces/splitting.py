@@ -30,6 +30,7 @@ _SEAM = re.compile(rb'}\s*,\s*{\s*(?:"[^"\\]{0,64}")?')
 _FIRST_EVENT = re.compile(rb'\s*?(\r?\n[ \t]+{\s*"[^"\\]{0,64}")')
 _INDENTED_SEAM = re.compile(rb'},\r?\n([ \t]+){\r?\n\1[ \t]+"')
 _SEAM_REGION_BYTES = 1 << 14
+_OBJECT = re.compile(rb"\s*{")
 _OPEN, _CLOSE = b"["[0], b"]"[0]
 
 
@@ -155,8 +156,10 @@ class Splitter:
         return False
 
     def _resume(self, position: int) -> bool:
-        """Start again behind the next seam, if seams of this file cannot be part of an event."""
+        """Start again behind the next seam, if this was to be an event and seams of this file cannot be in one."""
         window = self._window
+        if not _OBJECT.match(window.data, position, window.end):
+            return False
         if self._num_resumptions == _MOST_RESUMPTIONS or not _INDENTED_SEAM.match(self._seam):
             return False
         brace = window.data.find(self._seam, position, window.end)

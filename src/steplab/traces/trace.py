@@ -1,8 +1,8 @@
 """A trace as columns: what the profilers agree on, whoever wrote the file.
 
-Times are int64 nanoseconds on one clock. Names are kept once, and columns hold their numbers: a real trace names the
-same few hundred kernels a million times. Every column that is no time is int32 where its values fit, which they nearly
-always do: a trace of 2 GB has millions of events. Multiply such columns only after widening them.
+Times are nanoseconds on one clock. Names are kept once, and columns hold their numbers: a real trace names the
+same few hundred kernels a million times. A trace of 2 GB has millions of events, so all columns but start_ns are as
+narrow as their values allow, int16, int32 or int64: widen them before arithmetic other than sums and comparisons.
 """
 
 from array import array
@@ -179,70 +179,96 @@ class TraceBuilder:
         )
 
 
-_TIMES = ("start_ns", "duration_ns")
+_WIDTHS = "hiq"
+"""Type codes of array: 2, 4 and 8 bytes."""
+_PIECES = 16
 
 
 class _Table:
-    """Growing columns. An array grows in place where the system can move its pages, so nothing is held twice."""
+    """Growing columns, each as narrow as its values allow.
+
+    An array grows in place where the system can move its pages, so that nothing is held twice.
+    """
 
     def __init__(self, kind: type) -> None:
-        self._names = [field.name for field in fields(kind)]
-        self._columns = [array("q" if name in _TIMES else "i") for name in self._names]
+        self._columns = {field.name: array("q" if field.name == "start_ns" else "h") for field in fields(kind)}
 
     def extend(self, *values: Values) -> None:
-        for position, value in enumerate(values):
-            if isinstance(value, list):
-                try:
-                    self._columns[position].fromlist(value)
-                except OverflowError:
-                    self._widen(position)
-                    self._columns[position].fromlist(value)
-            else:
-                given = np.atleast_1d(np.asarray(value, dtype=np.int64))
-                if self._columns[position].typecode == "i" and given.size and not _fits(given):
-                    self._widen(position)
-                column = self._columns[position]
-                column.frombytes(given.astype(np.dtype(column.typecode), copy=False).tobytes())
-
-    def _widen(self, position: int) -> None:
-        self._columns[position] = array("q", self._columns[position])
+        for name, value in zip(self._columns, values, strict=True):
+            given = value if isinstance(value, list) else np.atleast_1d(np.asarray(value, dtype=np.int64))
+            while not _appended(self._columns[name], given):
+                column = self._columns[name]
+                self._columns[name] = array(_WIDTHS[_WIDTHS.index(column.typecode) + 1], column)
 
     def build(self) -> dict[str, Column]:
-        start_ns, duration_ns = (self._numpy(self._names.index(name)) for name in _TIMES)
+        built: dict[str, Column] = {}
+        start_ns, duration_ns = (self._numpy(name) for name in ("start_ns", "duration_ns"))
         order = _order(start_ns, duration_ns)
-        del start_ns, duration_ns
-        built = {}
-        for position, name in enumerate(self._names):
-            built[name] = self._numpy(position) if order is None else self._numpy(position)[order]
-            self._columns[position] = array("i")
+        del duration_ns
+        for name in self._columns:
+            if order is None:
+                built[name] = self._numpy(name)
+            elif name == "start_ns":
+                start_ns.sort()
+                built[name] = start_ns
+            else:
+                built[name] = self._numpy(name)[order]
+                self._columns[name] = array("h")
         return built
 
-    def _numpy(self, position: int) -> Column:
-        column = self._columns[position]
+    def _numpy(self, name: str) -> Column:
+        column = self._columns[name]
         return np.frombuffer(column, dtype=np.dtype(column.typecode))
 
 
-def _fits(values: NDArray[np.int64]) -> bool:
-    limits = np.iinfo(np.int32)
-    return bool(limits.min <= values.min() and values.max() <= limits.max)
+def _appended(column: "array[int]", values: list[int] | NDArray[np.int64]) -> bool:
+    """Append the values, all or none; False if the column is too narrow for them."""
+    if isinstance(values, list):
+        try:
+            column.fromlist(values)
+        except OverflowError:
+            if column.typecode == _WIDTHS[-1]:
+                raise
+            return False
+        return True
+    limits = np.iinfo(np.dtype(column.typecode))
+    if values.size and not limits.min <= values.min() <= values.max() <= limits.max:
+        return False
+    column.frombytes(values.astype(np.dtype(column.typecode), copy=False).tobytes())
+    return True
 
 
 def _order(start_ns: Column, duration_ns: Column) -> Column | None:
-    """The order by start, longer first among equals; None where the rows are in it already.
+    """The order by start, the longer first among equals; None where the rows are in it already.
 
-    Ties are settled after sorting by start alone: sorting by both at once takes twice the memory.
+    Sorted a stretch of time after the other, for sorting all at once would take as much memory as the table itself.
     """
     later, equal = start_ns[1:] > start_ns[:-1], start_ns[1:] == start_ns[:-1]
     if bool(np.all(later | (equal & (duration_ns[1:] <= duration_ns[:-1])))):
         return None
-    order: Column = np.argsort(start_ns, kind="stable").astype(np.int32 if len(start_ns) < 2**31 else np.int64)
-    equal = np.diff(start_ns[order]) == 0
-    tied = np.zeros(len(order), dtype=bool)
-    tied[1:] = equal
-    tied[:-1] |= equal
-    rows = order[tied]
-    order[tied] = rows[np.lexsort((-duration_ns[rows], start_ns[rows]))]
+    order: Column = np.empty(len(start_ns), dtype=np.int32 if len(start_ns) < 2**31 else np.int64)
+    sample = np.sort(start_ns[:: max(1, len(start_ns) // 4096)])
+    edges = np.unique(sample[:: max(1, len(sample) // _PIECES)])
+    filled = 0
+    for number in range(len(edges) + 1):
+        inside = start_ns >= edges[number - 1] if number else start_ns < edges[0]
+        if 0 < number < len(edges):
+            inside &= start_ns < edges[number]
+        rows = np.flatnonzero(inside)
+        order[filled : filled + len(rows)] = _sorted(rows, start_ns, duration_ns)
+        filled += len(rows)
     return order
+
+
+def _sorted(rows: Column, start_ns: Column, duration_ns: Column) -> Column:
+    """The rows in order. By start alone at first, which is quick where they nearly are; few starts are equal."""
+    rows = rows[np.argsort(start_ns[rows], kind="stable")]
+    equal = np.diff(start_ns[rows]) == 0
+    tied = np.append(equal, False) | np.append(False, equal)
+    if tied.any():
+        unsure = rows[tied]
+        rows[tied] = unsure[np.lexsort((-duration_ns[unsure].astype(np.int64), start_ns[unsure]))]
+    return rows
 
 
 def _num_repeated(correlation: Column) -> int:
