@@ -228,6 +228,17 @@ def test_an_event_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.num_oversized, result.num_unreadable, result.damage) == (3, 0, None)
 
 
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_what_looks_like_an_event_inside_a_cut_one_is_none(indent: int | None) -> None:
+    """The objects in its list begin with the same key, and without indentation after the same line break."""
+    events = [{"ph": "X", "args": {"stack": [{"ph": number}, {"ph": "inner"}, {"ph": 1}]}} for number in range(20)]
+    text = json.dumps(events, indent=indent)
+    for chunk_bytes in (100, 10_000):
+        sink, result = read(text[: text.rindex("inner") + 10], chunk_bytes)
+        assert sink.events == events[:-1]
+        assert (result.num_unreadable, result.damage) == (0, "the file ends in the middle of an event")
+
+
 def test_few_pieces_are_refused() -> None:
     """The quick way is the usual way, also where braces lie in names and in lists inside events."""
     events = [{"ph": "X", "name": "},{", "args": {"stack": [{"f": n}, {"f": n}]}, "ts": n} for n in range(5000)]
