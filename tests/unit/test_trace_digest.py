@@ -1,5 +1,6 @@
 """The digest of traces whose figures are worked out by hand, and of a real one against torch's own sums."""
 
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.traces import AUTOGRAD, HandTrace
 
 from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Profile
-from steplab.traces.digest import digest
+from steplab.traces.digest import MOST_STEPS, digest
 from steplab.traces.trace import Inputs
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"
@@ -178,6 +179,22 @@ def test_the_timeline_is_the_last_step_from_its_beginning() -> None:
     assert timeline.names == (ADD,)
     assert timeline.phases == (("forward", 0, 160_000),)  # from the end of the step before
     assert (timeline.start_ns, timeline.duration_ns) == ((150_000,), (10_000,))
+
+
+def test_a_long_trace_is_told_by_its_last_steps() -> None:
+    def steps(first: int, last: int) -> HandTrace:
+        trace = HandTrace()
+        for at in range(first * 100, last * 100, 100):
+            trace.range("step", at, at + 100)
+            trace.range("forward", at, at + 90)
+            trace.op("aten::mm", at, at + 5, sequence=at)
+            trace.kernel(GEMM, at + 60, at + 60 + 1 + at % 7, (at + 1, at + 3))
+        return trace
+
+    long, end = digest(steps(0, MOST_STEPS + 13).build()), digest(steps(13, MOST_STEPS + 13).build())
+    assert long.num_steps == MOST_STEPS
+    assert any(f"the last {MOST_STEPS} of {MOST_STEPS + 13} steps" in note for note in long.notes)
+    assert dataclasses.replace(long, notes=()) == dataclasses.replace(end, notes=())
 
 
 def test_nothing_ran_is_an_error_in_words() -> None:

@@ -574,7 +574,7 @@ def test_a_long_string_is_read(tmp_path: Path) -> None:
         (b'{"traceEvents": null}', "it has no list traceEvents"),
         (b'{"schemaVersion": 1, "deviceProp', "it has no list traceEvents"),
         (b"{'traceEvents': []}", "it has no list traceEvents"),
-        (gzip.compress(b"hello"), "it is neither JSON nor SQLite"),
+        (gzip.compress(b"hello", mtime=0), "it is neither JSON nor SQLite"),
         (b"\x1f\x8bhello", "the gzip stream is damaged"),
         (b"SQLite format 3\0 and no more", "begins like an SQLite database and cannot be read as one"),
     ],

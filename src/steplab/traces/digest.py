@@ -12,10 +12,14 @@ from steplab.traces.activity import Activity, cpu_activity, device_activity
 from steplab.traces.host import Host
 from steplab.traces.intervals import length, overlap
 from steplab.traces.op_costs import OpCosts, computed_in, describe
+from steplab.traces.steps import last_steps
 from steplab.traces.trace import NONE, Column, Trace
 from steplab.traces.windows import Window, cut, phase_times
 
 Seconds = NDArray[np.float64]
+
+MOST_STEPS = 20
+"""A trace of more steps is told by its last so many: more would not tell more, and take more memory."""
 
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pinned")
@@ -26,6 +30,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
 
     Raises SteplabError for a trace in which nothing ran.
     """
+    trace = last_steps(trace, MOST_STEPS)
     host = Host(trace)
     on_host = not len(trace.work.name)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)

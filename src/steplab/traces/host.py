@@ -10,9 +10,9 @@ import numpy as np
 
 from steplab.records.profile import OUTSIDE
 from steplab.traces.nesting import Nesting
+from steplab.traces.steps import STEP, step_ranges
 from steplab.traces.trace import NONE, Column, Trace
 
-_STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
 """Ranges that say nothing of the place in the model: the compiler's names its cache entry."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
@@ -31,7 +31,8 @@ class Host:
         ops, ranges = trace.ops, trace.ranges
         self.op_nesting = Nesting(ops.start_ns, ops.duration_ns, ops.thread)
         self._range_nesting = Nesting(ranges.start_ns, ranges.duration_ns, ranges.thread)
-        self.steps = self._spans(_STEP)
+        steps = step_ranges(trace)
+        self.steps = ranges.start_ns[steps], (ranges.start_ns + ranges.duration_ns)[steps]
         """Start and end of each step on the host's clock, in order; empty where the trace marks none."""
         self.phase_names, self._range_phase = self._phases()
         self.paths: list[str] = [""]
@@ -91,12 +92,6 @@ class Host:
                 found[name] = float(ranges.duration_ns[mine].sum()) / 1e9
         return found
 
-    def _spans(self, pattern: re.Pattern[str]) -> tuple[Column, Column]:
-        ranges = self._trace.ranges
-        wanted = {number for number, name in enumerate(self._trace.names) if pattern.match(name)}
-        chosen = np.isin(ranges.name, list(wanted))
-        return ranges.start_ns[chosen], (ranges.start_ns + ranges.duration_ns)[chosen]
-
     def _phases(self) -> tuple[list[str], Column]:
         """The names of phases, and the phase each range marks (NONE: it marks none)."""
         names = ["forward", "backward", "optimizer", OUTSIDE]
@@ -137,7 +132,7 @@ class Host:
         for index, above in enumerate(self._range_nesting.parent.tolist()):
             name = names[ranges.name[index]]
             around = texts[above] if above != NONE else ""
-            if self._range_phase[index] != NONE or _STEP.match(name) or _UNNAMED.match(name):
+            if self._range_phase[index] != NONE or STEP.match(name) or _UNNAMED.match(name):
                 texts.append(around)
             elif not around or name.startswith(around + "."):
                 texts.append(name)
