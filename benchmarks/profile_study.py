@@ -3,7 +3,7 @@
     python benchmarks/profile_study.py STORE [SECONDS]            (from the root of the checkout)
     python benchmarks/profile_study.py STORE SECONDS tried        (then: `explain --try` on one profile of each kind)
 
-One worker a GPU, each cell alone on its GPU. `python benchmarks/profile_table.py RECORDS` writes the tables.
+One worker a GPU, each cell alone on its GPU.
 """
 
 import itertools
