@@ -16,7 +16,7 @@ def communication_exposed(case: Case) -> Finding | None:
     seen = profile.communication
     total_s, exposed_s = (case.per_step(profile, seconds) for seconds in (seen.total_s, seen.exposed_s))
     length_s = case.length_s(profile)
-    if exposed_s <= CONSIDERABLE * length_s:
+    if not length_s or exposed_s <= CONSIDERABLE * length_s:
         return None
     return Finding(
         kind="communication_exposed",
