@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 READERS = {"steplab": "steplab", "json": "json.load", "hta": "HTA, json", "hta_ijson": "HTA, ijson"}
@@ -124,7 +125,7 @@ def read(reader: str, trace: str) -> dict[str, float]:
     if reader == "steplab":
         from steplab.traces.reading import read_trace
 
-        run = lambda: read_trace(Path(trace))  # noqa: E731
+        run = partial(read_trace, Path(trace))
     elif reader == "json":
 
         def run() -> object:
@@ -142,7 +143,7 @@ def read(reader: str, trace: str) -> dict[str, float]:
             config.set_parser_backend(ParserBackend.IJSON_BATCH_AND_COMPRESS)
         else:
             config.set_parser_backend(ParserBackend.JSON)
-        run = lambda: parse_trace_dataframe(trace, config)  # noqa: E731
+        run = partial(parse_trace_dataframe, trace, config)
     started, cpu_started = time.perf_counter(), time.process_time()
     result = run()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started

@@ -1,7 +1,7 @@
 """Steps under a profiler: after all timing, every part of the model in the trace, and never at the timing's cost."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,14 +33,7 @@ TINY: dict[str, object] = {
 }  # fmt: skip
 HUGE_BYTES = 2**62 + 3
 
-
-@pytest.fixture(autouse=True)
-def _same_process_settings() -> Iterator[None]:
-    """Measuring sets torch's process-wide options, for a process of its own: here they are put back."""
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = cudnn
+pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 
 def profiled(trace: Path, *, num_steps: int = 2, pass_name: str = "train", **fields: object) -> Run:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,14 +39,7 @@ TINY: dict[str, object] = {
 }  # fmt: skip
 HUGE_BYTES = 2**62 + 3
 
-
-@pytest.fixture(autouse=True)
-def _same_process_settings() -> Iterator[None]:
-    """Measuring sets torch's process-wide options, for a process of its own: here they are put back."""
-    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = cudnn
+pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 
 @dataclasses.dataclass

@@ -1,8 +1,8 @@
 """The measuring process: one request in on standard input, messages out on a pipe, the record last.
 
 Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure, or a device
-whose ceilings are wanted. Standard input stays open for as long as the
-parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
+whose ceilings are wanted. Standard input stays open for as long as the parent lives: when it ends, however the parent
+died, this process ends too and frees the GPU.
 """
 
 import os

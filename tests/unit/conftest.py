@@ -1,0 +1,16 @@
+"""What the tests that measure in their own process need."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def torch_settings_put_back() -> Iterator[None]:
+    """Measuring sets torch's process-wide options, for a process of its own: here they are put back."""
+    import torch
+
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = cudnn
