@@ -1,6 +1,7 @@
-"""Profiles of small, large and 2.7b, contexts 256 and 1024, fp32 and bf16, eager and compiled; and findings tried.
+"""Profiles of small, large and 2.7b, contexts 256 and 1024, fp32 and bf16, eager and compiled; findings tried.
 
     python benchmarks/profile_study.py STORE [SECONDS]            (from the root of the checkout)
+    python benchmarks/profile_study.py STORE SECONDS findings     (profiles of steps with the faults those are free of)
     python benchmarks/profile_study.py STORE SECONDS tried        (then: `explain --try` on one profile of each kind)
 
 One worker a GPU, each cell alone on its GPU.
@@ -14,6 +15,7 @@ from pathlib import Path
 from workers import run_all
 
 from steplab.records.run import Run
+from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 STEPLAB = [sys.executable, "-m", "steplab"]
@@ -22,42 +24,52 @@ CELLS = sorted(
     itertools.product(("2.7b", "large", "small"), ("1024", "256"), ("fp32", "bf16"), ("default", "off")),
     key=lambda cell: cell[3],
 )
-TRIED = (
-    ("small", "256", "bf16", "off"),
-    ("large", "1024", "fp32", "off"),
-    ("large", "1024", "bf16", "off"),
-    ("2.7b", "1024", "bf16", "off"),
-)
-"""Eager, because that is what most of the findings are about."""
+FAULTS = {
+    "optimizer": ["--model", "small", "--context", "256", "--precision", "bf16", "--optimizer", "adamw_loop"],
+    "head dimension": ["--model", "2.7b", "--context", "1024", "--precision", "bf16", "--attention", "sdpa_flash"],
+    "vocabulary": [
+        *("--model", "small", "--context", "1024", "--batch", "8", "--precision", "bf16", "--attention", "sdpa"),
+        *("--model.vocab-size", "50257"),
+    ],
+    "waiting": ["--model", "benchmarks.awkward_models:waiting"],
+    "growing": [
+        *("--model", "benchmarks.awkward_models:growing", "--compile", "default", "--warmup", "3", "--steps", "12"),
+    ],
+}
+"""A step for each finding that none of the cells has, by what is wrong with it."""
+TRIED = ("2.7b-1024-bf16-off", "large-1024-fp32-off", "large-1024-bf16-off", "small-256-bf16-off")
+"""Eager, because that is what most of the findings are about; and all faults."""
 
 
-def profile(cell: tuple[str, ...], store: str) -> list[str]:
+def profile(fields: list[str], name: str, store: str) -> list[str]:
+    return [*STEPLAB, "profile", *fields, "--name", name, "--store", store, "--timeout", "5min"]
+
+
+def fields_of(cell: tuple[str, ...]) -> list[str]:
     model, context, precision, compiled = cell
-    fields = ["--model", model, "--context", context, "--precision", precision, "--compile", compiled]
-    return [*STEPLAB, "profile", *fields, "--name", "profiles", "--store", store, "--timeout", "5min"]
+    return ["--model", model, "--context", context, "--precision", precision, "--compile", compiled]
 
 
-def profiles_of(store: str) -> dict[tuple[str, ...], str]:
-    """Ids of the stored profiles, by cell."""
+def tried(store: str) -> list[list[str]]:
+    """`explain --try` for the newest profile of each."""
     with Store.open(Path(store), write=False) as opened:
         runs = [run for run in opened.iterate(kind="run") if isinstance(run, Run) and run.profile and run.spec]
-    return {
-        (run.spec.model.name, str(run.spec.context), run.spec.precision, run.spec.compile): run.id
-        for run in runs
-        if run.spec
-    }
+    ids = {cell_of(run.spec) if run.name == "profiles" else run.name: run.id for run in runs if run.spec}
+    asked = [name for name in (*TRIED, *FAULTS) if name in ids]
+    explain = [*STEPLAB, "explain", "--try", "--store", store, "--output"]
+    return [[*explain, f"{store}.{name.replace(' ', '-')}.json", ids[name]] for name in asked]
+
+
+def cell_of(spec: StepSpec) -> str:
+    return "-".join((spec.model.name, str(spec.context), spec.precision, spec.compile))
 
 
 def main(store: str, seconds: str = "3600", what: str = "profiles") -> None:
-    known = profiles_of(store) if what == "tried" else {}
-    if what == "tried":
-        commands = [
-            [*STEPLAB, "explain", known[cell], "--try", "--store", store, "--output", f"{store}.{'-'.join(cell)}.json"]
-            for cell in TRIED
-            if cell in known
-        ]
-    else:
-        commands = [profile(cell, store) for cell in CELLS]
+    commands = {
+        "profiles": lambda: [profile(fields_of(cell), "profiles", store) for cell in CELLS],
+        "findings": lambda: [profile(fields, name, store) for name, fields in FAULTS.items()],
+        "tried": lambda: tried(store),
+    }[what]()
     run_all(commands, store, float(seconds))
     subprocess.run([*STEPLAB, "list", "--limit", "60", "--store", store], check=True)
 

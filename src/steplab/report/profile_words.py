@@ -76,12 +76,16 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
     device, show = device_word(profile), units.format_time
     if off > 0:
         return f"{kernels_word(profile)} took longer under the profiler than the phase takes without it"
-    waits = f"{show(span.host_bound_s)} of {show(span.window_s)}"
-    if span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s):
-        return f"launch-bound: the {device} waits for the host {waits}"
+    waits_for_host = span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s)
     with_gaps = (span.busy_s + span.idle_s) / timed_s - 1
     if abs(with_gaps) <= TOLERANCE:
-        return f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees, {_signed(with_gaps)}"
+        alone = "; the host is late under the profiler alone" if waits_for_host else ""
+        gaps = f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees"
+        return f"{gaps}, {_signed(with_gaps)}{alone}"
+    if waits_for_host:
+        waits = f"{show(span.host_bound_s)} of {show(span.window_s)} under the profiler"
+        without = max(0.0, timed_s - span.busy_s - span.idle_s)
+        return f"launch-bound: the {device} waits for the host {waits}, about {show(without)} without"
     if span.idle_s > TOLERANCE * span.window_s:
         return f"gaps between {kernels_word(profile)}: {show(span.idle_s)} of {show(span.window_s)}"
     return f"the {device} was busy throughout, and faster in the profiled steps than in the timed ones"

@@ -37,7 +37,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "embedding",
         (
             r"embedding|indexSelect|index_select|vectorized_gather_kernel|compute_grad_weight|sum_and_scatter",
-            r"krn_partial|EmbeddingBag",
+            r"krn_partial|compute_num_of_partial|EmbeddingBag",
         ),
     ),
     (

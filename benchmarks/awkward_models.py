@@ -1,0 +1,52 @@
+"""Two models that do what `steplab explain` warns of, so that its findings have recorded profiles to fire on.
+
+steplab profile --model benchmarks.awkward_models:waiting      (from the root of the checkout)
+steplab profile --model benchmarks.awkward_models:growing --compile default --warmup 3 --steps 12
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, DEPTH, TOKENS = 1024, 8, 2048
+
+
+class Waiting(nn.Module):
+    """Reads its loss back in every step, and brings its input from pageable memory of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        self.history: list[float] = []
+
+    def forward(self, x_host: Tensor) -> Tensor:
+        loss = self.layers(x_host.to(self.layers[0].weight.device)).square().mean()
+        self.history.append(loss.item())
+        return loss
+
+
+class Growing(nn.Module):
+    """Runs one layer more from every fourth step on: each depth is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4 * DEPTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        depth = 1 + self.calls // 4
+        self.calls += 1
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x.square().mean()
+
+
+def waiting(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """The batch stays on the host: moving it is the model's business."""
+    return Waiting().to(device), lambda: torch.randn(TOKENS, WIDTH)
+
+
+def growing(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """To be compiled."""
+    return Growing().to(device), lambda: torch.randn(TOKENS, WIDTH, device=device)
