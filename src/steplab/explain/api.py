@@ -4,6 +4,7 @@ Each diagnosis looks at the record alone and is silent where the record lacks wh
 as if the others were not followed: they do not add up.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 from steplab.explain.batch_too_small import batch_too_small
@@ -24,6 +25,7 @@ from steplab.explain.words import command
 from steplab.records.ceilings import Ceilings
 from steplab.records.finding import Finding
 from steplab.records.run import Run
+from steplab.units import format_time
 
 DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
     launch_bound,
@@ -54,8 +56,23 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
     if run.failure is not None:
         return []
     case = case_of(run, ceilings)
-    found = [finding for diagnose in DIAGNOSES if (finding := diagnose(case)) is not None]
+    found = [_believable(case, finding) for diagnose in DIAGNOSES if (finding := diagnose(case)) is not None]
     return sorted(found, key=lambda finding: -1.0 if finding.saves_s is None else finding.saves_s, reverse=True)
+
+
+def _believable(case: Case, finding: Finding) -> Finding:
+    """No change saves a whole step: where one is predicted to, the profiled steps did more than the timed ones."""
+    step_s, profile = case.step_s, case.profile
+    if profile is None or step_s is None or finding.saves_s is None or finding.saves_s < step_s:
+        return finding
+    return dataclasses.replace(
+        finding,
+        saves_s=None,
+        prediction=(
+            f"Cannot be said: the device worked {format_time(case.busy_s(profile))} in a profiled step, and a timed "
+            f"one lasts {format_time(step_s)}, so they were not the same step."
+        ),
+    )
 
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Copies of weights to low precision, found among a profile's operators."""
+"""Copies between fp32 and low precision, found among a profile's operators; those of weights apart."""
 
 from steplab.explain.shapes import shapes_of
 from steplab.records.profile import OpStats, Profile
@@ -15,9 +15,19 @@ def weight_cast_ops(profile: Profile) -> list[OpStats]:
     return [op for op in profile.ops if op.category == "copy" and _is_cast(op)]
 
 
+def cast_ops(profile: Profile) -> list[OpStats]:
+    """Copies between fp32 and low precision, of weights or activations, whichever way."""
+    return [op for op in profile.ops if op.category == "copy" and _changes_precision(op)]
+
+
 def cast_bytes(op: OpStats) -> float:
     """Bytes that all calls of a cast read and write."""
     return op.calls * sum(shape.size_bytes or 0 for shape in shapes_of(op))
+
+
+def _changes_precision(op: OpStats) -> bool:
+    dtypes = {shape.dtype for shape in shapes_of(op)}
+    return "fp32" in dtypes and not dtypes.isdisjoint(_LOW)
 
 
 def _is_cast(op: OpStats) -> bool:

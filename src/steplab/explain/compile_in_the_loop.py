@@ -10,6 +10,9 @@ MANY_TIMES = 5.0
 """A step so many medians long did something that the others did not."""
 LEAST_S = 0.3
 """And by so much longer: compiling a graph takes longer than that, a hiccup of the machine rarely does."""
+LEAST_AGAIN_S = 0.03
+"""That, where it happened more than once: a small graph found in Inductor's cache is compiled in some 0.07 s, and a
+machine that often hiccups so long has no median to speak of."""
 _COMPILING = "dynamo_timed"
 """In the names of the ranges that torch marks its compilation with; `TorchDynamo Cache Lookup`, `Torch-Compiled Region`
 and `CompiledFunction` are the running of what is compiled."""
@@ -22,7 +25,9 @@ def compile_in_the_loop(case: Case) -> Finding | None:
     late_s: list[float] = []
     if spec is not None and spec.compile != "off" and step is not None and step.best_s:
         middle_s = median(step.best_s)
-        late_s = [s - middle_s for s in step.best_s if s > MANY_TIMES * middle_s and s - middle_s > LEAST_S]
+        late_s = [s - middle_s for s in step.best_s if s > MANY_TIMES * middle_s and s - middle_s > LEAST_AGAIN_S]
+        if len(late_s) == 1 and late_s[0] <= LEAST_S:
+            late_s = []
     seen = _ranges_of_compilation(case)
     if not late_s and not seen:
         return None

@@ -1,13 +1,17 @@
 """Autocast copies every weight to low precision, each step."""
 
 from steplab.explain.case import AUTOCAST, Case
-from steplab.explain.casts import cast_bytes, weight_cast_ops
+from steplab.explain.casts import cast_bytes, cast_ops, weight_cast_ops
 from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Profile
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.03
 """Least share of the device's time: the remedy changes the numerics, so a trifle is not worth telling."""
+
+_BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
+"""Categories whose time is that of the bytes they move."""
 
 
 def weight_casts(case: Case) -> Finding | None:
@@ -21,7 +25,7 @@ def weight_casts(case: Case) -> Finding | None:
         return None
     moved = sum(cast_bytes(op) for op in ops) / profile.num_steps
     fields = {"precision": "bf16_pure"} if spec else {}
-    update_s = case.phase_s("optimizer") if spec and spec.optimizer.startswith("adamw") else None
+    saves_s, prediction = _gain(case, profile, now_s)
     return Finding(
         kind="weight_casts",
         title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's work",
@@ -44,12 +48,24 @@ def weight_casts(case: Case) -> Finding | None:
             Evidence(what="bytes they move", value=moved, unit="B"),
             Evidence(what="device busy", value=busy_s, unit="s"),
         ),
-        saves_s=now_s + (update_s / 2 if update_s else 0.0),
-        prediction=(
-            "The casts go"
-            + (f", and AdamW moves half as many bytes: half of its {format_time(update_s)}" if update_s else "")
-            + ". Left out: norms and the residual stream are then in bf16 too, and move half as much."
-            + case.host_limit(profile, now_s)
-        ),
+        saves_s=saves_s,
+        prediction=prediction,
         fields=fields,
+    )
+
+
+def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
+    """With weights in bf16 nothing is cast any more, and what autocast keeps in fp32 (softmax, norms, the loss, sums of
+    the residual stream) moves half as many bytes, as AdamW does."""
+    others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
+    wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
+    wide_s = case.ops_s(profile, wide)
+    update_s = case.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
+    saves_s = weights_s + others_s + wide_s / 2 + (update_s / 2 if update_s else 0.0)
+    return saves_s, (
+        f"At most: the casts go, those of activations with them ({format_time(others_s)}), and what autocast computes "
+        f"in fp32 moves half as many bytes: half of {format_time(wide_s)}"
+        + (f", and of the {format_time(update_s)} of AdamW" if update_s else "")
+        + "."
+        + case.host_limit(profile, saves_s)
     )

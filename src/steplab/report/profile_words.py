@@ -40,7 +40,7 @@ def kernels_word(profile: Profile) -> str:
 def heading(run: Run, profile: Profile) -> str:
     """What was profiled, where, and by what."""
     steps = units.counted(profile.num_steps, "step")
-    where = run.environment.device.name if run.environment else f"a {device_word(profile)} of unknown name"
+    where = run.device_name or f"a {device_word(profile)} of unknown name"
     file = f", from {profile.file}" if profile.file else ""
     return f"{steps} on {where}, seen by {profile.source}{file}"
 
