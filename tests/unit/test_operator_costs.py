@@ -1,13 +1,19 @@
 """Costs of operators against torch's own FLOP counter and the sizes of real tensors."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor as TorchTensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from steplab.costs.attention_operators import _FUSED, FUSED_ATTENTION, fused_attention_cost
 from steplab.costs.operators import Tensor, operator_cost
+from steplab.traces.digest import digest
+from steplab.traces.reading import read_trace
 
 
 def described(tensor: TorchTensor) -> Tensor:
@@ -95,3 +101,51 @@ def test_an_inductor_kernel_moves_all_it_was_given_and_its_flops_are_unknown() -
 )
 def test_what_no_rule_knows_has_no_cost(name: str, shapes: list[tuple[int, ...]]) -> None:
     assert operator_cost(name, [Tensor(shape=shape, item_bytes=4) for shape in shapes]) is None
+
+
+# --- fused attention ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(FUSED_ATTENTION))
+def test_the_flag_is_looked_for_where_torch_has_it(name: str) -> None:
+    operator = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+    argument = operator._schema.arguments[_FUSED[name].causal]
+    assert argument.name in ("is_causal", "custom_mask_type")
+    assert _FUSED[name].backward == ("grad_out" in operator._schema.arguments[0].name)
+
+
+@pytest.mark.parametrize("name", sorted(FUSED_ATTENTION))
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_costs_what_torch_counts_of_what_is_not_masked(name: str, causal: bool) -> None:
+    batch, heads, queries, keys, width = 2, 3, 128, 96, 16
+    known = _FUSED[name]
+
+    def tensor(length: int) -> Tensor:
+        middle = (length, heads) if known.heads_last else (heads, length)
+        return Tensor(shape=(batch, *middle, width), item_bytes=2)
+
+    q, k, v = tensor(queries), tensor(keys), tensor(keys)
+    scalars = [""] * known.causal + [str(causal)]
+    cost = fused_attention_cost(name, [q, q, k, v, q] if known.backward else [q, k, v], scalars)
+    shape, other = (batch, heads, queries, width), (batch, heads, keys, width)
+    whole = (
+        sdpa_backward_flop_count(shape, shape, other, other) if known.backward else sdpa_flop_count(shape, other, other)
+    )
+    assert cost is not None
+    assert cost.flops == whole * (0.5 if causal else 1)
+    untold = fused_attention_cost(name, [q, q, k, v, q] if known.backward else [q, k, v], [])
+    assert untold is not None
+    assert untold.flops is None
+    assert fused_attention_cost(name, [Tensor(shape=(4,), item_bytes=2)], scalars) is None
+
+
+def test_attention_in_a_trace_has_its_flops(tmp_path: Path) -> None:
+    batch, heads, length, width = 2, 4, 64, 32
+    q, k, v = (torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    ops = digest(read_trace(tmp_path / "trace.json"), source=None, file=None).ops
+    flops = {op.name.rpartition("_")[2]: op.flops for op in ops if "flash_attention" in op.name}
+    forward = 4 * batch * heads * length * length * width / 2
+    assert flops == {"cpu": forward, "backward": 2.5 * forward}

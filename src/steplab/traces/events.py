@@ -25,6 +25,8 @@ class Args(Struct, frozen=True, gc=False):
     dims: Raw = field(default=NO_DIMS, name="Input Dims")
     """As they are written: one op is called a thousand times with the same."""
     types: Raw = field(default=Raw(b"[]"), name="Input type")
+    concrete: Raw = field(default=Raw(b"[]"), name="Concrete Inputs")
+    """Numbers and flags, as text."""
 
 
 class Event(Struct, frozen=True, gc=False):

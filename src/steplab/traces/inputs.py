@@ -12,7 +12,8 @@ _ABSENT = b"[],[]"
 
 
 class InputNumbers(dict[bytes, int]):
-    """From the text of an event's `Input Dims` and `Input type`, a comma between them, to its number in Trace.inputs.
+    """From the text of an event's `Input Dims`, `Input type` and, for some, `Concrete Inputs`, commas between them, to
+    its number in Trace.inputs.
 
     A step calls the same operators with the same inputs over and over; each text is parsed once.
     """
@@ -24,23 +25,27 @@ class InputNumbers(dict[bytes, int]):
 
     def __missing__(self, text: bytes) -> int:
         try:
-            dims, types = msgspec.json.decode(b"[" + text + b"]", type=tuple[list[object], list[object]])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            dims, types, *concrete = msgspec.json.decode(b"[" + text + b"]", type=list[list[object]])
+        except (msgspec.DecodeError, ValueError, RecursionError):
             number = NONE
         else:
-            number = self._numbering[_inputs(dims, types)]
+            number = self._numbering[_inputs(dims, types, concrete[0] if concrete else [])]
         self[text] = number
         return number
 
 
-def _inputs(dims: list[object], types: list[object]) -> Inputs:
+def _inputs(dims: list[object], types: list[object], concrete: list[object]) -> Inputs:
     shapes, dtypes = list[tuple[int, ...]](), list[str]()
     for position, dim in enumerate(dims):
         kind = types[position] if position < len(types) else ""
         for shape, dtype in _entries(dim, kind if isinstance(kind, str) else ""):
             shapes.append(shape)
             dtypes.append(dtype)
-    return Inputs(shapes=tuple(shapes), dtypes=tuple(dtypes))
+    return Inputs(shapes=tuple(shapes), dtypes=tuple(dtypes), scalars=tuple(map(_text, concrete)))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _entries(dim: object, kind: str) -> Iterable[tuple[tuple[int, ...], str]]:

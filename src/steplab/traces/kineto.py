@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from steplab.costs.attention_operators import FUSED_ATTENTION
 from steplab.traces.document import CHUNK_BYTES, Document
 from steplab.traces.events import (
     NO_DIMS,
@@ -199,11 +200,15 @@ class Collector:
     def _add_ops(self, events: Sequence[AnyEvent], common: "_Common") -> None:
         args = [event.args for event in events]
         numbers, join = self._inputs, b",".join
+        texts = [
+            (a.dims, a.types, a.concrete) if event.name in FUSED_ATTENTION else (a.dims, a.types)
+            for event, a in zip(events, args, strict=True)
+        ]
         self.builder.add_op(
             *common,
             thread=self._threads(events),
             sequence=_integers([a.sequence for a in args]),
-            inputs=[NONE if a.dims is NO_DIMS else numbers[join((a.dims, a.types))] for a in args],
+            inputs=[NONE if text[0] is NO_DIMS else numbers[join(text)] for text in texts],
         )
 
     def _add_ranges(self, events: Sequence[AnyEvent], common: "_Common") -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from steplab.costs.attention_operators import FUSED_ATTENTION, fused_attention_cost
 from steplab.costs.operators import ITEM_BYTES, Cost, Tensor, operator_cost
 from steplab.traces.trace import NONE, Column, Inputs, Trace
 
@@ -70,7 +71,12 @@ class OpCosts:
                 Tensor(shape=shape, item_bytes=ITEM_BYTES[dtype])
                 for shape, dtype in _tensors(self._trace.inputs[inputs])
             ]
-            self._by_kind[kind] = operator_cost(self._trace.names[name], tensors)
+            called = self._trace.names[name]
+            self._by_kind[kind] = (
+                fused_attention_cost(called, tensors, self._trace.inputs[inputs].scalars)
+                if called in FUSED_ATTENTION
+                else operator_cost(called, tensors)
+            )
         return self._by_kind[kind]
 
 

@@ -82,6 +82,9 @@ class Inputs:
     dtypes: tuple[str, ...]
     """An argument each, by torch's C++ names (float, c10::BFloat16); TensorList for a tensor out of a list; '' for what
     is no tensor."""
+    scalars: tuple[str, ...] = ()
+    """An argument each, the text of a number or flag, '' for a tensor; for fused attention alone, whose cost depends on
+    one. Empty where the trace does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
