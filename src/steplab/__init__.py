@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from steplab.errors import SteplabError, Unsupported, UserError
     from steplab.lab.measuring import measure
+    from steplab.lab.memory import memory
     from steplab.lab.profiling import profile
     from steplab.lab.recording import recorder
     from steplab.lab.sweeping import sweep
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "measure": "steplab.lab.measuring",
+    "memory": "steplab.lab.memory",
     "profile": "steplab.lab.profiling",
     "sweep": "steplab.lab.sweeping",
     "recorder": "steplab.lab.recording",
@@ -50,6 +52,7 @@ __all__ = [
     "__version__",
     "load_study",
     "measure",
+    "memory",
     "profile",
     "recorder",
     "study_from_grids",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
 from tests.runs import grid, make_run, out_of_memory, recorder_run
+from tests.unit.memory_records import imported_snapshot, prediction_of, watched_run
 
 from steplab.records.run import Run
 from steplab.report.html import render_page
@@ -159,10 +160,29 @@ FIT = """<script>addEventListener('load', () => {
 })</script>"""
 
 
+def test_no_label_of_watched_memory_is_cut_or_runs_into_another(tmp_path: Path) -> None:
+    fields: list[dict[str, object]]
+    fields = [{"context": context, "precision": p} for context in (128, 256, 512) for p in ("fp32", "bf16")]
+    settings = ("selective", "every_4", "full")
+    watched = [watched_run(cell) for cell in fields]
+    watched += [watched_run({"context": 512, "checkpointing": name}, checkpointed=True) for name in settings]
+    profile = watched[0].memory_profile
+    assert profile is not None
+    predictions = {watched[0].id: prediction_of(profile)}
+    told = labels_seen(render_page([*watched, imported_snapshot()], title="t", predictions=predictions), tmp_path, 1200)
+    assert re.fullmatch(r"(\d+ seen(; |$))+", told), told
+
+
 @pytest.mark.parametrize("width", [1200, 390])
 @pytest.mark.parametrize("name", ["loose", "small"])
 def test_no_label_is_cut_or_runs_into_another(tmp_path: Path, name: str, width: int) -> None:
-    page = render_page(LOOSE if name == "loose" else studies()["small"], title="labels")
+    told = labels_seen(render_page(LOOSE if name == "loose" else studies()["small"], title="labels"), tmp_path, width)
+    assert re.fullmatch(r"(\d+ seen(; |$)){3}", told), told
+    assert all(int(count) > 5 for count in re.findall(r"(\d+) seen", told))
+
+
+def labels_seen(page: str, tmp_path: Path, width: int) -> str:
+    """Labels that are cut or collide in the page's pictures, and how many each has, as a browser lays them out."""
     copy, removed = re.subn(r"<meta http-equiv=[^>]*>", "", page)
     assert removed == 1
     (tmp_path / "page.html").write_text(copy.replace("</head>", FIT + "</head>"), encoding="utf-8")
@@ -174,8 +194,7 @@ def test_no_label_is_cut_or_runs_into_another(tmp_path: Path, name: str, width: 
     dom = chromium(tmp_path, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frame.html").as_uri())
     told = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
     assert told, dom[:500]
-    assert re.fullmatch(r"(\d+ seen(; |$)){3}", told[1]), told[1]
-    assert all(int(count) > 5 for count in re.findall(r"(\d+) seen", told[1]))
+    return told[1]
 
 
 def test_the_security_policy_lets_no_script_run(pages: dict[str, str], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from steplab.measurement import session
 from steplab.measurement.loop import Phase
 from steplab.measurement.profiler import Profiling, StepProfiler
 from steplab.measurement.session import Observer, measure_here
+from steplab.measurement.step import WholeStep
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.ops.attention.plain import no_span, plain_attention
@@ -370,7 +371,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 def recorded(log: Log, trace: Path | None, phases: list[Phase], kind: str = "cpu") -> tuple[str, ...]:
     spec = resolve_step({"model": "tiny"})
     profiler = StepProfiler(Profiling(num_steps=2, trace=trace), spec, log.device(kind))
-    return profiler.record(phases, None, lambda iteration: log.append(f"step {iteration}"))
+    return profiler.record(WholeStep(phases=phases), lambda iteration: log.append(f"step {iteration}"))
 
 
 def test_nothing_waits_between_the_steps(log: Log, tmp_path: Path) -> None:

@@ -302,11 +302,11 @@ def test_training_in_fp16_undoes_the_scale_before_the_update(watch: list[Watched
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")])
 @pytest.mark.parametrize("before", ["high", "highest"])
 def test_tf32_is_allowed_where_it_was_asked_for_and_nowhere_else(precision: str, expected: str, before: str) -> None:
-    from steplab.measurement.step import step_phases
+    from steplab.measurement.step import make_step
 
     torch.set_float32_matmul_precision(before)
     spec = resolve_step(TINY | {"precision": precision})
-    step_phases(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
+    make_step(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == expected
     assert torch.backends.cudnn.allow_tf32 == (expected == "high")
 

@@ -12,8 +12,12 @@ from steplab.cli.doctor import doctor
 from steplab.cli.explain import explain
 from steplab.cli.export import export
 from steplab.cli.import_ import import_
+from steplab.cli.import_snapshot import import_snapshot
 from steplab.cli.import_trace import import_trace
 from steplab.cli.list import list_
+from steplab.cli.memory import memory
+from steplab.cli.plan import plan
+from steplab.cli.precision import precision
 from steplab.cli.profile import profile
 from steplab.cli.report import report
 from steplab.cli.run import run
@@ -35,6 +39,9 @@ app = App(
 app.command(run)
 app.command(sweep)
 app.command(profile)
+app.command(memory)
+app.command(precision)
+app.command(plan)
 app.command(explain)
 app.command(list_, name="list")
 app.command(show)
@@ -42,6 +49,7 @@ app.command(report)
 app.command(export)
 app.command(import_, name="import")
 app.command(import_trace)
+app.command(import_snapshot)
 app.command(doctor)
 
 

@@ -40,7 +40,8 @@ class StepOptions:
         str | None,
         _step(
             "--model",
-            "tiny, small, medium, large, xl, 2.7b, 8b; hf:PATH/config.json; or package.module:function [default: tiny]",
+            "tiny, small, medium, large, xl, 2.7b, 8b, toy; hf:PATH/config.json; or package.module:function "
+            "[default: tiny]",
         ),
     ] = None
     batch: Annotated[str | None, _step("--batch", "Sequences a step [default: 4]")] = None
@@ -66,6 +67,14 @@ class StepOptions:
             "--attention",
             "plain (scores materialised), sdpa (torch chooses), sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math "
             "[default: plain]",
+        ),
+    ] = None
+    checkpointing: Annotated[
+        str | None,
+        _step(
+            "--checkpointing",
+            "Activations that backward recomputes: none, full (of every block), every_2, every_3, ... (of every Nth "
+            "block), selective (all but matmuls and fused attention) [default: none]",
         ),
     ] = None
     optimizer: Annotated[

@@ -22,7 +22,14 @@ _STAGES = {
     "phases": "measuring each phase alone",
     "profile": "profiling",
     "trace": "writing the trace",
+    "memory": "watching the memory of a step",
+    "snapshot": "writing the snapshot",
     "read": "reading the trace",
+    "read snapshot": "reading the snapshot",
+    "sums": "adding up",
+    "reference": "running the step in fp32",
+    "audit": "auditing the step",
+    "scaling": "trying a loss scale",
 }
 
 
@@ -32,7 +39,7 @@ def _is_live() -> bool:
 
 def _words(progress: Progress) -> str:
     stage = _STAGES.get(progress.stage, progress.stage)
-    if progress.stage == "read" and progress.total:
+    if progress.stage.startswith("read") and progress.total:
         return f"{stage}, {format_bytes(progress.done)} of {format_bytes(progress.total)}"
     return f"{stage}, step {progress.done} of {progress.total}" if progress.total and progress.done else stage
 

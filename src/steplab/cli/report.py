@@ -29,6 +29,7 @@ def report(
     For example: steplab report --output page.html
     """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.cli.precision import render_audits
     from steplab.lab.reporting import runs_to_report
     from steplab.records.rows import run_row
     from steplab.report.formats import render_rows
@@ -36,12 +37,19 @@ def report(
     selection = runs_to_report(ids, study=study, name=name, store=store.store)
     chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     if chosen == "html":
+        from steplab.lab.memory import predictions_of
         from steplab.report.html import render_page
 
-        emit(
-            render_page(selection.runs, title=title or selection.title, description=selection.description),
-            output,
+        page = render_page(
+            selection.runs,
+            title=title or selection.title,
+            description=selection.description,
+            predictions=predictions_of(selection.runs),
+            numerics=selection.numerics,
         )
+        emit(page, output)
+    elif not selection.runs:
+        emit(render_audits(selection.numerics, chosen, to_file=output is not None), output)
     else:
         color = stdout_color() and output is None
         emit(render_rows([run_row(run) for run in selection.runs], chosen, color=color), output)

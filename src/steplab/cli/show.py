@@ -20,8 +20,10 @@ def show(
     from steplab.cli.output import emit, stdout_color
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode
+    from steplab.records.numerics import Numerics
     from steplab.records.run import Run
     from steplab.report.ceilings_text import render_ceilings
+    from steplab.report.precision_text import render_numerics
     from steplab.report.run_text import render_run
 
     with open_store(store.store, write=False) as opened:
@@ -30,5 +32,7 @@ def show(
         emit(encode(record).decode(), None)
     elif isinstance(record, Run):
         emit(render_run(record, color=stdout_color()), None)
+    elif isinstance(record, Numerics):
+        emit(render_numerics(record, color=stdout_color()), None)
     else:
         emit(render_ceilings(record, color=stdout_color()), None)

@@ -12,6 +12,8 @@ Elementwise work, norms, softmax and the optimizer are not counted: they use no 
 
 from typing import Literal, TypedDict
 
+from steplab.specs.checkpointing import num_recomputed
+from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
 Convention = Literal["causal", "full", "params"]
@@ -65,7 +67,8 @@ def executed_flops_per_token(
 
     Materialised scores: two products forward and four backward, each over the whole square. A fused kernel
     skips the masked half but recomputes the scores in its backward: two products forward, five backward
-    (Dao 2023, section 3.1). `sdpa` is taken to choose a fused kernel.
+    (Dao 2023, section 3.1). `sdpa` is taken to choose a fused kernel. Checkpointing adds what backward recomputes;
+    None where that is not known: of another library's blocks.
     """
     if num_embedding_parameters is None or num_layers is None or attention_width is None:
         return None
@@ -77,4 +80,15 @@ def executed_flops_per_token(
     flops = linear + 2 * product
     if spec.pass_name != "forward":
         flops += 2 * linear + (4 if materialised else 5) * product
+    if spec.checkpoints_apply and spec.checkpointing != "none":
+        if spec.model.shape is None:
+            return None
+        recomputed = num_recomputed(spec.checkpointing, num_layers)
+        flops += recomputed * (_recomputed_linear(spec.model.shape) + 2 * product / num_layers)
     return flops
+
+
+def _recomputed_linear(shape: TransformerShape) -> float:
+    """FLOPs a token of the linear layers that a checkpointed block runs again: all but the last, whose output
+    backward does not need, so that torch stops before it (and a compiler leaves it out)."""
+    return 2.0 * (4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ff)

@@ -1,16 +1,13 @@
 """See where the time of a step goes: measure it, then have some steps recorded; or take a trace made by anyone."""
 
 import dataclasses
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from steplab import __version__
-from steplab.errors import SteplabError, UserError
+from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
+from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, Progress, measure_in_child
 from steplab.measurement.nsys import is_watched_by_nsys, nsys_command
@@ -50,7 +47,7 @@ def profile(
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
     target = Path(trace) if trace is not None else None
-    with open_store(store, write=True) as opened, _folder_for(target) as folder:
+    with open_store(store, write=True) as opened, folder_for(target, "trace") as folder:
         written = folder / (
             "steps.sqlite" if nsys else "steps.json.gz" if str(target).endswith(".gz") else "steps.json"
         )
@@ -70,7 +67,8 @@ def profile(
                 kept = written.replace(target) if target else written
                 run = _with_profile(run, _read(kept, None if nsys else "torch.profiler", on_progress))
         except Exception as error:
-            raise _unread(error, run, kept=_rescue(written, run.id) if written.exists() else target) from error
+            where = rescue(written, "trace", run.id) if written.exists() else target
+            raise unread(error, run, "trace", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
             keep(opened, run)
         return run
@@ -117,21 +115,6 @@ def _read(path: Path, source: str | None, on_progress: OnProgress, file: str | N
     return digest(read_trace(path, on_progress=tell), source=source, file=file)
 
 
-@contextmanager
-def _folder_for(target: Path | None) -> Iterator[Path]:
-    """A folder for a trace under way: on the disk it is to stay on, so that it appears there whole or not at all."""
-    if target and target.is_dir():
-        raise UserError(f"cannot write the trace to {target}: it is a folder; name a file in it")
-    if target and not target.parent.is_dir():
-        raise SteplabError(f"cannot write {target}: there is no folder {target.parent}")
-    try:
-        made = tempfile.TemporaryDirectory(dir=target.parent if target else None, prefix=".steplab-")
-    except OSError as error:
-        raise SteplabError(f"cannot write {target or 'a trace'}: {error.strerror}") from error
-    with made as folder:
-        yield Path(folder)
-
-
 def _with_notes_on_nsys(run: Run, written: Path) -> Run:
     notes = ["timing: taken with nsys attached, though not recording"]
     if not written.exists() and not any(note.startswith("profile: ") for note in run.notes):
@@ -144,20 +127,3 @@ def _with_profile(run: Run, found: Profile) -> Run:
     moved = tuple(note for note in run.notes if note.startswith(("ranges: ", "kernels: ")))
     kept = tuple(note for note in run.notes if note not in moved)
     return dataclasses.replace(run, profile=dataclasses.replace(found, notes=moved + found.notes), notes=kept)
-
-
-def _unread(error: Exception, run: Run, *, kept: Path | None) -> SteplabError:
-    """What to say of a trace that was not understood."""
-    why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
-    where = f"the trace is in {kept}" if kept else "no folder would take the trace"
-    return SteplabError(f"the trace could not be read: {why}; {where}, the timing in record {run.id}")
-
-
-def _rescue(written: Path, run_id: str) -> Path | None:
-    """Move a trace out of the folder that is about to go; None if nothing takes it."""
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        try:
-            return Path(shutil.move(written, folder / f"steplab-trace-{run_id}{written.suffix}"))
-        except OSError:
-            continue  # the next folder may be on another disk
-    return None

@@ -1,11 +1,13 @@
-"""Which runs a report is about."""
+"""Which runs and audits a report is about."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
+from steplab.records.codec import Record
+from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 
 _MOST_SINGLE_RUNS = 60
@@ -16,11 +18,13 @@ class Selection:
     """Runs, and what they have in common."""
 
     runs: tuple[Run, ...]
-    """At least one, in the order they were measured."""
+    """In the order they were measured; at least one, unless there are audits."""
     title: str
     """The study's name, or what the selection is."""
     description: str
     """The study's description, if it has one."""
+    numerics: tuple[Numerics, ...] = ()
+    """Audits of precision that belong to it."""
 
 
 def runs_to_report(
@@ -33,15 +37,18 @@ def runs_to_report(
     """
     with open_store(store, write=False) as opened:
         if ids:
-            runs = tuple(record for record in opened.records(ids) if isinstance(record, Run))
-            if not runs:
+            records = opened.records(ids)
+            runs, numerics = _runs(records), _numerics(records)
+            if not runs and not numerics:
                 raise UserError("none of these records is a run; `steplab list` shows the runs there are")
-            return Selection(runs=runs, title="Measured steps", description="")
+            title = "Measured steps" if runs else "Precision"
+            return Selection(runs=runs, title=title, description="", numerics=numerics)
         if name is not None:
-            runs = _runs(opened.iterate(kind="run", name=name))
-            if not runs:
+            records = list(opened.iterate(name=name))
+            runs, numerics = _runs(records), _numerics(records)
+            if not runs and not numerics:
                 raise UserError(f"no run is called '{name}'; `steplab list` shows the names there are")
-            return Selection(runs=runs, title=name, description="")
+            return Selection(runs=runs, title=name, description="", numerics=numerics)
         newest = next(iter(opened.rows(limit=1)), None)
         if newest is None:
             raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
@@ -56,10 +63,15 @@ def runs_to_report(
                 runs=_runs(opened.iterate(kind="run", study=study_id)),
                 title=str(row.get("name") or "Study"),
                 description=str(row.get("description") or ""),
+                numerics=_numerics(opened.iterate(kind="numerics", study=study_id)),
             )
         single = [run for run in _runs(opened.iterate(kind="run")) if run.study is None]
         return Selection(runs=tuple(single[-_MOST_SINGLE_RUNS:]), title="Measured steps", description="")
 
 
-def _runs(records: object) -> tuple[Run, ...]:
-    return tuple(record for record in records if isinstance(record, Run))  # type: ignore[attr-defined]
+def _runs(records: Iterable[Record]) -> tuple[Run, ...]:
+    return tuple(record for record in records if isinstance(record, Run))
+
+
+def _numerics(records: Iterable[Record]) -> tuple[Numerics, ...]:
+    return tuple(record for record in records if isinstance(record, Numerics))

@@ -39,7 +39,8 @@ def with_utilizations(run: Run, store: Store) -> Run:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[run.spec.precision], store)
     used = utilizations(run, peak)
-    return dataclasses.replace(run, utilizations=used, notes=(*run.notes, *_over_the_peak(used, peak)))
+    notes = (*run.notes, *_over_the_peak(used, peak), *_uncounted(run, used))
+    return dataclasses.replace(run, utilizations=used, notes=notes)
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
@@ -106,6 +107,20 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     else:
         why = "the step reached more than the peak that is stated for the device; one of the two figures is wrong"
     return [f"{kinds} over 100 %: {why}"]
+
+
+def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
+    """Why there is no HFU of a checkpointed model whose blocks steplab did not build."""
+    spec = run.spec
+    if (
+        not used
+        or spec is None
+        or spec.model.kind != "hf"
+        or not spec.checkpoints_apply
+        or spec.checkpointing == "none"
+    ):
+        return []
+    return ["HFU: how much of a transformers model its checkpointing recomputes has no closed form here"]
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:

@@ -1,8 +1,8 @@
 """The measuring process: one request in on standard input, messages out on a pipe, the record last.
 
-Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure, or a device
-whose ceilings are wanted. Standard input stays open for as long as the parent lives: when it ends, however the parent
-died, this process ends too and frees the GPU.
+Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, or a
+device whose ceilings are wanted. Standard input stays open for as long as the parent lives: when it ends, however the
+parent died, this process ends too and frees the GPU.
 """
 
 import os
@@ -22,7 +22,7 @@ from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
-    from steplab.measurement.profiler import Profiling
+    from steplab.measurement.watcher import Watch
 
 _STEP_MESSAGES_EVERY_S = 0.1
 
@@ -38,6 +38,12 @@ class Request(msgspec.Struct):
     """How many steps more are to be recorded once the step is timed; 0: none."""
     trace: str | None = None
     """File for the trace of those; None: nsys records them, from outside."""
+    snapshot: str | None = None
+    """File for the history of the memory of one step more, once the step is timed; None: it is not asked for."""
+    marks: str | None = None
+    """File for what that history does not know."""
+    numerics: bool = False
+    """Whether the step's types and losses are wanted in place of its time; without a step, sums on the device."""
 
 
 def main() -> None:
@@ -67,7 +73,15 @@ def main() -> None:
         send("measured", run)
 
     try:
-        if request.step is not None:
+        if request.numerics:
+            from steplab.measurement import compat
+            from steplab.measurement.precision_session import numerics_here
+            from steplab.measurement.session import Observer
+
+            compat.watch_refused_allocations()
+            observer = Observer(on_environment=on_environment, on_stage=on_stage)
+            send("record", numerics_here(request.step, request.device, observer))
+        elif request.step is not None:
             from steplab.measurement import compat
             from steplab.measurement.session import Observer, measure_here
 
@@ -75,7 +89,7 @@ def main() -> None:
             observer = Observer(
                 on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured
             )
-            send("record", measure_here(request.step, observer, _profiling(request)))
+            send("record", measure_here(request.step, observer, _watch(request)))
         else:
             from steplab.measurement.ceilings import measure_ceilings_here
 
@@ -84,9 +98,12 @@ def main() -> None:
         send("refused", [error.exit_code, str(error)])
 
 
-def _profiling(request: Request) -> "Profiling | None":
+def _watch(request: Request) -> "Watch | None":
+    from steplab.measurement.memory_recorder import MemoryWatch
     from steplab.measurement.profiler import Profiling
 
+    if request.snapshot and request.marks:
+        return MemoryWatch(snapshot=Path(request.snapshot), marks=Path(request.marks))
     if not request.profiled_steps:
         return None
     return Profiling(num_steps=request.profiled_steps, trace=Path(request.trace) if request.trace else None)

@@ -5,13 +5,22 @@ not. Without the observer the message serves.
 
 Whether a module is compiled, or watches its own hooks: where torch keeps that elsewhere, it is taken for an ordinary
 one, and a profile of it shows what its hooks did to it.
+
+What a watched step did with memory: the allocator's history, the tree of the profiler's events, the tensors in the
+nodes of autograd's graph. Where torch has renamed one of these, watching ends in an error, and the record has a note.
+
+What autocast does with an operator: which kernels the dispatcher has for it. Where torch has renamed that, an audit of
+precision is a failure that names it.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import profile
 
 from steplab.units import GIB, KIB, MIB
 
@@ -45,3 +54,94 @@ def minds_hooks(module: nn.Module) -> bool:
     """
     compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return compiled or (isinstance(module, nn.TransformerEncoderLayer) and not module.training)
+
+
+def minds_function_modes(module: nn.Module) -> bool:
+    """Whether a mode over torch's functions would change what a module runs: in inference these leave a fused path."""
+    fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+    return isinstance(module, fused) and not module.training
+
+
+@contextmanager
+def memory_history() -> Iterator[None]:
+    """Within it the CUDA allocator writes down what it does, and the Python lines that asked for it."""
+    record: Any = torch.cuda.memory._record_memory_history
+    # Stacks of C++ as well would make the snapshot a hundred times slower.
+    record(enabled="all", context="alloc", stacks="python", clear_history=True)
+    try:
+        yield
+    finally:
+        record(enabled=None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """The allocator's history and state, as torch.cuda.memory._dump_snapshot would pickle it."""
+    snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+    return snapshot
+
+
+def profiled_events(profiler: profile) -> list[Any]:
+    """The profiler's events as trees: operators with their inputs, ranges, and what was allocated and released."""
+    results: Any = profiler.profiler
+    roots: list[Any] = results.kineto_results.experimental_event_tree()
+    return roots
+
+
+def next_sequence_number() -> int:
+    """The number that the next node of autograd's graph made by this thread will have."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def kept_by_node(node: Any) -> list[Any]:
+    """What a node of autograd's graph keeps, as it is stored: tensors, or whatever a pack hook made of them.
+
+    Not the public attributes, which would call the unpack hook: under activation checkpointing, that recomputes.
+    """
+    kept: list[Any] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            value = getattr(node, name)
+            kept += [saved.data for saved in (value if isinstance(value, (tuple, list)) else [value])]
+    return kept
+
+
+def sequence_number(node: Any) -> int:
+    """Nodes of one thread are numbered in the order they were made."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def running_node() -> Any:
+    """The node of autograd's graph that runs now, in the backward pass; None outside of it."""
+    return torch._C._current_autograd_node()
+
+
+def autocast_has_rule(op: str, device_type: str) -> bool:
+    """Whether autocast has a kernel of its own for an operator (named without `aten::`) on that kind of device; the
+    others it lets pass."""
+    return any(_kernels_of(op, f"Autocast{device_type.upper()}"))
+
+
+def is_made_of_parts(op: str) -> bool:
+    """Whether an operator is dispatched again, operator by operator, so that autocast sees each of these."""
+    found = _kernels_of(op, "CompositeImplicitAutograd")
+    return bool(found) and all(found)
+
+
+def is_operator(op: str) -> bool:
+    """Whether torch's dispatcher has an operator of that name."""
+    return bool(_kernels_of(op, "Undefined"))
+
+
+def _kernels_of(op: str, key: str) -> list[bool]:
+    """For each overload whether it has a kernel for a dispatch key; those that write to `out` are left out."""
+    found = []
+    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
+        if not schema.overload_name.endswith("out"):
+            name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+            try:
+                found.append(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+            except RuntimeError:  # an overload of TorchScript's alone
+                continue
+    return found

@@ -142,3 +142,10 @@ def has_tf32(device: torch.device) -> bool:
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def refuse_unserved(precision: str, device: torch.device) -> None:
+    """Raise Unsupported where a device would silently compute in another precision."""
+    if precision == "tf32" and not has_tf32(device):
+        why = f"{device} has no such matmuls, and would compute in fp32"
+        raise Unsupported("precision tf32", why, "use --precision fp32")

@@ -25,6 +25,7 @@ from steplab.measurement.child import Request
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, new_id, now_utc
 from steplab.records.environment import Environment
+from steplab.records.numerics import Numerics
 from steplab.records.run import Failure, Run
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
@@ -41,9 +42,10 @@ class Progress:
     """How far the cell under way is."""
 
     stage: str
-    """starting, build, compile, warmup, measure, phases, profile or trace; after the process, read."""
+    """starting, build, compile, warmup, measure, phases, profile, trace, memory or snapshot; of an audit sums, build,
+    reference, audit and scaling; after the process, read and read snapshot."""
     done: int
-    """Steps done of this stage; of read, bytes."""
+    """Steps done of this stage; of reading, bytes."""
     total: int
     """Steps of this stage, or bytes; 0 where it has none."""
 
@@ -61,6 +63,8 @@ def measure_in_child(
     *,
     profiled_steps: int = 0,
     trace: Path | None = None,
+    snapshot: Path | None = None,
+    marks: Path | None = None,
     wrapper: Sequence[str] = (),
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
@@ -68,18 +72,25 @@ def measure_in_child(
     """Measure one cell in a new process and give its record, which may be a failure.
 
     profiled_steps > 0: after all timing so many steps are recorded, by torch.profiler to the file `trace`, or without
-    one by the profiler whose command `wrapper` is. Where that fails, the record has a note and the file is missing.
+    one by the profiler whose command `wrapper` is. With `snapshot` and `marks`, the memory of one step is written there
+    (measurement.memory_recorder). Where that fails, the record has a note and the files are missing.
 
     Raises UserError (or the SteplabError the child named) for a request that cannot be served: that is no
     measurement. KeyboardInterrupt ends the child and passes on.
     """
-    request = Request(step=spec, profiled_steps=profiled_steps, trace=str(trace) if trace else None)
+    request = Request(
+        step=spec,
+        profiled_steps=profiled_steps,
+        trace=str(trace) if trace else None,
+        snapshot=str(snapshot) if snapshot else None,
+        marks=str(marks) if marks else None,
+    )
     answer = _ask(request, timeout_s, on_progress, wrapper)
     if isinstance(answer.result, Run):
         return answer.result
     assert isinstance(answer.result, Failure)
     if answer.measured is not None:
-        note = f"profile: {answer.result.message}"
+        note = f"{'memory' if snapshot else 'profile'}: {answer.result.message}"
         return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
     return Run(
         id=new_id(),
@@ -102,12 +113,37 @@ def ceilings_in_child(
     raise SteplabError(f"the ceilings of device {device} could not be measured: {result.message}")
 
 
+def numerics_in_child(
+    spec: StepSpec | None = None,
+    *,
+    device: str = "auto",
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Numerics:
+    """Audit a step's precision in a new process, or without a step make sums on a device; it may be a failure.
+
+    Raises UserError (or the SteplabError the child named) for a request that cannot be served.
+    """
+    answer = _ask(Request(step=spec, device=device, numerics=True), timeout_s, on_progress)
+    if isinstance(answer.result, Numerics):
+        return answer.result
+    assert isinstance(answer.result, Failure)
+    return Numerics(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        spec=spec,
+        environment=answer.environment,
+        failure=answer.result,
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
     result: Record | Failure
     environment: Environment | None
     measured: Run | None
-    """The record as it was when profiling began."""
+    """The record as it was when watching began."""
 
 
 def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress, wrapper: Sequence[str] = ()) -> _Answer:

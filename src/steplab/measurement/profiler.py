@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from steplab.errors import Unsupported
@@ -19,6 +18,7 @@ from steplab.measurement.device import Device
 from steplab.measurement.loop import OnStep, Phase
 from steplab.measurement.nsys import is_watched_by_nsys
 from steplab.measurement.spans import Spans
+from steplab.measurement.step import Step
 from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.step import StepSpec
 
@@ -39,6 +39,8 @@ class Profiling:
 class StepProfiler:
     """Records the steps of one cell; to be made before its model is built, so that the model has its ranges."""
 
+    stage, export_stage = "profile", "trace"
+
     def __init__(self, profiling: Profiling, spec: StepSpec, device: Device) -> None:
         """Raises Unsupported for nsys on a device that it cannot see."""
         self._device = device
@@ -57,19 +59,14 @@ class StepProfiler:
         """Marks what the model computes outside of its modules; nothing, where it would be compiled into the graph."""
         return no_span if self._compiled else self._spans
 
-    def record(
-        self,
-        phases: Sequence[Phase],
-        module: nn.Module | None,
-        on_step: OnStep,
-        on_export: Callable[[], None] = lambda: None,
-    ) -> tuple[str, ...]:
+    def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
         """Run the steps and write the trace; gives notes on what it will lack.
 
         `on_export` is called when the steps are over and the trace is about to be written. Whatever a step or the
         profiler raises passes through.
         """
-        with self._spans.on(None if self._compiled else module) as left_out:
+        phases = step.phases
+        with self._spans.on(None if self._compiled else step.module) as left_out:
             notes = self._notes(left_out)
             if self._trace is None:
                 self._record_with_nsys(phases, on_step)

@@ -1,4 +1,4 @@
-"""One cell, measured in this process: build, compile, warm up, repeat; and then, if asked, profiled.
+"""One cell, measured in this process: build, compile, warm up, repeat; and then, if asked, watched.
 
 Runs in a child process of its own (see launch.py), because peak memory, process-wide torch settings and
 whatever a failed allocation keeps alive must not reach the next cell.
@@ -6,18 +6,18 @@ whatever a failed allocation keeps alive must not reach the next cell.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from steplab import __version__
-from steplab.errors import SteplabError, Unsupported
-from steplab.measurement.device import Device, has_tf32, host_peak_bytes, open_device
+from steplab.errors import SteplabError
+from steplab.measurement.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_from, failure_of
 from steplab.measurement.flop_count import count_flops
 from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
-from steplab.measurement.profiler import Profiling, StepProfiler
-from steplab.measurement.step import step_phases
+from steplab.measurement.step import Step, make_step
+from steplab.measurement.watcher import Watch, Watcher, open_watcher
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_id, now_utc
@@ -34,29 +34,27 @@ class Observer:
 
     on_environment: Callable[[Environment], None] = lambda environment: None
     on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
-    """Called with the name of what begins (build, compile, warmup, measure, phases, profile, trace) and its number of
-    steps."""
+    """Called with the name of what begins and its number of steps: build, compile, warmup, measure, phases; and then
+    profile, trace, or memory, snapshot."""
     on_step: Callable[[int], None] = lambda iteration: None
     on_measured: Callable[[Run], None] = lambda run: None
-    """Called with the record when all timing is done and profiling begins, which a process may not survive."""
+    """Called with the record when all timing is done and watching begins, which a process may not survive."""
 
 
-def measure_here(spec: StepSpec, observer: Observer, profiling: Profiling | None = None) -> Run:
+def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
 
-    With `profiling`, some steps more are recorded after all timing; where those fail, the record has a note.
+    With `watch`, some steps more are recorded after all timing; where those fail, the record has a note.
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
     device = open_device(spec.device)
-    if spec.precision == "tf32" and not has_tf32(device.torch_device):
-        why = f"{device.torch_device} has no such matmuls, and would compute in fp32"
-        raise Unsupported("precision tf32", why, "use --precision fp32")
+    refuse_unserved(spec.precision, device.torch_device)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
-    profiler = StepProfiler(profiling, spec, device) if profiling else None
+    watcher = open_watcher(watch, spec, device) if watch else None
     cell = _Cell(spec, device, environment, observer)
     try:
-        return cell.measure(profiler)
+        return cell.measure(watcher)
     except SteplabError:
         raise
     except Exception as error:
@@ -73,13 +71,16 @@ class _Cell:
         self.model: ModelFacts | None = None
         self.notes: list[str] = []
 
-    def measure(self, profiler: StepProfiler | None) -> Run:
+    def measure(self, watcher: Watcher | None) -> Run:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
+        if spec.checkpointing != "none" and spec.pass_name == "forward":
+            self.notes.append("checkpointing: changes nothing, for without gradients no activation is kept")
         self.begin("build", 0)
-        marked = {"span": profiler.span} if profiler else {}
+        marked = {"span": watcher.span} if watcher else {}
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
-        phases = step_phases(workload, spec, device.torch_device)
+        step = make_step(workload, spec, device.torch_device)
+        phases = step.phases
         first_step_s = self.compile(phases) if spec.compile != "off" else None
         self.begin("warmup", spec.warmup)
         warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=self.read_clocks)
@@ -113,13 +114,13 @@ class _Cell:
                 host_peak_bytes=host_peak_bytes(),
             ),
         )
-        return self.profile(profiler, run, workload, phases) if profiler else run
+        return self.watch(watcher, run, step) if watcher else run
 
     def begin(self, stage: str, num_steps: int) -> None:
         self.stage = stage
         self.observer.on_stage(stage, num_steps)
 
-    def compile(self, phases: list[Phase]) -> float:
+    def compile(self, phases: Sequence[Phase]) -> float:
         """Run the step that compiles, by itself: its time is no step time."""
         self.begin("compile", 1)
         self.device.synchronize()
@@ -132,7 +133,7 @@ class _Cell:
     def read_clocks(self) -> None:
         self.environment = read_clocks(self.environment, self.device.torch_device)
 
-    def count_flops(self, model: ModelFacts, phases: list[Phase]) -> None:
+    def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
         """Count what a step of a foreign model executes: after all timing, because counting slows it down."""
         if self.spec.compile != "off":
             self.notes.append("HFU: torch's FLOP counter does not see into a compiled model of one's own")
@@ -144,16 +145,14 @@ class _Cell:
         else:
             self.model = dataclasses.replace(model, counted_flops=counted)
 
-    def profile(self, profiler: StepProfiler, run: Run, workload: Workload, phases: list[Phase]) -> Run:
-        """Have some steps recorded: after all timing, because a profiler slows them down."""
+    def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
+        """Have some steps recorded: after all timing, because watching slows them down."""
         self.observer.on_measured(run)
-        self.begin("profile", profiler.num_steps)
+        self.begin(watcher.stage, watcher.num_steps)
         try:
-            notes = profiler.record(
-                phases, workload.module, self.observer.on_step, on_export=lambda: self.begin("trace", 0)
-            )
+            notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
         except Exception as error:  # out of memory or any other: it must not cost what was measured
-            notes = (f"profile: {failure_from(error, self.stage, self.spec, self.device).message}",)
+            notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
         return dataclasses.replace(run, notes=run.notes + notes)
 
     def record(

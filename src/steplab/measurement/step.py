@@ -4,8 +4,9 @@ zero_grad belongs to the phase that ends the use of the gradients: the optimizer
 backward's when only gradients are asked for.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,73 +22,91 @@ _BATCHES = 2
 LEARNING_RATE = 1e-4
 
 
-def step_phases(workload: Workload, spec: StepSpec, device: torch.device) -> list[Phase]:
-    """The phases of the spec's pass over the workload, in order. A user's whole step is one phase, `step`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeStep:
+    """A step of which only its phases are known."""
+
+    phases: Sequence[Phase]
+    """What is run, in order."""
+    module: nn.Module | None = None
+    """The model; None: not known."""
+
+
+def make_step(workload: Workload, spec: StepSpec, device: torch.device) -> "Step":
+    """The step of the spec's pass over the workload. A user's whole step is one phase, `step`."""
     if workload.step is not None:
         whole_step = workload.step
-        return [Phase(name="step", run=lambda: _discard(whole_step()))]
-    step = _Step(workload, spec, device)
-    phases = [Phase(name="forward", run=step.forward)]
-    if spec.pass_name != "forward":
-        phases.append(Phase(name="backward", run=step.backward))
-    if spec.pass_name == "train":
-        phases.append(Phase(name="optimizer", run=step.optimizer_step))
-    return phases
+        return WholeStep(phases=[Phase(name="step", run=lambda: _discard(whole_step()))])
+    return ModelStep(workload, spec, device)
 
 
-class _Step:
+class ModelStep:
     """One model, its batches and its optimizer; each phase leaves what the next one needs."""
 
     def __init__(self, workload: Workload, spec: StepSpec, device: torch.device) -> None:
         assert workload.module is not None
         assert workload.make_batch is not None
-        module = workload.module
+        self.module = module = workload.module
+        """The model, as it is before compilation."""
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
                 parameter.data = _to_bf16(parameter.data)
         _set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
-        self._module: Callable[..., Any] = module
+        self._called: Callable[..., Any] = module
         if spec.compile != "off":
-            self._module = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
+            self._called = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
         # Made before any timing, and swapped between steps: the loader is not what is measured here.
-        self._batches = [workload.make_batch() for _ in range(_BATCHES)]
+        self.batches = [workload.make_batch() for _ in range(_BATCHES)]
         if spec.precision == "bf16_pure":
-            self._batches = [_to_bf16(batch) for batch in self._batches]
+            self.batches = [_to_bf16(batch) for batch in self.batches]
         self._steps_begun = 0
-        self._loss: Tensor | None = None
+        self.loss: Tensor | None = None
+        """Between the forward and the backward pass."""
+        self.on_gradients: Callable[[], None] = _nothing
+        """Called when the backward pass has made its gradients and none is freed yet."""
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train"
         self._autocast = _autocast(spec, device)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
-        self._optimizer = _optimizer(spec, self._parameters) if spec.pass_name == "train" else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
+        self.optimizer = _optimizer(spec, self._parameters) if spec.pass_name == "train" else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in ("reduce-overhead", "max-autotune")
+        self.phases = [Phase(name="forward", run=self.forward)]
+        """What is run, in order."""
+        if spec.pass_name != "forward":
+            self.phases.append(Phase(name="backward", run=self.backward))
+        if spec.pass_name == "train":
+            self.phases.append(Phase(name="optimizer", run=self.optimizer_step))
 
     def forward(self) -> None:
         if self._cuda_graphs:
             # The static buffers of the last replay may be overwritten from here on.
             torch.compiler.cudagraph_mark_step_begin()
-        batch = self._batches[self._steps_begun % len(self._batches)]
+        batch = self.batches[self._steps_begun % len(self.batches)]
         self._steps_begun += 1
         with torch.set_grad_enabled(self._gradients), self._autocast():
-            output = call(self._module, batch)
+            output = call(self._called, batch)
         if self._gradients:
-            self._loss = loss_of(output)
+            self.loss = loss_of(output)
 
     def backward(self) -> None:
-        assert self._loss is not None
-        self._scaler.scale(self._loss).backward()
-        self._loss = None
+        assert self.loss is not None
+        self.scaler.scale(self.loss).backward()
+        self.loss = None
+        self.on_gradients()
         if not self._keeps_gradients:
             for parameter in self._parameters:
                 parameter.grad = None
 
     def optimizer_step(self) -> None:
-        assert self._optimizer is not None
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad(set_to_none=True)
+        assert self.optimizer is not None
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+Step = ModelStep | WholeStep
 
 
 def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -122,6 +141,10 @@ def _to_bf16(batch: Any) -> Any:
     if isinstance(batch, (tuple, list)):
         return tuple(_to_bf16(value) for value in batch)
     return batch
+
+
+def _nothing() -> None:
+    """Nobody looks at the gradients."""
 
 
 def _discard(_: object) -> None:

@@ -34,6 +34,7 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
 
 
 def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Workload:
+    from steplab.model.checkpointing import block_caller
     from steplab.model.transformer import Transformer
 
     shape = spec.model.shape
@@ -50,6 +51,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
             context=spec.context,
             attention=attention_named(spec.attention, span=span),
             loss=cross_entropy if span is no_span else partial(_marked_loss, span),
+            call_block=block_caller(spec.checkpointing if spec.checkpoints_apply else "none"),
         )
     return Workload(
         module=module,

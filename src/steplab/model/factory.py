@@ -29,10 +29,10 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
     named = {parameter.name for parameter in parameters}
     made = factory(**{key: value for key, value in offered.items() if takes_any or key in named})
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
-        _only_defaults(spec, ("attention",), "its factory has built the model, attention included")
+        _only_defaults(spec, ("attention", "checkpointing"), "its factory has built the model, blocks and attention")
         return Workload(module=made[0].to(device), make_batch=made[1])
     if callable(made) and not isinstance(made, nn.Module):
-        everything = ("pass", "precision", "compile", "attention", "optimizer")
+        everything = ("pass", "precision", "compile", "attention", "checkpointing", "optimizer")
         _only_defaults(spec, everything, "its factory returns a whole step, which steplab does not take apart")
         return Workload(step=made)
     raise UserError(
@@ -62,6 +62,7 @@ def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
         "precision": "fp32",
         "compile": "off",
         "attention": "plain",
+        "checkpointing": "none",
         "optimizer": "adamw_fused",
     }
     for option in options:

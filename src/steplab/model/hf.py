@@ -33,6 +33,8 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"transformers cannot build {spec.model.name}: {shorten(said, _LONGEST_REASON)}") from error
+    if spec.checkpoints_apply:
+        _checkpoint(model, spec)
     backend = spec.attention.removeprefix("sdpa_")
     module: nn.Module = WithSdpaBackend(model, backend) if backend in SDPA_BACKENDS else model
     text = config.get_text_config()
@@ -49,6 +51,22 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         num_layers=getattr(text, "num_hidden_layers", None),
         attention_width=heads * head_dim if heads and head_dim else None,
     )
+
+
+def _checkpoint(model: Any, spec: StepSpec) -> None:
+    """Switch on transformers' own checkpointing, which takes every layer or none."""
+    if spec.checkpointing == "none":
+        return
+    what = f"checkpointing {spec.checkpointing} for {spec.model.name}"
+    if spec.checkpointing != "full":
+        why = "of transformers steplab asks for every layer, or none"
+        raise Unsupported(what, why, "use --checkpointing full or none")
+    # Called so since transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False, "preserve_rng_state": False})
+    except ValueError as error:
+        raise Unsupported(what, " ".join(str(error).split()), "use --checkpointing none") from error
 
 
 class WithSdpaBackend(nn.Module):

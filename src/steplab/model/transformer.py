@@ -1,8 +1,8 @@
 """The plain Transformer under test, to be read in one sitting.
 
 Pre-norm blocks with RMSNorm, rotary position embedding, SwiGLU, and an untied output head; no biases, no
-dropout. How attention and the loss are computed is passed in, so that the model stays the same while they are
-swapped and compared.
+dropout. How attention and the loss are computed is passed in, and how a block is called, so that the model stays the
+same while they are swapped and compared.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, D head dimension, 2 cosine and sine.
 """
@@ -19,8 +19,17 @@ from steplab.specs.model import TransformerShape
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits_NV, targets_N) -> scalar"""
 
+BlockCaller = Callable[[int, nn.Module, Tensor, Tensor], Tensor]
+"""(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), by whatever way: see model.checkpointing"""
+
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
+
+
+def call_plainly(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+    """Keeps whatever autograd wants to keep."""
+    output: Tensor = block(x_BTC, rotary_2TD)
+    return output
 
 
 class Transformer(nn.Module):
@@ -29,10 +38,17 @@ class Transformer(nn.Module):
     rotary_2TD: Tensor  # noqa: N815 (a shape suffix)
 
     def __init__(
-        self, shape: TransformerShape, *, context: int, attention: AttentionFn, loss: LossFn = cross_entropy
+        self,
+        shape: TransformerShape,
+        *,
+        context: int,
+        attention: AttentionFn,
+        loss: LossFn = cross_entropy,
+        call_block: BlockCaller = call_plainly,
     ) -> None:
         super().__init__()
         self.loss = loss
+        self.call_block = call_block
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         self.blocks = nn.ModuleList(Block(shape, attention) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.d_model, eps=1e-5)
@@ -45,8 +61,8 @@ class Transformer(nn.Module):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         rotary_2TD = self.rotary_2TD[:, : tokens_BT.shape[1]]
         x_BTC = self.embedding(tokens_BT)
-        for block in self.blocks:
-            x_BTC = block(x_BTC, rotary_2TD)
+        for index, block in enumerate(self.blocks):
+            x_BTC = self.call_block(index, block, x_BTC, rotary_2TD)
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV

@@ -11,10 +11,15 @@ import msgspec
 
 from steplab.errors import SteplabError
 from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
+from steplab.records.numerics import NUMERICS_SCHEMA, Numerics
 from steplab.records.run import RUN_SCHEMA, Run
 
-Record = Run | Ceilings
-_TYPES: dict[str, type[Run] | type[Ceilings]] = {RUN_SCHEMA: Run, CEILINGS_SCHEMA: Ceilings}
+Record = Run | Ceilings | Numerics
+_TYPES: dict[str, type[Run] | type[Ceilings] | type[Numerics]] = {
+    RUN_SCHEMA: Run,
+    CEILINGS_SCHEMA: Ceilings,
+    NUMERICS_SCHEMA: Numerics,
+}
 
 
 def new_id() -> str:
@@ -33,7 +38,7 @@ def encode(record: object) -> bytes:
 
 
 def kind_of(record: Record) -> str:
-    """run, ceilings, ...: the middle of the schema's name."""
+    """run, ceilings, numerics: the middle of the schema's name."""
     return record.schema.removeprefix("steplab.").partition("/")[0]
 
 

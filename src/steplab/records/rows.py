@@ -2,6 +2,7 @@
 
 from statistics import median
 
+from steplab.records.numerics import Numerics
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
 
@@ -22,6 +23,7 @@ def run_row(run: Run) -> Row:
         "compile": spec.compile if spec else None,
         # A factory's model brings its own attention; the spec's field is not used.
         "attention": spec.attention if spec and spec.model.kind != "factory" else None,
+        "checkpointing": spec.checkpointing if spec and spec.checkpoints_apply else None,
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,
@@ -31,6 +33,8 @@ def run_row(run: Run) -> Row:
     phases = timing.back_to_back if timing else ()
     step_s = _median(find_phase(phases, "step"))
     peak = memory.peak("step") if memory else None
+    # An imported snapshot was measured by nobody here: its peak is the one that its history shows.
+    watched = run.memory_profile if memory is None else None
     mfu, hfu = utilization(run, "mfu", "causal"), utilization(run, "hfu", "as_executed")
     used = mfu or hfu  # both are shares of one peak; a factory's model has HFU alone
     row |= {
@@ -45,12 +49,27 @@ def run_row(run: Run) -> Row:
         "hfu": hfu.value if hfu else None,
         "peak_flops_per_s": used.peak_flops_per_s if used else None,
         "peak_source": used.peak_source if used else None,
-        "peak_allocated_bytes": peak.peak_allocated_bytes if peak else None,
-        "peak_reserved_bytes": peak.peak_reserved_bytes if peak else None,
+        "peak_allocated_bytes": peak.peak_allocated_bytes if peak else watched.peak_bytes if watched else None,
+        "peak_reserved_bytes": peak.peak_reserved_bytes if peak else watched.reserved_bytes if watched else None,
         "host_peak_bytes": memory.host_peak_bytes if memory else None,
         "failure": run.failure.message if run.failure else None,
     }
     return row
+
+
+def numerics_row(numerics: Numerics) -> Row:
+    """One row that names an audit, or a study of sums alone."""
+    spec = numerics.spec
+    return {
+        "id": numerics.id,
+        "created_utc": numerics.created_utc,
+        "name": numerics.name,
+        "status": numerics.status,
+        "model": spec.model.label if spec else None,
+        "precision": spec.precision if spec else None,
+        "device": numerics.environment.device.name if numerics.environment else None,
+        "failure": numerics.failure.message if numerics.failure else None,
+    }
 
 
 def utilization(run: Run, kind: str, convention: str) -> Utilization | None:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from steplab.records.environment import Environment
 from steplab.records.memory import Memory
+from steplab.records.memory_profile import MemoryProfile
 from steplab.records.profile import Profile
 from steplab.records.timing import Timing
 from steplab.specs.step import StepSpec
@@ -99,6 +100,8 @@ class Run:
     """Peaks; None for a failure."""
     profile: Profile | None = None
     """Where the time of some steps went, seen by a profiler after all timing was done; None if none was asked for."""
+    memory_profile: MemoryProfile | None = None
+    """What the memory of one step was made of, watched after all timing was done; None if that was not asked for."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU under each convention that applies, and HFU."""
     failure: Failure | None = None
@@ -115,7 +118,8 @@ class Run:
 
     @property
     def device_name(self) -> str | None:
-        """What the device is called: by the environment, or, for an imported trace, by the trace."""
+        """What the device is called: by the environment, or, for an imported trace or snapshot, by that."""
         if self.environment:
             return self.environment.device.name
-        return self.profile.device_name if self.profile else None
+        seen = self.profile or self.memory_profile
+        return seen.device_name if seen else None

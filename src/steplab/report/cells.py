@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.terminal import plain
+from steplab.specs.checkpointing import CHECKPOINTING
 from steplab.specs.model import MODEL_SIZES
-from steplab.specs.step import CHOICES
+from steplab.specs.step import CHOICES, internal_name
 
 FIELDS = (
-    "model", "context", "batch", "pass", "precision", "compile", "attention", "optimizer",
+    "model", "context", "batch", "pass", "precision", "compile", "attention", "checkpointing", "optimizer",
     "warmup", "steps", "seed", "device", "torch", "repeat",
 )  # fmt: skip
 """Everything that can tell two runs apart, in the order it is said. `repeat` counts runs otherwise alike."""
@@ -28,6 +29,7 @@ _SIZES = ("model", "context", "batch")
 _PANEL_ORDER = (
     "pass",
     "attention",
+    "checkpointing",
     "optimizer",
     "compile",
     "device",
@@ -42,6 +44,7 @@ _WORDS: dict[tuple[str, Scalar], str] = {
     ("compile", "off"): "eager",
     ("compile", "default"): "compiled",
     ("pass", "forward_backward"): "forward + backward",
+    ("checkpointing", "none"): "no checkpointing",
 }
 _SAID = {
     "context": "context {}",
@@ -51,6 +54,7 @@ _SAID = {
     "steps": "{} step{s}",
     "seed": "seed {}",
     "attention": "{} attention",
+    "checkpointing": "checkpointing {}",
     "torch": "torch {}",
     "repeat": "run {}",
 }
@@ -107,6 +111,7 @@ def _values(run: Run) -> dict[str, Scalar]:
         "compile": spec.compile if spec else None,
         # A factory's model brings its own attention; the spec's field is not used.
         "attention": spec.attention if spec and spec.model.kind != "factory" else None,
+        "checkpointing": spec.checkpointing if spec and spec.checkpoints_apply else None,
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,
@@ -119,7 +124,8 @@ def _values(run: Run) -> dict[str, Scalar]:
 def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
     """Place of each value of a field; unknown names come after the known ones, as they appeared."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
-    known = list(MODEL_SIZES) if field == "model" else list(CHOICES.get("pass_name" if field == "pass" else field, ()))
+    choices = CHOICES | {"model": tuple(MODEL_SIZES), "checkpointing": CHECKPOINTING}
+    known = choices.get(internal_name(field), ())
 
     def place(value: Scalar) -> tuple[int, float]:
         if isinstance(value, (int, float)):

@@ -88,6 +88,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="precision", header="precision"),
     Column(key="compile", header="compile", caption="compile {}", rank=1),
     Column(key="attention", header="attention", caption="attention {}"),
+    Column(key="checkpointing", header="checkpointing", caption="checkpointing {}", rank=2),
     Column(key="optimizer", header="optimizer", caption="optimizer {}", rank=4),
     Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up step{s}", rank=3),
     Column(key="steps", header="steps", numeric=True, caption="{} measured step{s}", rank=8),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-_FOLDED_FROM = 24
+_OPEN_ROWS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +19,13 @@ class Grid:
     """What all rows share."""
     bad_rows: frozenset[int] = field(default=frozenset())
     """Indices of rows about failures."""
+    open_rows: int = _OPEN_ROWS
+    """With how many rows at most it starts open on a page."""
 
     @property
     def folded(self) -> bool:
         """Whether it is long enough to start closed on a page."""
-        return len(self.rows) > _FOLDED_FROM
+        return len(self.rows) > self.open_rows
 
     def without(self, *headers: str) -> "Grid":
         """The table without these columns."""

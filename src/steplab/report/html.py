@@ -1,11 +1,13 @@
 """A study as one web page that needs nothing else: no network, no script, no second file."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from steplab import stats, units
 from steplab.records.environment import Environment
+from steplab.records.numerics import Numerics
+from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import curve
@@ -17,8 +19,10 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.gaps import doubts, gaps
 from steplab.report.grid import Grid
+from steplab.report.memory_page import memory_part
 from steplab.report.narrative import facts
 from steplab.report.phase_bars import phases
+from steplab.report.precision_page import precision_part
 from steplab.report.profile_page import profile_sections
 from steplab.report.run_text import describe
 from steplab.report.shares import format_share
@@ -29,8 +33,20 @@ _UNITS = r"[%×µ°]|[mn]?s\b|[KMG]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT]
 """What follows a figure and stays on its line."""
 
 
-def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> str:
-    """The page for `runs`, as HTML. The same runs always give the same page."""
+def render_page(
+    runs: Sequence[Run],
+    *,
+    title: str,
+    description: str = "",
+    predictions: Mapping[str, MemoryPrediction] | None = None,
+    numerics: Sequence[Numerics] = (),
+) -> str:
+    """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured.
+
+    `numerics` are what was seen of the same steps' precision, and may stand without any run.
+
+    The same runs always give the same page.
+    """
     import jinja2
 
     environment = jinja2.Environment(
@@ -48,7 +64,7 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
     return environment.get_template("page.html.j2").render(
         title=title,
         description=description,
-        subtitle=" · ".join(part for part in _subtitle(runs) if part and part not in shared),
+        subtitle=" · ".join(part for part in _subtitle(runs, numerics) if part and part not in shared),
         shared=shared,
         facts=facts(cells),
         step_times=charts.step_times(cells),
@@ -58,12 +74,14 @@ def render_page(runs: Sequence[Run], *, title: str, description: str = "") -> st
         warmup=_warmup_table(cells),
         profiles=profile_sections(cells),
         memory=charts.peak_memory(cells),
+        watched=memory_part(cells, predictions or {}),
+        precision=precision_part(runs, numerics),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
         runs=runs_table,
         doubts=_told_once(cells, doubts),
         missing=_told_once(cells, _missing),
-        environments=_environments(cells),
+        environments=_environments([cell.run for cell in cells] or numerics),
     )
 
 
@@ -72,12 +90,16 @@ def _unbroken(text: str) -> str:
     return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=] )|(?<==) ", "\u00a0", text)
 
 
-def _subtitle(runs: Sequence[Run]) -> list[str]:
-    """How many runs, where, when, and with which version."""
-    devices = list(dict.fromkeys(run.environment.device.name for run in runs if run.environment))
-    days = sorted({run.created_utc[:10] for run in runs})
-    made = sorted({run.steplab_version for run in runs})
-    parts = [units.counted(len(runs), "run"), ", ".join(devices)]
+def _subtitle(runs: Sequence[Run], numerics: Sequence[Numerics]) -> list[str]:
+    """How many runs and audits, where, when, and with which version."""
+    records: list[Run | Numerics] = [*runs, *numerics]
+    devices = list(dict.fromkeys(record.environment.device.name for record in records if record.environment))
+    days = sorted({record.created_utc[:10] for record in records})
+    made = sorted({record.steplab_version for record in records})
+    audits = sum(record.spec is not None for record in numerics)
+    parts = [units.counted(len(runs), "run")] if runs else []
+    parts += [units.counted(audits, "audit")] if audits else []
+    parts += [", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     parts += [f"steplab {', '.join(made)}"] if made else []
     return parts
@@ -174,10 +196,10 @@ def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[
     return [(text, ["all runs"] if len(names) == len(cells) > 1 else names) for text, names in found.items()]
 
 
-def _environments(cells: Sequence[Cell]) -> list[tuple[int, list[tuple[str, str]]]]:
-    """Each environment once, with the number of runs measured in it and the range of what moved meanwhile."""
+def _environments(records: Sequence[Run | Numerics]) -> list[tuple[int, list[tuple[str, str]]]]:
+    """Each environment once, with the number of records made in it and the range of what moved meanwhile."""
     groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
-    for cell in cells:
-        if cell.run.environment:
-            groups.setdefault(tuple(environment_pairs(cell.run.environment)), []).append(cell.run.environment)
+    for record in records:
+        if record.environment:
+            groups.setdefault(tuple(environment_pairs(record.environment)), []).append(record.environment)
     return [(len(envs), [*pairs, *condition_pairs(envs)]) for pairs, envs in groups.items()]

@@ -8,11 +8,18 @@ from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.report.cells import FIELDS, Cell, label, said, varying
 from steplab.report.figures import step_median, step_samples
+from steplab.report.memory_facts import memory_facts
 from steplab.report.shares import format_share
 
 _MOST_NAMED = 6
 _IDLE = 0.02  # a choice that moves no pair of cells by more is not told at length
-_BASELINES = (("precision", "fp32"), ("compile", "off"), ("attention", "plain"), ("optimizer", "adamw_loop"))
+_BASELINES = (
+    ("precision", "fp32"),
+    ("compile", "off"),
+    ("attention", "plain"),
+    ("checkpointing", "none"),
+    ("optimizer", "adamw_loop"),
+)
 """Fields whose values are compared, and the value the others are compared to."""
 
 
@@ -34,7 +41,8 @@ def facts(cells: Sequence[Cell]) -> list[Fact]:
     """The headline of a page: extremes, what each choice gained, utilization, memory, failures."""
     fields = varying(cells)
     told = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
-    return told + _gains(cells, fields) + _failures(cells, fields)
+    memory = [Fact(figure=fact.figure, text=fact.text, wide=True) for fact in memory_facts(cells, fields)]
+    return told + _gains(cells, fields) + memory + _failures(cells, fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from steplab.report.columns import ABSENT, reason
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import doubts, gaps
+from steplab.report.memory_text import memory_parts
 from steplab.report.profile_text import profile_parts
 from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
@@ -54,6 +55,9 @@ def _parts(run: Run, width: int) -> "Iterator[RenderableType]":
     if run.profile:
         yield Text()
         yield from profile_parts(run, run.profile, width)
+    if run.memory_profile:
+        yield Text()
+        yield from memory_parts(run, run.memory_profile, width)
 
 
 def run_title(run: Run) -> str:
@@ -62,6 +66,8 @@ def run_title(run: Run) -> str:
         return describe(run.spec)
     if run.profile and run.profile.file:
         return f"{run.name or run.profile.file} (imported trace)"
+    if run.memory_profile and run.memory_profile.source == "snapshot":
+        return f"{run.name or run.memory_profile.file or 'a snapshot'} (imported snapshot)"
     return f"{run.name or 'a loop of your own'} (recorded loop)"
 
 
@@ -77,6 +83,8 @@ def describe(spec: StepSpec) -> str:
     words.append("eager" if spec.compile == "off" else f"compile {spec.compile}")
     if spec.model.kind != "factory":  # its model brings its own
         words.append(f"attention {spec.attention}")
+    if spec.checkpoints_apply and spec.checkpointing != "none":
+        words.append(f"checkpointing {spec.checkpointing}")
     return " · ".join(words + ([spec.optimizer] if spec.pass_name == "train" else []))
 
 

@@ -73,6 +73,9 @@ MODEL_SIZES: dict[str, TransformerShape] = {
 
 PLANNING_ONLY = ("xxl",)
 
+EXAMPLES = {"toy": "steplab.model.toy:toy"}
+"""Models that are no Transformers, by short name: the factory that makes each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
@@ -94,6 +97,8 @@ class ModelSpec:
         A config's own file name, or that of its folder where all are called config.json: its model type is the same
         for every size of a family.
         """
+        if self.kind == "factory":
+            return next((short for short, factory in EXAMPLES.items() if factory == self.name), self.name)
         if self.kind == "hf":
             path = PurePath(self.name.removeprefix("hf:"))
             name = (path.parent if path.name == "config.json" else path).name.removesuffix(".json")
@@ -137,10 +142,10 @@ def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
         )
     if name.startswith("hf:"):
         return ModelSpec(name=name, kind="hf", hf_config=_read_hf_config(Path(name[3:])))
-    if re.fullmatch(r"[\w.]+:\w+", name):
-        return ModelSpec(name=name, kind="factory")
+    if re.fullmatch(r"[\w.]+:\w+", EXAMPLES.get(name, name)):
+        return ModelSpec(name=EXAMPLES.get(name, name), kind="factory")
     raise UserError(
-        f"unknown model '{name}'; choose one of {', '.join(MODEL_SIZES)}, "
+        f"unknown model '{name}'; choose one of {', '.join((*MODEL_SIZES, *EXAMPLES))}, "
         "a transformers configuration as hf:PATH/config.json, or your own factory as package.module:function"
     )
 

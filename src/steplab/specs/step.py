@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from steplab.errors import UserError
+from steplab.specs.checkpointing import check_checkpointing
 from steplab.specs.model import LARGEST, ModelSpec
 
 Pass = Literal["forward", "forward_backward", "train"]
@@ -33,6 +34,8 @@ class StepSpec:
     """off: eager. Otherwise the mode given to torch.compile."""
     attention: Attention = "plain"
     """plain materialises the scores; sdpa lets torch choose its kernel; sdpa_* admits that one alone."""
+    checkpointing: str = "none"
+    """none, full, every_N or selective: which activations backward recomputes (see specs.checkpointing)."""
     optimizer: Optimizer = "adamw_fused"
     """adamw_fused, adamw_foreach and adamw_loop are torch's three implementations of AdamW."""
     warmup: int = 5
@@ -52,6 +55,7 @@ class StepSpec:
             if getattr(self, name) not in choices:
                 shown = external_name(name)
                 raise UserError(f"{shown} '{getattr(self, name)}' is not known; choose one of {', '.join(choices)}")
+        check_checkpointing(self.checkpointing)
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "mps", "cuda") or (":" in self.device) != bool(
             kind == "cuda" and index.isascii() and index.isdecimal()
@@ -68,6 +72,11 @@ class StepSpec:
     def tokens(self) -> int:
         """Tokens a step: batch x context."""
         return self.batch * self.context
+
+    @property
+    def checkpoints_apply(self) -> bool:
+        """Whether `checkpointing` has a say: without gradients nothing is kept, and a factory builds its own model."""
+        return self.pass_name != "forward" and self.model.kind != "factory"
 
 
 CHOICES: dict[str, tuple[str, ...]] = {

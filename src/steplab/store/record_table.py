@@ -7,7 +7,8 @@ import msgspec
 from steplab.errors import SteplabError
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, kind_of
-from steplab.records.rows import Row, run_row
+from steplab.records.numerics import Numerics
+from steplab.records.rows import Row, numerics_row, run_row
 from steplab.records.run import Run
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection
@@ -85,6 +86,8 @@ def summary_row(record: Record) -> Row:
     """The flat row that stands for a record in listings."""
     if isinstance(record, Run):
         return run_row(record)
+    if isinstance(record, Numerics):
+        return numerics_row(record)
     row: Row = {"id": record.id, "created_utc": record.created_utc, "device": record.environment.device.name}
     for ceiling in record.ceilings:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
@@ -102,7 +105,7 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
             f"a different record {record.id} is already in {connection.path} and was kept; "
             "leave the new one out, or put it into another store with --store"
         )
-    run = record if isinstance(record, Run) else None
+    run = record if isinstance(record, (Run, Numerics)) else None
     study = run.study if run else None
     if run and study:
         cell = cell or (cell_key(run.spec) if run.spec else None)

@@ -1,0 +1,35 @@
+"""steplab import-snapshot"""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions
+
+
+def import_snapshot(
+    file: Annotated[
+        Path,
+        Parameter(help="A memory snapshot, as torch.cuda.memory._dump_snapshot writes it (.pickle, .pickle.gz)"),
+    ],
+    /,
+    *,
+    name: Annotated[str | None, Parameter(help="What to call it in listings [default: the file's name]")] = None,
+    out: OutputOptions = OutputOptions(),
+) -> None:
+    """Take a memory snapshot that anyone made into a record, and show where the memory went.
+
+    Reading the file executes nothing in it. Its categories are what was there before its history begins, and since.
+
+    For example: steplab import-snapshot snapshot.pickle
+    """
+    from steplab.cli.memory import show_memory
+    from steplab.cli.output import chosen_format
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.memory_import import import_snapshot as take
+
+    chosen = chosen_format(out.format, out.output)
+    with ProgressLine() as line:
+        record = take(file, name=name, store=out.store, on_progress=line.within)
+    show_memory(record, chosen, out.output)

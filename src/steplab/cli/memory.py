@@ -1,0 +1,88 @@
+"""steplab memory"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+if TYPE_CHECKING:
+    from steplab.records.prediction import MemoryPrediction
+    from steplab.records.run import Run
+
+
+def memory(
+    *,
+    step: StepOptions = StepOptions(),
+    snapshot: Annotated[
+        Path | None,
+        Parameter(help="Keep the raw history, which pytorch.org/memory_viz shows, in this file (.pickle)"),
+    ] = None,
+    predict: Annotated[
+        bool, Parameter(help="Set the peak against its prediction from closed forms", negative="")
+    ] = False,
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """Measure one training step, see what its memory is made of, and store the record.
+
+    The step is measured as `run` does, and only then one step more is watched. The parts of the peak sum to it.
+
+    For example: steplab memory --model small --context 256 --precision bf16
+    """
+    from steplab.cli.output import chosen_format, say
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.memory import counterparts, predicted_memory
+    from steplab.lab.memory import memory as measure_and_watch
+    from steplab.specs.resolve import resolve_step
+    from steplab.units import parse_duration
+
+    spec = resolve_step(step.fields())
+    chosen = chosen_format(out.format, out.output)
+    prediction = predicted_memory(spec) if predict else None  # before the work: not every step has one
+    with ProgressLine() as line:
+        record = measure_and_watch(
+            spec,
+            name=name,
+            store=out.store,
+            snapshot=snapshot,
+            timeout_s=parse_duration(timeout) if timeout else None,
+            on_progress=line.within,
+        )
+    others = counterparts(record, out.store) if chosen == "table" and record.memory_profile else ()
+    show_memory(record, chosen, out.output, prediction=prediction, others=others)
+    if record.failure:
+        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+        return 1
+    if record.memory_profile is None:
+        say(f"steplab: {'; '.join(note for note in record.notes if note.startswith('memory: '))}")
+        return 1
+    return 0
+
+
+def show_memory(
+    record: "Run",
+    format: str,
+    output: Path | None,
+    *,
+    prediction: "MemoryPrediction | None" = None,
+    others: "tuple[Run, ...]" = (),
+) -> None:
+    """Write a run's memory: as text, or the parts of its peak as rows. One without is written as any run is."""
+    from steplab.cli.output import emit, stdout_color
+    from steplab.records.rows import run_row
+    from steplab.report.formats import render_rows
+    from steplab.report.memory_rows import render_memory_rows
+    from steplab.report.memory_text import render_memory
+    from steplab.report.run_text import render_run
+
+    color = stdout_color() and output is None
+    if record.memory_profile is None:
+        text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
+    elif format == "table":
+        text = render_memory(record, prediction=prediction, others=others, color=color)
+    else:
+        text = render_memory_rows(record.memory_profile, format, prediction=prediction)
+    emit(text, output)

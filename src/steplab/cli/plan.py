@@ -1,0 +1,35 @@
+"""steplab plan: predictions"""
+
+from cyclopts import App
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+plan = App(
+    name="plan",
+    help="Predict a step, without torch and without a GPU.",
+    help_format="plaintext",
+)
+
+
+@plan.command
+def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOptions()) -> None:
+    """Predict what the peak of a step's memory is made of, on a CUDA device.
+
+    Nothing is allocated and nothing is stored: the step is run dry, and each summand is shown with its formula.
+
+    For example: steplab plan memory --model 2.7b --context 512 --precision bf16
+    """
+    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.lab.planning import plan_memory
+    from steplab.report.plan_text import render_prediction, render_terms
+    from steplab.specs.resolve import resolve_step
+
+    spec = resolve_step(step.fields())
+    chosen = chosen_format(out.format, out.output)
+    prediction = plan_memory(spec)
+    color = stdout_color() and out.output is None
+    if chosen == "table":
+        text = render_prediction(spec, prediction, color=color)
+    else:
+        text = render_terms(prediction, chosen)
+    emit(text, out.output)

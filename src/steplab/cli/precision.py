@@ -1,0 +1,85 @@
+"""steplab precision"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+if TYPE_CHECKING:
+    from steplab.records.numerics import Numerics
+    from steplab.records.run import Run
+
+
+def precision(
+    *,
+    step: StepOptions = StepOptions(),
+    only: Annotated[
+        Literal["audit", "accumulation", "timings"] | None,
+        Parameter(
+            help="audit: types and losses of one step; accumulation: 0.01 added a thousand times; timings: time and "
+            "memory in each precision [default: all three]"
+        ),
+    ] = None,
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Give a process up after this time")] = "1h",
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """See what a precision does to a step: the types it runs in, what is lost in them, and what it saves.
+
+    --precision takes a list; by default fp16 and bf16 are audited, and all five are timed. --model toy is two layers
+    with a norm between them, in which autocast shows all it does. Everything is stored.
+
+    For example: steplab precision --model toy --only audit --precision bf16
+    """
+    from steplab.cli.output import chosen_format, emit, say
+    from steplab.cli.progress import ProgressLine
+    from steplab.errors import UserError
+    from steplab.lab.precision import PARTS, compare_precisions
+    from steplab.units import counted, parse_duration
+
+    precisions = tuple(part.strip() for part in step.precision.split(",")) if step.precision is not None else ()
+    chosen = chosen_format(out.format, out.output)
+    if chosen == "csv" and only is None:
+        raise UserError("csv holds one table; name the part with --only audit, accumulation or timings")
+    with ProgressLine() as line:
+        try:
+            result = compare_precisions(
+                dataclasses.replace(step, precision=None).fields(),
+                precisions=precisions,
+                parts=(only,) if only else PARTS,
+                name=name,
+                store=out.store,
+                timeout_s=parse_duration(timeout),
+                on_progress=line.within,
+                on_sweep=line.sweep,
+            )
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt("what had ended is stored") from error
+    emit(render_audits(result.numerics, chosen, result.runs, only=only, to_file=out.output is not None), out.output)
+    for numerics in result.numerics:
+        if numerics.failure and numerics.spec:
+            say(f"steplab: {numerics.spec.precision}: {numerics.failure.message}")
+    ids = "" if result.study_id else " ".join(["", *(numerics.id for numerics in result.numerics)])
+    kept = f"study {result.study_id}" if result.study_id else counted(len(result.numerics), "record")
+    say(f"{kept}; `steplab report{ids} --output page.html` draws it")
+    failures = [*(record.failure for record in result.numerics), *(run.failure for run in result.runs)]
+    return 1 if all(failures) else 0
+
+
+def render_audits(
+    numerics: "Sequence[Numerics]", format: str, runs: "Sequence[Run]" = (), *, only: str | None = None, to_file: bool
+) -> str:
+    """Audits, sums and timed runs, as text or as rows; `only` shows one part of them."""
+    from steplab.cli.output import stdout_color
+    from steplab.report.precision_rows import render_tables, tables
+    from steplab.report.precision_text import render_precision
+
+    audits = [record for record in numerics if record.spec]
+    sums = next((record.accumulations for record in numerics if record.accumulations), ())
+    shown = () if only in ("audit", "timings") else sums
+    if format == "table":
+        return render_precision(audits, shown, runs, color=stdout_color() and not to_file)
+    return render_tables(tables(audits, shown, runs), format)

@@ -1,0 +1,124 @@
+"""See what the memory of a step is made of: measure it, then watch one step more; and what it was predicted to be."""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from steplab.errors import Unsupported, UserError
+from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.measuring import asked_step
+from steplab.lab.raw_files import folder_for, rescue, unread
+from steplab.lab.utilization import with_utilizations
+from steplab.measurement.launch import OnProgress, Progress, measure_in_child
+from steplab.records.memory_marks import Marks
+from steplab.records.memory_profile import MemoryProfile
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import Run
+from steplab.specs.step import StepSpec
+from steplab.store.database import Store
+
+
+def memory(
+    spec: StepSpec | str | None = None,
+    *,
+    name: str = "",
+    store: Path | str | None = None,
+    snapshot: Path | str | None = None,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    **fields: object,
+) -> Run:
+    """Measure one training step as `measure` does, then watch the memory of one step more; store one record of both.
+
+    `spec` and `fields` are as in `measure`. The watched step comes after all timing, which it does not touch:
+
+        run = steplab.memory("small", context=256, precision="bf16")
+        run.memory_profile.at_peak  # bytes by category
+
+    `snapshot` keeps the raw history, a pickle as torch.cuda.memory._dump_snapshot writes it, which
+    https://pytorch.org/memory_viz shows.
+
+    A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`; so is one that failed only
+    when it was watched: it has a note, and `run.memory_profile` is None. Raises UserError for a request that cannot be
+    served, and SteplabError where the store or the snapshot cannot be written, or the snapshot not read: then the
+    measurement is stored, and the snapshot is kept.
+    """
+    asked, name = asked_step("memory", spec, fields), checked_name(name)
+    target = Path(snapshot) if snapshot is not None else None
+    if target and target.suffix not in (".pickle", ".pkl"):
+        raise UserError(f"the snapshot is a pickle; call it {target.with_suffix('.pickle')}")
+    with open_store(store, write=True) as opened, folder_for(target, "snapshot") as folder:
+        written, marks = folder / "step.pickle", folder / "marks.json"
+        run = measure_in_child(asked, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
+        run = with_utilizations(dataclasses.replace(run, name=name), opened)
+        try:
+            if written.exists():
+                kept = written.replace(target) if target else written
+                run = dataclasses.replace(run, memory_profile=_read(kept, marks, run, on_progress))
+        except Exception as error:
+            where = rescue(written, "snapshot", run.id) if written.exists() else target
+            raise unread(error, run, "snapshot", kept=where) from error
+        finally:  # after Ctrl-C too: the measurement is made
+            keep(opened, run)
+        return run
+
+
+def counterparts(run: Run, store: Path | str | None = None) -> tuple[Run, ...]:
+    """Of the same step in fp32, and without checkpointing, the newest stored run whose memory was watched."""
+    if run.spec is None:
+        return ()
+    spec = run.spec
+    references = [dataclasses.replace(spec, precision="fp32"), dataclasses.replace(spec, checkpointing="none")]
+    with open_store(store, write=False) as opened:
+        found = [_newest_watched(opened, reference) for reference in references if reference != spec]
+    return tuple(other for other in found if other)
+
+
+def predicted_memory(spec: StepSpec) -> MemoryPrediction:
+    """What the step's memory should be made of, from closed forms. Raises Unsupported for one that has none."""
+    from steplab.plan.memory import predict_memory
+
+    return predict_memory(spec)
+
+
+def predictions_of(runs: Sequence[Run]) -> dict[str, MemoryPrediction]:
+    """What is predicted of the runs whose memory was watched, by their ids; without those that have no formulas."""
+    found = {}
+    for run in runs:
+        if run.spec is not None and run.memory_profile is not None:
+            with suppress(Unsupported):
+                found[run.id] = predicted_memory(run.spec)
+    return found
+
+
+def _newest_watched(store: Store, spec: StepSpec) -> Run | None:
+    asked = {"model": spec.model.label, "context": spec.context, "precision": spec.precision}
+    for row in store.rows(status="ok"):
+        if all(row.get(name) == value for name, value in asked.items()):
+            run = store.get(str(row["id"]))
+            if isinstance(run, Run) and run.memory_profile and _memory_fields(run.spec) == _memory_fields(spec):
+                return run
+    return None
+
+
+def _memory_fields(spec: StepSpec | None) -> StepSpec | None:
+    """The spec without what has no say in its memory."""
+    return dataclasses.replace(spec, warmup=0, steps=1, seed=0) if spec else None
+
+
+def _read(snapshot: Path, marks: Path, run: Run, on_progress: OnProgress) -> MemoryProfile:
+    from steplab.snapshots.digest import digest
+    from steplab.snapshots.reading import read_snapshot
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
+
+    unwatched = run.memory.peak("step") if run.memory else None
+    return digest(
+        read_snapshot(snapshot, on_progress=tell),
+        msgspec.json.decode(marks.read_bytes(), type=Marks),
+        unwatched_peak_bytes=unwatched.peak_allocated_bytes if unwatched else None,
+    )

@@ -1,0 +1,133 @@
+"""What a precision does to a step: the types it runs in, what is lost in them, sums that go wrong, and what it saves.
+
+Each audit and each timing has a process of its own. The records of one call share a study, by which a page finds them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from steplab import __version__
+from steplab.errors import SteplabError, UserError
+from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.sweeping import DEFAULT_TIMEOUT_S, SweepProgress, sweep
+from steplab.measurement.launch import OnProgress, numerics_in_child
+from steplab.records.codec import new_id, now_utc
+from steplab.records.numerics import Numerics
+from steplab.records.run import Failure, Run
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import Precision, StepSpec
+from steplab.specs.study import StudySpec
+from steplab.store.database import Store
+
+AUDITED = ("fp16", "bf16")
+"""The precisions that are audited where none is named: those of autocast."""
+TIMED: tuple[str, ...] = get_args(Precision)
+"""Those that are timed where none is named: all."""
+PARTS = ("audit", "accumulation", "timings")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionResult:
+    """What a study of precisions has come to."""
+
+    numerics: tuple[Numerics, ...] = ()
+    """An audit a precision, in their order; with sums alone, one record without a step."""
+    runs: tuple[Run, ...] = ()
+    """A timed step a precision, in their order."""
+    study_id: str | None = None
+    """Identity under which the store keeps the runs; None: nothing was timed."""
+
+
+def compare_precisions(
+    fields: Mapping[str, object],
+    *,
+    precisions: Sequence[str] = (),
+    parts: Sequence[str] = PARTS,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    on_sweep: Callable[[SweepProgress], None] = lambda progress: None,
+) -> PrecisionResult:
+    """Audit and time one step in several precisions, and store what was found.
+
+    `fields` are the step's, by the names the command line has, without its precision. `precisions` are audited and
+    timed; without any, AUDITED are audited and TIMED are timed. `parts` are some of PARTS. A precision that fails, or
+    that the device refuses, is a record with a failure. Raises UserError for a request that cannot be served in any of
+    the precisions, and SteplabError where the store cannot be written.
+    """
+    _check_parts(parts)
+    checked_name(name)
+    precisions = tuple(dict.fromkeys(precisions))
+    audited = [_step(fields, precision) for precision in precisions or AUDITED] if "audit" in parts else []
+    timed = [_step(fields, precision) for precision in precisions or TIMED] if "timings" in parts else []
+    study = StudySpec(name=name or "precision", description="one step in several precisions", cells=tuple(timed))
+    with open_store(store, write=True) as opened:
+        book = _Book(opened, name, study)
+        if "accumulation" in parts and not audited:
+            device = resolve_step(fields).device
+            book.add(numerics_in_child(device=device, timeout_s=timeout_s, on_progress=on_progress))
+        _audit(audited, book, timeout_s, on_progress)
+        study_id = book.study_id()
+    if not timed:
+        return PrecisionResult(numerics=tuple(book.records))
+    # The sweep goes on with the newest study over these cells, which has just been begun.
+    result = sweep(study, store=store, resume=True, timeout_s=timeout_s, on_progress=on_sweep)
+    return PrecisionResult(numerics=tuple(book.records), runs=result.runs, study_id=study_id)
+
+
+class _Book:
+    """Puts records into the store as they come, under the study that is to time the same step."""
+
+    def __init__(self, store: Store, name: str, study: StudySpec) -> None:
+        self.records: list[Numerics] = []
+        self._store, self._name, self._study = store, name, study
+        self._study_id: str | None = None
+
+    def study_id(self) -> str | None:
+        """The study's identity, begun when it is first asked for; None where nothing is to be timed."""
+        if self._study_id is None and self._study.cells:
+            self._study_id = self._store.begin_study(self._study)
+        return self._study_id
+
+    def add(self, record: Numerics) -> None:
+        """Store a record."""
+        record = dataclasses.replace(record, name=self._name, study=self.study_id())
+        keep(self._store, record)
+        self.records.append(record)
+
+
+def _check_parts(parts: Sequence[str]) -> None:
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"'{part}' is no part of this study; choose among {', '.join(PARTS)}")
+
+
+def _step(fields: Mapping[str, object], precision: str) -> StepSpec:
+    return resolve_step({**fields, "precision": precision})
+
+
+def _audit(specs: Sequence[StepSpec], book: _Book, timeout_s: float, on_progress: OnProgress) -> None:
+    """Store a record a step; raises the first refusal, and stores none, where every one of them is refused."""
+    first: SteplabError | None = None
+    served = False
+    waiting: list[Numerics] = []
+    for spec in specs:
+        try:
+            waiting.append(numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress))
+            served = True
+        except SteplabError as error:  # of this precision, perhaps, and not of the others
+            first = first or error
+            waiting.append(_refused(spec, error))
+        while served and waiting:
+            book.add(waiting.pop(0))
+    if first and not served:
+        raise first
+
+
+def _refused(spec: StepSpec, error: SteplabError) -> Numerics:
+    failure = Failure(kind="error", message=str(error))
+    return Numerics(id=new_id(), created_utc=now_utc(), steplab_version=__version__, spec=spec, failure=failure)

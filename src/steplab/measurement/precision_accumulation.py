@@ -1,0 +1,72 @@
+"""The accumulation study: one number added to a sum a thousand times, in several pairs of types.
+
+Where the sum grows, its type's numbers lie further apart, and an addition rounds to the nearest of them. The sums are
+made by torch on the device; how each addition came out is worked out beside them in exact fractions.
+"""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+from statistics import mode
+
+import torch
+
+from steplab.records.numerics import Accumulation, Binade
+
+NUMBER = 0.01
+NUM_ADDITIONS = 1000
+
+STUDY: tuple[tuple[torch.dtype, torch.dtype, bool], ...] = (
+    (torch.float32, torch.float32, False),
+    (torch.float16, torch.float16, False),
+    (torch.float32, torch.float16, False),
+    (torch.float32, torch.float16, True),
+    (torch.bfloat16, torch.bfloat16, False),
+    (torch.float32, torch.bfloat16, False),
+)
+"""Type of the sum, type of the addend, and whether it is cast to the sum's type first, which changes nothing."""
+
+
+def accumulate(device: torch.device) -> tuple[Accumulation, ...]:
+    """The study on a device."""
+    return tuple(_accumulate(device, *types) for types in STUDY)
+
+
+def _accumulate(device: torch.device, accumulator: torch.dtype, addend: torch.dtype, cast: bool) -> Accumulation:
+    total = torch.zeros((), dtype=accumulator, device=device)
+    sums = torch.zeros(NUM_ADDITIONS + 1, dtype=accumulator, device=device)
+    for index in range(1, NUM_ADDITIONS + 1):
+        number = torch.tensor(NUMBER, dtype=addend, device=device)
+        total += number.to(accumulator) if cast else number
+        sums[index] = total
+    seen: list[float] = sums.tolist()
+    value: float = torch.tensor(NUMBER, dtype=addend).item()
+    return Accumulation(
+        accumulator=dtype_name(accumulator),
+        addend=dtype_name(addend),
+        cast=cast,
+        number=NUMBER,
+        addend_value=value,
+        num_additions=NUM_ADDITIONS,
+        num_rounded=sum(Fraction(before) + Fraction(value) != Fraction(after) for before, after in pairwise(seen)),
+        result=seen[-1],
+        binades=tuple(_binades(seen, torch.finfo(accumulator).eps)),
+    )
+
+
+def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
+    """The additions by the power of two below the sum they began with. `eps` is the spacing between 1 and 2."""
+    added: dict[float, list[float]] = {}
+    for before, after in pairwise(sums):
+        start = 2.0 ** (math.frexp(before)[1] - 1) if before else 0.0
+        added.setdefault(start, []).append(after - before)
+    return [
+        Binade(start=start, spacing=start * eps, num_additions=len(steps), added=mode(steps))
+        for start, steps in added.items()
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, as records call it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,105 @@
+"""torch's caching allocator of CUDA memory, in its default settings and on one stream: what it adds to what is asked.
+
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments
+of 20 MiB, larger ones get a segment of their own, rounded up to 2 MiB. A free block serves the smallest request it fits
+best; what is left of it is split off, unless that is at most 1 MiB of a large block: then the whole block counts as
+allocated. (c10/cuda/CUDACachingAllocator.cpp; the constants are its kMinBlockSize, kSmallSize, kSmallBuffer,
+kLargeBuffer, kMinLargeAlloc and kRoundLarge.)
+"""
+
+import bisect
+
+from steplab.units import MIB
+
+_MIN_BLOCK = 512
+_SMALL = 1 * MIB
+_SMALL_SEGMENT = 2 * MIB
+_LARGE_SEGMENT = 20 * MIB
+_OWN_SEGMENT_FROM = 10 * MIB
+_SEGMENT_STEP = 2 * MIB
+
+
+class Block:
+    """A stretch of a segment: in use, or free and in the pool."""
+
+    __slots__ = ("address", "after", "before", "in_use", "num_bytes", "small")
+
+    def __init__(self, address: int, num_bytes: int, small: bool) -> None:
+        self.address, self.num_bytes, self.small = address, num_bytes, small
+        self.in_use = False
+        self.before: Block | None = None
+        self.after: Block | None = None
+
+
+class CachingAllocator:
+    """Hands out blocks and takes them back."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        """Size of all blocks in use."""
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._next_address = 0
+
+    def allocate(self, num_bytes: int) -> Block:
+        """A block of at least so many bytes."""
+        wanted = max(_up(num_bytes, _MIN_BLOCK), _MIN_BLOCK)
+        small = wanted <= _SMALL
+        block = self._best_fit(wanted, small) or self._segment(wanted, small)
+        rest = block.num_bytes - wanted
+        if rest >= _MIN_BLOCK if small else rest > _SMALL:
+            self._split(block, wanted)
+        block.in_use = True
+        self.allocated_bytes += block.num_bytes
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back, joined with its free neighbours."""
+        self.allocated_bytes -= block.num_bytes
+        block.in_use = False
+        if block.before is not None and not block.before.in_use:
+            self._remove(block.before)
+            block = _joined(block.before, block)
+        if block.after is not None and not block.after.in_use:
+            self._remove(block.after)
+            block = _joined(block, block.after)
+        self._add(block)
+
+    def _best_fit(self, wanted: int, small: bool) -> Block | None:
+        """The smallest free block that is large enough; of equal ones that with the lowest address."""
+        pool = self._free[small]
+        at = bisect.bisect_left(pool, wanted, key=lambda entry: entry[0])
+        return pool.pop(at)[2] if at < len(pool) else None
+
+    def _segment(self, wanted: int, small: bool) -> Block:
+        large = _LARGE_SEGMENT if wanted < _OWN_SEGMENT_FROM else _up(wanted, _SEGMENT_STEP)
+        size = _SMALL_SEGMENT if small else large
+        block = Block(self._next_address, size, small)
+        self._next_address += size
+        return block
+
+    def _split(self, block: Block, wanted: int) -> None:
+        rest = Block(block.address + wanted, block.num_bytes - wanted, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.num_bytes = rest, wanted
+        self._add(rest)
+
+    def _add(self, block: Block) -> None:
+        bisect.insort(self._free[block.small], (block.num_bytes, block.address, block))
+
+    def _remove(self, block: Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect.bisect_left(pool, (block.num_bytes, block.address), key=lambda entry: entry[:2])]
+
+
+def _joined(first: Block, second: Block) -> Block:
+    first.num_bytes += second.num_bytes
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

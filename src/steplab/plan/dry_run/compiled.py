@@ -1,0 +1,160 @@
+"""The model under torch.compile, in outline: an estimate, where the rest of the dry run is exact.
+
+What a compiler keeps for the backward pass is the choice of its min-cut partitioner: results of matmuls and what they
+were made of, each once; it recomputes what is elementwise, and keeps of a checkpointed block its input alone. The lists
+below are what that of torch 2.13 chose for the plain Transformer. What runs between is fused and holds little; the
+kernels it is fused into are not followed here.
+"""
+
+from dataclasses import dataclass
+
+from steplab.plan.dry_run.machine import Machine, Parameter
+from steplab.plan.dry_run.memory import Tensor
+from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype
+from steplab.plan.dry_run.transformer import Parameters
+from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.step import StepSpec
+
+_SCORES_IN_MEMORY = ("plain", "sdpa_math")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Tensors alike."""
+
+    count: Count
+    dtype: Dtype
+    what: str
+    number: int = 1
+    category: str = "temporaries"
+
+
+def _num_bytes(kinds: list[_Kind]) -> int:
+    return sum(kind.number * kind.count.value * kind.dtype.num_bytes for kind in kinds)
+
+
+class CompiledTransformer:
+    """The passes of the model, as far as they hold memory."""
+
+    def __init__(self, m: Machine, spec: StepSpec) -> None:
+        self._machine, self._spec = m, spec
+        self.parameters = Parameters(m)
+        """As in the eager model."""
+        self._kept: list[list[Tensor]] = []
+
+    def forward(self) -> Tensor:
+        """The loss, while what backward needs gathers; without a backward pass there are passing tensors alone."""
+        m = self._machine
+        m.start_products()
+        for index in range(m.sizes.shape.num_layers):
+            m.ledger.where = f"block {index}"
+            if m.tape is None:
+                _passing = self._made(self._of_inference())
+                del _passing
+            else:
+                self._kept.append(self._made(self._of_block(checkpointed=self._is_checkpointed(index))))
+        m.ledger.where = "head and loss"
+        head = self._made(self._of_head())
+        if m.tape is not None:
+            self._kept.append(head)
+        return m.new(m.sizes.one, m.weight_dtype, "loss")
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradients of all parameters, while what was kept goes block by block: it is overwritten where it can be,
+        and gone before the gradients of a block's weights are there in their own format."""
+        m = self._machine
+        m.start_products()
+        m.ledger.where = "head and loss"
+        gradient = m.new(m.sizes.residual, m.product_dtype, "gradient of the residual stream")
+        self._kept.pop()
+        self._leave_gradients(self.parameters.of_head)
+        gradient = m.new(m.sizes.residual, m.weight_dtype, "gradient of the residual stream")
+        for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
+            m.ledger.where = f"block {index}"
+            _recomputed = self._made(self._of_block()) if self._is_checkpointed(index) else []
+            del _recomputed
+            self._kept.pop()
+            self._leave_gradients(parameters)
+        m.ledger.where = "embedding"
+        self._leave_gradients(self.parameters.of_embedding)
+        del gradient
+
+    def _is_checkpointed(self, index: int) -> bool:
+        return self._spec.checkpointing == "selective" or is_recomputed(self._spec.checkpointing, index)
+
+    def _made(self, kinds: list[_Kind]) -> list[Tensor]:
+        m = self._machine
+        return [m.new(kind.count, kind.dtype, kind.what, kind.category) for kind in kinds for _ in range(kind.number)]
+
+    def _leave_gradients(self, parameters: list[Parameter]) -> None:
+        for parameter in parameters:
+            tensor = parameter.tensor
+            parameter.slot.gradient = self._machine.new(
+                tensor.count, tensor.dtype, f"gradient of {parameter.name}", "gradients"
+            )
+
+    def _of_block(self, *, checkpointed: bool = False) -> list[_Kind]:
+        """What a block keeps."""
+        m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
+        in_memory = self._spec.attention in _SCORES_IN_MEMORY
+        if checkpointed:
+            kept = [_Kind(sizes.residual, m.weight_dtype, "residual stream")]
+            if self._spec.checkpointing == "selective":
+                kept += [
+                    _Kind(sizes.residual, compute, "outputs of the attention's matmuls", 5),
+                    _Kind(sizes.inner, compute, "gate and up", 2),
+                    *([_Kind(sizes.scores, compute, "attention scores")] if in_memory else [self._row_sums()]),
+                ]
+            return kept
+        kept = [
+            _Kind(sizes.residual, m.weight_dtype, "residual stream, normalised", 2),
+            _Kind(sizes.tokens, FP32, "reciprocal root mean squares", 2),
+            _Kind(sizes.residual, compute, "norms", 2),
+            _Kind(sizes.residual, compute, "query, key, value", 3),
+            _Kind(sizes.residual, compute, "attention output"),
+            _Kind(sizes.inner, compute, "gate, up and their product", 3),
+            *(self._of_scores() if in_memory else self._of_fused_attention()),
+        ]
+        if m.autocast is not None:
+            kept.append(_Kind(sizes.projection, m.autocast, f"weights, in {m.autocast.name}", 4, "autocast_copies"))
+            kept.append(_Kind(sizes.feed_forward, m.autocast, f"weights, in {m.autocast.name}", 3, "autocast_copies"))
+        return kept
+
+    def _of_inference(self) -> list[_Kind]:
+        """What a block holds at a time without gradients: most in its feed-forward half, or around the scores."""
+        m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
+        stream = [_Kind(sizes.residual, m.weight_dtype, "residual stream"), _Kind(sizes.residual, compute, "norms")]
+        attention = [_Kind(sizes.residual, compute, "query, key, value", 3)]
+        if self._spec.attention in _SCORES_IN_MEMORY:
+            attention.append(_Kind(sizes.scores, compute, "attention scores and weights", 2))
+        feed_forward = [_Kind(sizes.inner, compute, "gate, up and their product", 3)]
+        if m.autocast is not None:
+            copy = f"weights, in {m.autocast.name}"
+            attention.append(_Kind(sizes.projection, m.autocast, copy, 4, "autocast_copies"))
+            feed_forward.append(_Kind(sizes.feed_forward, m.autocast, copy, 3, "autocast_copies"))
+        return stream + max(attention, feed_forward, key=_num_bytes)
+
+    def _of_scores(self) -> list[_Kind]:
+        m, sizes = self._machine, self._machine.sizes
+        kept = [_Kind(sizes.scores, m.product_dtype, "attention weights"), _Kind(sizes.square, BOOL, "causal mask")]
+        if m.autocast is not None:
+            kept.append(_Kind(sizes.scores, m.product_dtype, "attention scores, masked"))
+            kept.append(_Kind(sizes.rows, FP32, "maximum and sum of each row of scores", 2))
+        return kept
+
+    def _of_fused_attention(self) -> list[_Kind]:
+        copy = _Kind(self._machine.sizes.residual, self._machine.product_dtype, "attention output, heads together")
+        return [copy, self._row_sums()]
+
+    def _row_sums(self) -> _Kind:
+        return _Kind(self._machine.sizes.rows, FP32, "log of the sum of each row of scores")
+
+    def _of_head(self) -> list[_Kind]:
+        m, sizes = self._machine, self._machine.sizes
+        kept = [_Kind(sizes.residual, m.product_dtype, "norms"), _Kind(sizes.logits, m.product_dtype, "logits")]
+        if m.tape is not None:
+            kept.append(_Kind(sizes.residual, m.weight_dtype, "residual stream, normalised"))
+        if m.autocast is not None:
+            copy = f"weights, in {m.autocast.name}"
+            kept.append(_Kind(sizes.vocabulary, m.autocast, copy, category="autocast_copies"))
+        return kept

@@ -1,0 +1,151 @@
+"""What the dry run has in place of torch: memory, autograd, autocast, matmuls with their workspace, checkpointing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from steplab.plan.dry_run.checkpoint import Enough, Frame
+from steplab.plan.dry_run.memory import Ledger, Tensor
+from steplab.plan.dry_run.sizes import BF16, BYTE, FP16, FP32, Count, Dtype, Sizes
+from steplab.plan.dry_run.tape import Backward, Node, Slot, Tape
+
+_AUTOCAST = {"bf16": BF16, "fp16": FP16}
+
+
+class Parameter:
+    """A weight, and its gradient. Made in fp32."""
+
+    def __init__(self, machine: "Machine", name: str, count: Count) -> None:
+        self.name = name
+        """query.weight"""
+        self.tensor = machine.new(count, FP32, name, category="parameters")
+        self.tensor.slot = Slot(FP32, is_leaf=True)
+
+    def convert(self, machine: "Machine", dtype: Dtype) -> None:
+        """Put it in another format, in place."""
+        if dtype is not self.tensor.dtype:
+            self.tensor = machine.new(self.tensor.count, dtype, self.name, category="parameters")
+            self.tensor.slot = Slot(dtype, is_leaf=True)
+
+    @property
+    def slot(self) -> Slot:
+        """Where its gradient is."""
+        assert self.tensor.slot is not None
+        return self.tensor.slot
+
+
+class Machine:
+    """One device and the state of torch on it."""
+
+    def __init__(self, sizes: Sizes, precision: str, workspace_bytes: int) -> None:
+        """workspace_bytes: what a cuBLAS handle takes; one belongs to each thread that multiplies matrices."""
+        self.sizes = sizes
+        self.ledger = Ledger()
+        self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
+        self.autocast = _AUTOCAST.get(precision)
+        """Format that matmuls cast to; None without autocast."""
+        self.product_dtype = self.autocast or self.weight_dtype
+        """Format of what matmuls give."""
+        self.tape: Tape | None = None
+        """None without gradients."""
+        self._weight_copies: dict[int, Tensor] = {}
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: dict[str, Tensor] = {}
+        self._frame: Frame | None = None
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    def new(self, count: Count, dtype: Dtype, what: str, category: str = "temporaries") -> Tensor:
+        """Fresh memory."""
+        return Tensor(count, dtype, self.ledger.allocate(count, dtype, what, category))
+
+    def copy(self, tensor: Tensor, dtype: Dtype) -> Tensor:
+        """A tensor of the same shape, in fresh memory."""
+        what = tensor.what.removesuffix(f", in {tensor.dtype.name}")
+        return self.new(tensor.count, dtype, tensor.what if tensor.dtype is dtype else f"{what}, in {dtype.name}")
+
+    def product(self, count: Count, what: str, dtype: Dtype | None = None) -> Tensor:
+        """The result of a matmul."""
+        self.start_products()
+        return self.dear(lambda: self.new(count, dtype or self.product_dtype, what))
+
+    def start_products(self) -> None:
+        """The first matmul of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
+        thread = "backward" if self.ledger.phase == "backward" else "forward"
+        if thread not in self._workspaces and self._workspace_bytes:
+            size = Count(self._workspace_bytes, f"{self._workspace_bytes}")
+            self._workspaces[thread] = self.new(size, BYTE, f"cuBLAS, {thread} thread", category="workspaces")
+
+    def dear(self, make: Callable[[], Tensor]) -> Tensor:
+        """The output of an operator that selective checkpointing does not run again."""
+        return make() if self._frame is None else self._frame.output(make)
+
+    # --- casts --------------------------------------------------------------------------------------------
+
+    def cast(self, x: Tensor, dtype: Dtype | None) -> Tensor:
+        """The tensor in another format, if one is wanted that it does not have."""
+        if dtype is None or x.dtype is dtype:
+            return x
+        source = x.dtype
+        node = self.node((x.slot,), (), lambda machine, kept, gradient: (machine.copy(gradient, source),))
+        copy = self.copy(x, dtype)
+        node.gives(copy)
+        return copy
+
+    def weight(self, parameter: Parameter) -> Tensor:
+        """A weight as a matmul takes it: under autocast a copy, made once in each pass."""
+        if self.autocast is None:
+            return parameter.tensor
+        if id(parameter) not in self._weight_copies:
+            copy = self.cast(parameter.tensor, self.autocast)
+            copy.storage.piece.category = "autocast_copies"
+            self._weight_copies[id(parameter)] = copy
+        return self._weight_copies[id(parameter)]
+
+    # --- autograd -----------------------------------------------------------------------------------------
+
+    def node(self, inputs: tuple[Slot | None, ...], kept: tuple[Tensor, ...], backward: Backward) -> Node:
+        """An operator of the forward pass: what it keeps for its backward pass, and what that does."""
+        node = Node(inputs, kept, backward, self.ledger.where)
+        if self.tape is None:
+            return node
+        if self._frame is not None and kept:
+            number = self._frame.enter(kept)
+            node.kept, node.recomputed = (), partial(self._recomputed, self._frame, number)
+        if self._frame is None or not self._frame.recomputing:
+            self.tape.add(node)
+        return node
+
+    @contextmanager
+    def forward_pass(self, *, gradients: bool) -> Iterator[None]:
+        """A forward pass under autocast; what it made and is there at its end is kept for the backward pass."""
+        started = self.ledger.position()
+        self.tape = Tape() if gradients else None
+        yield
+        self._weight_copies.clear()
+        self._keep_since(started)
+
+    def checkpoint(self, run: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool) -> Tensor:
+        """run(x), whose nodes keep nothing, to be recomputed in the backward pass."""
+        if self.tape is None:
+            return run(x)
+        self._frame = Frame(run, x, selective=selective)
+        output = self._frame.run()
+        self._frame = None
+        return output
+
+    def _recomputed(self, frame: Frame, number: int) -> tuple[Tensor, ...]:
+        if not frame.has_found():
+            started = self.ledger.position()
+            self._frame, frame.recomputing = frame, True
+            with suppress(Enough):
+                frame.run()
+            self._frame = None
+            self._weight_copies.clear()
+            self._keep_since(started)
+        return frame.take(number)
+
+    def _keep_since(self, started: int) -> None:
+        for piece in self.ledger.made_since(started):
+            if piece.category == "temporaries":
+                piece.category = "activations"

@@ -1,0 +1,65 @@
+"""How many elements the tensors of a step have, as a number and in the symbols of docs/memory_formulas.md.
+
+B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block,
+h heads.
+"""
+
+from dataclasses import dataclass
+
+from steplab.specs.model import TransformerShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dtype:
+    """A number format."""
+
+    name: str
+    """bf16, as StepSpec has it; in words for the others."""
+    num_bytes: int
+    """Of one element."""
+
+
+FP32 = Dtype(name="fp32", num_bytes=4)
+BF16 = Dtype(name="bf16", num_bytes=2)
+FP16 = Dtype(name="fp16", num_bytes=2)
+BOOL = Dtype(name="bool", num_bytes=1)
+INT64 = Dtype(name="int64", num_bytes=8)
+BYTE = Dtype(name="byte", num_bytes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of elements."""
+
+    value: int
+    """The number."""
+    symbols: str
+    """The product it is: 'B h T²'; '' for 1."""
+
+    def formula(self, dtype: Dtype) -> str:
+        """Bytes of so many elements, in symbols: '4 B h T²'."""
+        if dtype.num_bytes == 1 and self.symbols:
+            return self.symbols
+        return f"{dtype.num_bytes} {self.symbols}".rstrip()
+
+
+class Sizes:
+    """Every number of elements that occurs in a step of the plain Transformer."""
+
+    def __init__(self, shape: TransformerShape, batch: int, context: int) -> None:
+        B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
+        self.shape, self.batch, self.context = shape, batch, context
+        self.one = Count(1, "")
+        self.tokens = Count(B * T, "B T")
+        self.residual = Count(B * T * d, "B T d")
+        self.half_residual = Count(B * T * d // 2, "B T d / 2")
+        self.inner = Count(B * T * f, "B T f")
+        self.logits = Count(B * T * V, "B T V")
+        self.scores = Count(B * h * T * T, "B h T²")
+        self.square = Count(T * T, "T²")
+        self.rows = Count(B * h * T, "B h T")
+        self.width = Count(d, "d")
+        self.projection = Count(d * d, "d²")
+        self.feed_forward = Count(d * f, "d f")
+        self.vocabulary = Count(d * V, "d V")
+        self.rotary = Count(T * d // h, "T d / h")

@@ -1,0 +1,170 @@
+"""Why a cell's peak is higher or lower than that of one that differs in a single choice: by category, from the data."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.memory_profile import MemoryProfile, SavedTensors
+from steplab.records.run import Run
+from steplab.report import memory_figures as figures
+from steplab.report.cells import Cell
+from steplab.report.figures import step_median
+from steplab.report.memory_cells import counterpart
+from steplab.report.memory_words import category_word
+
+AUTOCAST = ("bf16", "fp16")
+_SAME = 0.001  # a category that moves by less is said to stay
+_STATES = ("parameters", "gradients", "optimizer_state")
+_NAMED = 3
+
+
+def comparison_sentences(cell: Cell, cells: Sequence[Cell]) -> Iterator[str]:
+    """Why a cell's precision and checkpointing move its peak, against the same cell without them, if it is there."""
+
+    def run_of(found: Cell | None) -> Run | None:
+        return found.run if found else None
+
+    yield from precision_sentences(cell.run, run_of(counterpart(cell, cells, "precision", "fp32")))
+    yield from checkpointing_sentences(cell.run, run_of(counterpart(cell, cells, "checkpointing", "none")))
+
+
+def precision_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
+    """Why the run's precision does or does not lower the peak; `baseline` is the same cell in fp32, if there is one.
+
+    Nothing for a run that is itself in fp32 or tf32, whose tensors are float32, or without a profile.
+    """
+    profile = run.memory_profile
+    if profile is None or run.spec is None or run.spec.precision in ("fp32", "tf32"):
+        return
+    name = "bf16 throughout" if run.spec.precision == "bf16_pure" else f"{run.spec.precision} autocast"
+    if baseline is not None and baseline.memory_profile is not None:
+        yield _change(name, "fp32", profile, baseline.memory_profile)
+        yield from _moments(name, "fp32", profile, baseline.memory_profile)
+    if run.spec.precision in AUTOCAST:
+        yield from _kept(profile, alone=baseline is None or baseline.memory_profile is None)
+
+
+def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
+    """What recomputation saves and costs; `baseline` is the same cell without it."""
+    profile = run.memory_profile
+    if profile is None or run.spec is None or run.spec.checkpointing == "none" or not run.spec.checkpoints_apply:
+        return
+    if baseline is None or baseline.memory_profile is None:
+        return
+    name = f"checkpointing ({run.spec.checkpointing})"
+    yield _change(name, "no checkpointing", profile, baseline.memory_profile)
+    yield from _moments(name, "no checkpointing", profile, baseline.memory_profile)
+    after_s, before_s = step_median(run), step_median(baseline)
+    if after_s and before_s:
+        yield (
+            f"For that the step takes {units.format_time(after_s)} instead of {units.format_time(before_s)} "
+            f"({100 * (after_s / before_s - 1):+.1f} %)."
+        )
+
+
+def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> str:
+    """The peak's change, then what stays, what shrinks and what is added, in bytes, so that the sum can be checked."""
+    change = after.peak_bytes - before.peak_bytes
+    size = units.format_bytes
+    off = f"{100 * abs(change) / before.peak_bytes:.1f} %" if before.peak_bytes else size(abs(change))
+    moved = f"{off} {'lower' if change < 0 else 'higher'}"
+    text = f"With {name} the peak is {'where it was' if abs(change) <= _SAME * before.peak_bytes else moved}: "
+    text += f"{size(after.peak_bytes)}, against {size(before.peak_bytes)} with {other}."
+    reasons = [*_stays(after, before), *_moves(after, before)]
+    return f"{text} {'; '.join(reasons)}; net {_signed(change)}." if reasons else text
+
+
+def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
+    there = [c for c in figures.in_order(before.at_peak) if before.at_peak.get(c)]
+    staying = [c for c in there if _is_same(after.at_peak.get(c, 0), before.at_peak[c]) and c != "rounding"]
+    if staying:
+        names = _list([category_word(category) for category in staying])
+        states = any(category in _STATES for category in staying)
+        size = units.format_bytes(figures.at_peak(before, *staying))
+        yield f"{names[0].upper()}{names[1:]} {'stay' if states or len(staying) > 1 else 'stays'} at {size}"
+
+
+def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
+    """The categories that differ, the largest change first."""
+    names = figures.in_order((*before.at_peak, *after.at_peak))
+    pairs = [(name, after.at_peak.get(name, 0), before.at_peak.get(name, 0)) for name in names]
+    moved = [pair for pair in pairs if not _is_same(pair[1], pair[2])]
+    for category, now, then in sorted(moved, key=lambda pair: -abs(pair[1] - pair[2])):
+        word, change = category_word(category), _signed(now - then)
+        if not then:
+            yield f"{word} add {units.format_bytes(now)} ({change})"
+        elif not now:
+            yield f"the {units.format_bytes(then)} of {word} are gone ({change})"
+        else:
+            verb = "shrink" if now < then else "grow"
+            sizes = f"from {units.format_bytes(then)} to {units.format_bytes(now)}"
+            yield f"{word} {verb} {sizes} ({now / then:.2f}×, {change})"
+
+
+def _is_same(now: int, then: int) -> bool:
+    return abs(now - then) <= _SAME * max(now, then)
+
+
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else '-' if change < 0 else ''}{units.format_bytes(abs(change))}"
+
+
+def _list(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
+    """That the two peaks are of different phases, which a comparison by category must not hide."""
+    if after.peak_phase and before.peak_phase and after.peak_phase != before.peak_phase:
+        yield f"The peaks are not the same moment: {other} peaks in {before.peak_phase}, {name} in {after.peak_phase}."
+
+
+def _kept(profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
+    """What autocast did to the tensors kept for backward, and what it could not touch."""
+    saved = figures.saved_activations(profile)
+    low = [tensors for tensors in saved if tensors.dtype in figures.LOW_PRECISION]
+    full = [tensors for tensors in saved if tensors.dtype == "float32"]
+    total, low_bytes = figures.saved_bytes(saved), figures.saved_bytes(low)
+    if total:
+        share = f"{units.format_percent(low_bytes / total)} are {_dtypes(low)}" if low else "nothing is low precision"
+        yield f"Of the {units.format_bytes(total)} of activations kept for backward {share}{_still_full(full)}."
+    states = figures.at_peak(profile, *_STATES)
+    copies = figures.at_peak(profile, "autocast_copies")
+    if alone:
+        yield (
+            f"Autocast leaves parameters, gradients and optimizer state as they are: {units.format_bytes(states)}, "
+            f"{units.format_percent(states / profile.peak_bytes)} of the peak."
+        )
+        if low_bytes or copies:
+            yield _balance(profile, low_bytes, copies)
+
+
+def _dtypes(saved: Sequence[SavedTensors]) -> str:
+    return " and ".join(dict.fromkeys(tensors.dtype for tensors in saved))
+
+
+def _still_full(full: Sequence[SavedTensors]) -> str:
+    """Whom the float32 tensors belong to, the largest first."""
+    if not full:
+        return ""
+    by_node: dict[str, int] = {}
+    for tensors in full:
+        node = tensors.op.removesuffix("0").removesuffix("Backward") or "no operator"
+        by_node[node] = by_node.get(node, 0) + tensors.stored_bytes
+    most = sorted(by_node, key=lambda node: -by_node[node])[:_NAMED]
+    names = ", ".join(f"{node} {units.format_bytes(by_node[node])}" for node in most)
+    return f"; {units.format_bytes(figures.saved_bytes(full))} stay float32 (most for {names})"
+
+
+def _balance(profile: MemoryProfile, low_bytes: int, copies: int) -> str:
+    """What can be said of one record alone: kept in float32, low-precision tensors would take twice as much."""
+    size = units.format_bytes
+    saved = f"Kept in float32 the low-precision ones would take {size(low_bytes)} more" if low_bytes else ""
+    copied = f"{size(copies)} of weight copies, alive at the peak, would not be there in fp32" if copies else ""
+    text = ", and ".join(filter(None, (saved, copied)))
+    if profile.peak_phase == "optimizer":
+        return f"{text}; but the peak lies in the optimizer, when activations are gone, so that neither moves it."
+    net = low_bytes - copies
+    verdict = (
+        f"autocast lowers this peak by {size(net)} at most" if net > 0 else "autocast has nothing to lower this peak by"
+    )
+    return f"{text}: {verdict}, temporaries apart. The same cell in fp32 would tell."

@@ -1,0 +1,85 @@
+"""What a page says first of watched memory: what the largest peak is made of, and what each choice does to the peak."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from steplab import units
+from steplab.records.rows import Scalar
+from steplab.report.cells import Cell, label, said
+from steplab.report.memory_cells import counterpart, named
+from steplab.report.memory_figures import parts
+from steplab.report.memory_words import category_word
+
+_BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
+_TOLD = 3  # categories named
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFact:
+    """One sentence, and the figure that stands out of it."""
+
+    figure: str
+    """Short: '59.4 %'."""
+    text: str
+    """The sentence."""
+
+
+def memory_facts(cells: Sequence[Cell], fields: Sequence[str]) -> list[MemoryFact]:
+    """Of the cells whose memory was watched; empty without any."""
+    known = named(cells)
+    changes = [_changes(known, field, baseline, fields) for field, baseline in _BASELINES]
+    return [*_largest(known, fields), *(fact for found in changes for fact in found)]
+
+
+def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[MemoryFact]:
+    peaks = [(cell.run.memory_profile.peak_bytes, cell) for cell in known if cell.run.memory_profile]
+    if not peaks:
+        return
+    size, cell = max(peaks, key=lambda found: found[0])
+    profile = cell.run.memory_profile
+    assert profile is not None  # chosen for it
+    found = sorted(parts(profile), key=lambda part: -part.num_bytes)
+    if not found:
+        return
+    where = f", in {profile.peak_phase}" if profile.peak_phase else ""
+    others = ", ".join(
+        f"{category_word(p.category)} {units.format_percent(p.share)}" for p in found[1 : 1 + _TOLD] if p.share >= 0.01
+    )
+    yield MemoryFact(
+        figure=units.format_percent(found[0].share),
+        text=f"of the highest peak watched is {category_word(found[0].category)}: {label(cell, fields)} "
+        f"({units.format_bytes(size)}{where}{f'; then {others}' if others else ''}).",
+    )
+
+
+def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[MemoryFact]:
+    """Of each value of a field against the baseline: by how much it moves the peak of cells alike in all else."""
+    others = [name for name in fields if name != field]
+    for value in dict.fromkeys(cell.values[field] for cell in known):
+        pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])
+        if not pairs:
+            continue
+        choice = f"{said(field, value)} instead of {said(field, baseline)}"
+        middle = median(change for change, _ in pairs)
+        text = f"peak memory, {choice}"
+        if len(pairs) == 1:
+            text += f", at {label(pairs[0][1], others)}."
+        else:
+            (low, lowest), (high, highest) = pairs[0], pairs[-1]
+            text += f", in the median of {len(pairs)} pairs of watched cells alike in all else: from {_signed(low)} at "
+            text += f"{label(lowest, others)} to {_signed(high)} at {label(highest, others)}."
+        yield MemoryFact(figure=_signed(middle), text=text)
+
+
+def _pairs(known: Sequence[Cell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, Cell]]:
+    """The relative change of the peak, and the cell it is of."""
+    for cell in known:
+        other = counterpart(cell, known, field, baseline) if cell.values[field] == value else None
+        before = other.run.memory_profile.peak_bytes if other and other.run.memory_profile else 0
+        if before and cell.run.memory_profile:
+            yield cell.run.memory_profile.peak_bytes / before - 1, cell
+
+
+def _signed(change: float) -> str:
+    return f"{100 * change:+.1f} %"

@@ -1,0 +1,139 @@
+"""Figures of a memory profile that several renderers show, computed from the record; no presentation."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile, SavedTensors
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import Run
+
+_ORDER = tuple(dict.fromkeys((*MEMORY_CATEGORIES[:-1], *UNNAMED_CATEGORIES)))
+DTYPE_BYTES = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+"""Bytes of an element, by the name torch gives its type."""
+LOW_PRECISION = ("bfloat16", "float16")
+"""The types that autocast computes in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One category of the peak."""
+
+    category: str
+    """As in the record; 'peak' for their sum."""
+    num_bytes: int
+    """At the peak."""
+    share: float
+    """Of the peak."""
+    predicted_bytes: int | None = None
+    """What a prediction says of it; None without one."""
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured; None without a prediction, or where nothing was measured."""
+        if self.predicted_bytes is None or not self.num_bytes:
+            return None
+        return self.predicted_bytes / self.num_bytes - 1
+
+
+def in_order(categories: Iterable[str]) -> list[str]:
+    """Categories in their fixed order; unknown ones after the known."""
+    found = list(dict.fromkeys(categories))
+    return sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), found.index(name)))
+
+
+def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> list[Part]:
+    """The categories with anything at the peak, measured or predicted, in their order."""
+    predicted = prediction.at_peak if prediction else {}
+    return [
+        Part(
+            category=category,
+            num_bytes=profile.at_peak.get(category, 0),
+            share=profile.at_peak.get(category, 0) / (profile.peak_bytes or 1),
+            predicted_bytes=predicted.get(category, 0) if prediction else None,
+        )
+        for category in in_order((*profile.at_peak, *predicted))
+        if profile.at_peak.get(category) or predicted.get(category)
+    ]
+
+
+def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Part:
+    """The peak itself."""
+    return Part(
+        category="peak",
+        num_bytes=profile.peak_bytes,
+        share=1.0,
+        predicted_bytes=prediction.peak_bytes if prediction else None,
+    )
+
+
+def at_peak(profile: MemoryProfile, *categories: str) -> int:
+    """Bytes of these categories at the peak."""
+    return sum(profile.at_peak.get(category, 0) for category in categories)
+
+
+def has_owners(profile: MemoryProfile) -> bool:
+    """Whether the record says whose memory it was: an imported snapshot does not."""
+    return not set(profile.at_peak) & {"before", "during"}
+
+
+def num_bytes(shape: Iterable[int], dtype: str | None) -> int | None:
+    """Bytes of a dense tensor; None where the type is not known."""
+    size = DTYPE_BYTES.get(dtype or "")
+    return None if size is None else prod(shape) * size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residual:
+    """One tensor of the residual stream: the input of a block."""
+
+    shape: tuple[int, ...]
+    """Batch, context, width."""
+    dtype: str
+    """Of its elements."""
+    num_bytes: int
+    """Their product, in bytes."""
+
+
+def residual(profile: MemoryProfile) -> Residual | None:
+    """The first block's input; None where no block was seen, or its type is not known."""
+    for block in profile.blocks:
+        if block.input_shape and block.input_dtype:
+            size = num_bytes(block.input_shape, block.input_dtype)
+            if size:
+                return Residual(shape=block.input_shape, dtype=block.input_dtype, num_bytes=size)
+    return None
+
+
+def saved_bytes(saved: Iterable[SavedTensors]) -> int:
+    """Memory that these saved tensors hold."""
+    return sum(tensors.stored_bytes for tensors in saved)
+
+
+def saved_activations(profile: MemoryProfile) -> list[SavedTensors]:
+    """The saved tensors that are activations and hold memory of their own, most bytes first."""
+    found = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
+    return sorted(found, key=lambda tensors: -tensors.stored_bytes)
+
+
+def peak_of(run: Run) -> int | None:
+    """The run's peak: what the allocator counted over the timed steps, else that of the watched step."""
+    counted = run.memory.peak("step") if run.memory else None
+    if counted:
+        return counted.peak_allocated_bytes
+    return run.memory_profile.peak_bytes if run.memory_profile else None
+
+
+def capacity(run: Run) -> int | None:
+    """Memory of the run's device; None on a CPU, and where nobody said."""
+    if run.memory and run.memory.total_bytes:
+        return run.memory.total_bytes
+    if run.environment and run.environment.device.kind == "cuda":
+        return run.environment.device.memory_bytes
+    return None

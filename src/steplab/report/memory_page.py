@@ -1,0 +1,114 @@
+"""The part of a page about watched memory: what tells runs apart, then each with its words, picture and tables."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from steplab.records.memory_profile import MemoryProfile
+from steplab.records.prediction import MemoryPrediction
+from steplab.report import memory_words as words
+from steplab.report.cells import Cell, label, said, varying
+from steplab.report.figures import spread
+from steplab.report.grid import Grid
+from steplab.report.memory_cells import alike_but_for, watched
+from steplab.report.memory_charts import peak_bars
+from steplab.report.memory_compare import comparison_sentences
+from steplab.report.memory_figures import capacity
+from steplab.report.memory_grids import category_grid, largest_grid, phase_grid, saved_grid
+from steplab.report.memory_picture import Shown, memory_timelines
+from steplab.report.memory_tradeoff import checkpointing_tradeoff
+from steplab.report.profile_page import Block, ProfileSection
+
+_MOST_OPEN = 6
+_MOST_ROWS, _OPEN_ALLOCATIONS = 40, 8
+_MOST_BESIDE = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    """What a page shows of memory beyond the peaks that the allocator counted."""
+
+    across: tuple[Block, ...]
+    """What several runs show together."""
+    records: tuple[ProfileSection, ...]
+    """A section a watched run."""
+
+
+def memory_part(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> MemoryPart | None:
+    """The part for these cells, with predictions by the runs' ids; None where nothing is there to show."""
+    across = tuple(_across(cells, predictions))
+    records = tuple(_records(cells, predictions))
+    return MemoryPart(across=across, records=records) if across or records else None
+
+
+def _across(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Block]:
+    if bars := peak_bars(cells, predictions):
+        yield Block(title="What the peaks are made of", chart=bars)
+    for group in alike_but_for(watched(cells), "context"):
+        shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
+        if timelines := memory_timelines(shown):
+            fields = [field for field in varying(cells) if field != "context"]
+            yield Block(title=f"Over time, by context: {label(group[0], fields)}", chart=timelines)
+    if tradeoff := checkpointing_tradeoff(cells):
+        yield Block(title="Checkpointing: memory against time", chart=tradeoff)
+
+
+def _shown(cell: Cell, title: str) -> Shown:
+    profile = cell.run.memory_profile
+    assert profile is not None  # only watched cells are drawn
+    return Shown(title=title, profile=profile, capacity=capacity(cell.run))
+
+
+def _records(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[ProfileSection]:
+    """A section a watched run, in the cells' order; after the sixth they start closed."""
+    fields = varying(cells)
+    for index, cell in enumerate(watched(cells)):
+        profile, prediction = cell.run.memory_profile, predictions.get(cell.run.id)
+        assert profile is not None  # watched
+        yield ProfileSection(
+            title=label(cell, fields) if len(cells) > 1 else "",
+            heading=words.heading(cell.run, profile),
+            told=tuple(_told(cell, cells, profile, prediction)),
+            blocks=tuple(_blocks(cell, profile, prediction)),
+            folded=index >= _MOST_OPEN,
+        )
+
+
+def _told(
+    cell: Cell, cells: Sequence[Cell], profile: MemoryProfile, prediction: MemoryPrediction | None
+) -> Iterator[str]:
+    yield words.peak_sentence(profile)
+    yield words.parts_sentence(profile)
+    yield from words.check_sentences(profile)
+    if prediction:
+        yield words.prediction_sentence(profile, prediction)
+    yield from comparison_sentences(cell, cells)
+    if stream := words.residual_sentence(cell.run, profile):
+        yield stream
+    yield from words.largest_sentences(cell.run, profile)
+    yield from words.saved_sentences(cell.run, profile)
+    yield from words.around_sentences(profile)
+
+
+def _blocks(cell: Cell, profile: MemoryProfile, prediction: MemoryPrediction | None) -> Iterator[Block]:
+    if timeline := memory_timelines([_shown(cell, "")]):
+        yield Block(title="Memory over time", chart=timeline)
+    yield Block(title="Peak by category", grid=category_grid(profile, prediction))
+    if phases := phase_grid(cell.run, profile):
+        yield Block(title="Peaks by phase", grid=phases)
+    if profile.largest:
+        grid = largest_grid(cell.run, profile.largest[:_MOST_ROWS])
+        yield from _shown_and_folded(grid, "Largest allocations", _OPEN_ALLOCATIONS)
+    if profile.saved:
+        yield from _shown_and_folded(saved_grid(profile.saved, _MOST_ROWS), "Kept for backward", words.MOST_SAVED)
+    notes = (*profile.notes, *(f"prediction: {note}" for note in (prediction.notes if prediction else ())))
+    if notes:
+        yield Block(title="Notes on this memory", notes=notes)
+
+
+def _shown_and_folded(grid: Grid, title: str, num_open: int) -> Iterator[Block]:
+    """The first rows of a table, and the rest of them closed."""
+    rest = replace(grid, rows=grid.rows[num_open:], open_rows=0)
+    first = replace(grid, rows=grid.rows[:num_open], caption="" if rest.rows else grid.caption)
+    yield Block(title=title, grid=first)
+    if rest.rows:
+        yield Block(title=f"{title}, further down", grid=rest)

@@ -1,0 +1,142 @@
+"""Which tensor an allocation is, as far as its shape, module and operator make that certain.
+
+Only the plain Transformer's sizes are known by name (batch, context, width, ...). A shape that two of its tensors share
+is given as a shape and not as either of them.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from steplab.records.memory_profile import Allocation, SavedTensors
+from steplab.report.memory_figures import num_bytes
+from steplab.specs.model import TransformerShape
+from steplab.specs.step import StepSpec
+
+_SCORES = {
+    "bmm": "products of queries and keys",
+    "baddbmm": "products of queries and keys",
+    "matmul": "products of queries and keys",
+    "mul": "scaled attention scores",
+    "div": "scaled attention scores",
+    "masked_fill": "masked attention scores",
+    "where": "masked attention scores",
+    "_softmax": "attention weights (softmax of the scores)",
+    "_softmax_backward_data": "gradient of the attention scores",
+}
+_LOGITS = {
+    "mm": "logits",
+    "linear": "logits",
+    "_log_softmax": "log-probabilities of the loss",
+    "_log_softmax_backward_data": "gradient of the logits",
+}
+
+
+def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
+    """The tensor in a few words; None where they would be a guess."""
+    if spec is None or spec.model.shape is None or made.shape is None:
+        return None
+    sizes = spec.model.shape
+    if is_scores(made.shape, spec, sizes):
+        words = _SCORES.get(_last(made.op))
+        if words is None or (made.phase == "backward" and "gradient" not in words and made.op != "aten::_softmax"):
+            return "a tensor of the size of the attention scores"
+        return words
+    if _is_logits(made.shape, spec, sizes):
+        words = _LOGITS.get(_last(made.op))
+        if words is None or (made.phase == "backward" and "gradient" not in words):
+            return "a tensor of the size of the logits"
+        return words
+    if made.category in ("parameters", "gradients", "optimizer_state", "autocast_copies"):
+        return _weight(made, sizes)
+    return _of_width(made.shape, spec, sizes)
+
+
+def _last(op: str | None) -> str:
+    """mul_ and mul.Tensor are mul."""
+    return (op or "").rpartition("::")[2].partition(".")[0].rstrip("_")
+
+
+def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
+    """Whether a tensor is heads x context x context of every sequence, in three or four dimensions."""
+    square = len(shape) in (3, 4) and tuple(shape[-2:]) == (spec.context, spec.context)
+    return square and sizes.num_heads > 0 and prod(shape[:-2]) == spec.batch * sizes.num_heads
+
+
+def _is_logits(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
+    wide = len(shape) > 1 and shape[-1] == sizes.vocab_size and prod(shape[:-1]) == spec.tokens
+    return wide and sizes.vocab_size not in (sizes.d_model, sizes.d_ff)
+
+
+def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
+    """Weights by their shape: which of the model's matrices have it."""
+    whose = {
+        "parameters": "{}",
+        "gradients": "gradient of {}",
+        "optimizer_state": "optimizer state of {}",
+        "autocast_copies": "low-precision copy of {}",
+    }[made.category]
+    of = {
+        "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
+        "a feed-forward weight": {(sizes.d_ff, sizes.d_model), (sizes.d_model, sizes.d_ff)},
+        "an attention projection": {(sizes.d_model, sizes.d_model)} if sizes.num_heads else set(),
+    }
+    fitting = [name for name, shapes in of.items() if made.shape in shapes]
+    return whose.format(fitting[0]) if len(fitting) == 1 else None
+
+
+def _of_width(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
+    """Activations a token wide: of the feed-forward's inner width, or of the residual stream's."""
+    name = _width_name(shape[-1], sizes) if len(shape) > 1 and prod(shape[:-1]) == spec.tokens else None
+    whose = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
+    return f"a tensor of the {whose[name]}" if name else None
+
+
+def _width_name(size: int, sizes: TransformerShape) -> str | None:
+    """width or inner width; None for another size, and for one that several things have."""
+    names = {sizes.d_model: "width", sizes.d_ff: "inner width", sizes.vocab_size: None}
+    return names.get(size) if len(names) == 3 else None
+
+
+def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
+    """'batch x heads x context x context x bytes of float32 = 4 x 12 x 512 x 512 x 4'; None for an unknown dtype.
+
+    Sizes are named where the spec's own shape says which they are, and else given as figures alone.
+    """
+    size = num_bytes(shape, dtype)
+    if size is None or not shape:
+        return None
+    per_element = size // prod(shape) if prod(shape) else 0
+    figures = " × ".join(f"{n}" for n in (*shape, per_element))
+    names = _names(shape, spec)
+    if names is None:
+        return f"{figures} ({dtype})"
+    return f"{' × '.join(names)} × bytes of {dtype} = {figures}"
+
+
+def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
+    if spec is None:
+        return None
+    sizes = spec.model.shape
+    by_token = len(shape) == 3 and tuple(shape[:2]) == (spec.batch, spec.context)
+    if sizes is None:
+        return ["batch", "context", "width"] if by_token else None
+    if is_scores(shape, spec, sizes):
+        return [*(("batch", "heads") if len(shape) == 4 else ("(batch × heads)",)), "context", "context"]
+    tokens = ["batch", "context"] if by_token else ["(batch × context)"]
+    if not by_token and (len(shape) != 2 or shape[0] != spec.tokens):
+        return None
+    if _is_logits(shape, spec, sizes):
+        return [*tokens, "vocabulary"]
+    width = _width_name(shape[-1], sizes)
+    return [*tokens, width] if width else None
+
+
+def saved_by(tensors: SavedTensors, spec: StepSpec | None) -> str:
+    """Saved tensors in a few words: 'softmax in blocks.*.attention'."""
+    node = tensors.op.removesuffix("0").removesuffix("Backward") or "a tensor"
+    where = tensors.module or "no module"
+    where += f" ({tensors.category.replace('_', ' ')})" if tensors.category != "activations" else ""
+    shape = spec.model.shape if spec else None
+    if spec and shape and node == "Softmax" and is_scores(tensors.shape, spec, shape):
+        return f"attention weights in {where}"
+    return f"{node} in {where}"

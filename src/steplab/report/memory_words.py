@@ -1,0 +1,194 @@
+"""What a memory profile says, in sentences: the same on a terminal and on a page."""
+
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import Run
+from steplab.report import memory_figures as figures
+from steplab.report.memory_tensors import derivation, saved_by, what_it_is
+from steplab.report.shares import format_share
+
+_SOURCES = {
+    "cuda allocator": "by the allocator's own history",
+    "cpu allocator": "by what the allocator told torch's profiler of each allocation, for it keeps no history",
+}
+_WORDS = {
+    "optimizer_state": "optimizer state",
+    "autocast_copies": "autocast copies",
+    "before": "allocated before the history",
+    "during": "allocated during the history",
+}
+MOST_SAVED = 5
+_TOLD = 0.01  # a category with less of the peak is told together with the others
+
+
+def category_word(category: str) -> str:
+    """A category as people read it."""
+    return _WORDS.get(category, category)
+
+
+def exactly(num_bytes: int) -> str:
+    """1.50 GiB (1,610,612,736 bytes)."""
+    return f"{units.format_bytes(num_bytes)} ({num_bytes:,} bytes)"
+
+
+def heading(run: Run, profile: MemoryProfile) -> str:
+    """What was watched, where, and how."""
+    events = f"{profile.num_events:,} allocations and releases"
+    if profile.source == "snapshot":
+        parts = ["a snapshot" + (f", {profile.file}" if profile.file else ""), profile.device, profile.device_name]
+        return ", ".join([*filter(None, parts), events])
+    device = f" on {run.device_name}" if run.device_name else ""
+    return f"one step{device}, {_SOURCES.get(profile.source, f'by {profile.source}')}, {events}"
+
+
+def peak_sentence(profile: MemoryProfile) -> str:
+    """How high, and the moment: phase, module, operator, line; or how far into the history."""
+    return f"The peak is {exactly(profile.peak_bytes)}{_moment(profile)}."
+
+
+def _moment(profile: MemoryProfile) -> str:
+    """The moment in words: ', reached in backward, in blocks.3.attention, when aten::bmm allocated at a.py:3 in f'."""
+    places = [f"in {place}" for place in (profile.peak_phase, profile.peak_module) if place]
+    where = ", ".join(places or [when(profile)])
+    line = f" at {profile.peak_source}" if profile.peak_source else ""
+    if profile.peak_op:
+        return f", reached {where}, when {profile.peak_op} allocated{line}"
+    return f", reached {where}{f', by an allocation{line}' if line else ''}"
+
+
+def when(profile: MemoryProfile) -> str:
+    """When the peak was, on the axis that the timeline has."""
+    if not profile.timeline.by_event:
+        return f"{units.format_time(profile.peak_s)} into the history"
+    return f"after {profile.peak_s:,.0f} of {profile.num_events:,} events"
+
+
+def parts_sentence(profile: MemoryProfile) -> str:
+    """What the peak is made of, most first."""
+    found = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
+    told = [part for part in found if part.share >= _TOLD]
+    texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
+    rest = sum(part.share for part in found[len(told) :])
+    texts += [f"all else {format_share(rest)}"] if rest else []
+    return f"It is made of {', '.join(texts)}."
+
+
+def check_sentences(profile: MemoryProfile) -> Iterator[str]:
+    """The watched peak against the allocator's own count of the same step, and of steps that nobody watched."""
+    counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
+    if counted is not None:
+        text = "The allocator's own high-water mark over the watched step "
+        same = counted == profile.peak_bytes
+        yield text + ("is the same, to the byte." if same else f"is {_against(counted, profile.peak_bytes)}.")
+    if unwatched is not None and unwatched != (profile.peak_bytes if counted is None else counted):
+        yield f"Over the timed steps, which nobody watched, it was {_against(unwatched, profile.peak_bytes)}."
+
+
+def _against(size: int, other: int) -> str:
+    off = size - other
+    share = f" ({100 * off / other:+.2f} %)" if other else ""
+    return f"{exactly(size)}, {units.format_bytes(abs(off))} {'more' if off > 0 else 'less'}{share}" if off else "equal"
+
+
+def around_sentences(profile: MemoryProfile) -> Iterator[str]:
+    """What the allocator held beyond the peak, and what the device had in use beyond the allocator."""
+    if profile.reserved_bytes is not None:
+        beyond = profile.reserved_bytes - profile.peak_bytes
+        more = f", {units.format_bytes(beyond)} more than the peak: cached or fragmented" if beyond > 0 else ""
+        yield f"The allocator held {units.format_bytes(profile.reserved_bytes)} of the device at most{more}."
+    if profile.outside_bytes is not None:
+        yield (
+            f"Outside the allocator the device had {units.format_bytes(profile.outside_bytes)} in use: the context, "
+            "libraries, NCCL's buffers, other processes."
+        )
+
+
+def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
+    """The size of one residual-stream tensor, how it comes about, and how many of them the peak would hold."""
+    stream = figures.residual(profile)
+    if stream is None:
+        return None
+    steps = derivation(stream.shape, stream.dtype, run.spec)
+    text = (
+        f"One residual-stream tensor is {units.format_bytes(stream.num_bytes)}: {steps} = {stream.num_bytes:,} bytes; "
+        f"the peak would hold {units.three_digits(profile.peak_bytes / stream.num_bytes)} of them."
+    )
+    if run.spec and run.spec.precision in ("bf16", "fp16") and stream.dtype == "float32":
+        text += " Under autocast it stays float32: a low-precision tensor added to a float32 one gives float32."
+    return text
+
+
+def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
+    """The largest allocation alive at the peak, what it is and which line made it; and the most alike together."""
+    alive = [made for made in profile.largest if made.at_peak]
+    if not alive:
+        return
+    first = max(alive, key=lambda made: made.requested_bytes)
+    alike = f", one of {first.count} alike" if first.count > 1 else ""
+    yield (
+        f"The largest allocation alive at the peak is {units.format_bytes(first.requested_bytes)}{alike}: "
+        f"{allocation_words(first, run)}."
+    )
+    most = max(alive, key=lambda made: made.requested_bytes * made.count)
+    if most.count > 1 and most is not first:
+        together = units.format_bytes(most.requested_bytes * most.count)
+        size = units.format_bytes(most.requested_bytes)
+        yield f"Alike ones that hold most together: {most.count} × {size} = {together}, {allocation_words(most, run)}."
+
+
+def allocation_words(made: Allocation, run: Run) -> str:
+    """What it is, how its size comes about, who made it and where."""
+    what = what_it_is(made, run.spec) or category_word(made.category)
+    size = derivation(made.shape, made.dtype, run.spec) if made.shape else None
+    exact = size is not None and figures.num_bytes(made.shape or (), made.dtype) == made.requested_bytes
+    return ", ".join(filter(None, (what, size if exact else None, maker(made))))
+
+
+def maker(made: Allocation) -> str:
+    """Who made it: phase, operator, module, line; as far as they are known."""
+    if made.phase is None and made.source is None:
+        return "made before the recording"
+    again = made.phase == "backward" and made.module is not None  # a module's forward pass, inside the backward pass
+    words = ["made again" if again else "made", f"in {made.phase}" if made.phase else ""]
+    words.append(f"by {made.op}" if made.op else "")
+    words += [f"in {made.module}" if made.module else "", f"at {made.source}" if made.source else ""]
+    if made.source is None and made.phase == "backward" and not again:
+        words.append("(no line of Python: by the autograd engine)")
+    return " ".join(filter(None, words))
+
+
+def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
+    """What autograd kept: the total, the five largest contributors with their share, what a block keeps and emits."""
+    total = figures.saved_bytes(profile.saved)
+    if total:
+        first = sorted(profile.saved, key=lambda tensors: -tensors.stored_bytes)[:MOST_SAVED]
+        share = units.format_percent(figures.saved_bytes(first) / total)
+        names = "; ".join(_contributor(tensors, total, run) for tensors in first if tensors.stored_bytes)
+        what = (
+            f"The {len(first)} largest contributors hold {share} of it" if len(first) > 1 else "All of it is one kind"
+        )
+        yield f"Autograd kept {units.format_bytes(total)} for the backward pass. {what}: {names}."
+    for block in profile.blocks:
+        stream = block.input_bytes
+        times = f", {units.three_digits(block.saved_bytes / stream)} times its input" if stream else ""
+        emits = (
+            f", and its backward pass leaves {units.format_bytes(block.gradient_bytes)} of parameters' gradients"
+            if block.gradient_bytes is not None
+            else ""
+        )
+        yield f"{block.module} keeps {units.format_bytes(block.saved_bytes)}{times}{emits}."
+
+
+def _contributor(tensors: SavedTensors, total: int, run: Run) -> str:
+    share = units.format_percent(tensors.stored_bytes / total)
+    return f"{saved_by(tensors, run.spec)} {units.format_bytes(tensors.stored_bytes)} ({share})"
+
+
+def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:
+    """Predicted against measured."""
+    peak = figures.whole(profile, prediction)
+    off = f", {100 * peak.error:+.2f} % against the measured peak" if peak.error is not None else ""
+    return f"Predicted {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."

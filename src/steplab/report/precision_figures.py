@@ -1,0 +1,128 @@
+"""What is shown of an audit of precision, worked out: modules alike taken together, and elements added up."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from steplab.records.numerics import Audit, Elements, MatmulAudit, ModuleAudit
+
+T = TypeVar("T")
+
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+
+SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+"""Binary digits of a number, the leading one included."""
+SMALLEST_EXPONENT = {"fp16": -24, "bf16": -133}
+"""e, where 2^e is the smallest number above zero: a subnormal one, of one digit."""
+SMALLEST_NORMAL_EXPONENT = {"fp16": -14, "bf16": -126}
+"""e, where 2^e is the smallest number with all its digits."""
+
+THE_MODEL = "the model"
+"""What the outermost module is called, whose name is empty."""
+KINDS = ("outputs", "output gradients", "parameter gradients")
+"""The tensors whose elements are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleGroup:
+    """Modules of one name, layer numbers apart, that ran in the same types."""
+
+    name: str
+    """blocks.*.attention, or THE_MODEL."""
+    modules: tuple[ModuleAudit, ...]
+    """At least one."""
+
+    @property
+    def first(self) -> ModuleAudit:
+        """One of them, for what they share."""
+        return self.modules[0]
+
+    @property
+    def label(self) -> str:
+        """The name, and how many there are of it."""
+        return f"{self.name} × {len(self.modules)}" if len(self.modules) > 1 else self.name
+
+    def elements(self, kind: str) -> Elements | None:
+        """The elements of their tensors of a kind, added up."""
+        return added(elements_of(module, kind) for module in self.modules)
+
+
+def elements_of(module: ModuleAudit, kind: str) -> Elements | None:
+    """The elements of a module's tensors of one of KINDS."""
+    found = {
+        "outputs": module.output_elements,
+        "output gradients": module.output_gradient_elements,
+        "parameter gradients": module.gradient_elements,
+    }
+    return found[kind]
+
+
+def short(dtype: str) -> str:
+    """fp32 for float32."""
+    return _SHORT.get(dtype, dtype)
+
+
+def shorts(dtypes: Sequence[str]) -> str:
+    """Types, one after the other; a dash where there are none."""
+    return ", ".join(map(short, dtypes)) or "–"
+
+
+def without_numbers(name: str) -> str:
+    """A dotted name with * for each number: blocks.*.attention; THE_MODEL for ''."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) or THE_MODEL
+
+
+def module_groups(audit: Audit) -> list[ModuleGroup]:
+    """The modules, those alike taken together, in their order."""
+
+    def key(module: ModuleAudit) -> tuple[object, ...]:
+        types = (module.parameters, module.inputs, module.outputs, module.gradients, module.output_gradients)
+        return (without_numbers(module.module), module.kind, *types)
+
+    groups = _grouped(audit.modules, key)
+    return [ModuleGroup(name=without_numbers(group[0].module), modules=tuple(group)) for group in groups]
+
+
+def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:
+    """The products of matrices, those alike taken together, in their order."""
+    return _grouped(audit.matmuls, lambda m: (m.phase, without_numbers(m.module), m.op, m.node, m.inputs, m.outputs))
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    found: dict[object, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return list(found.values())
+
+
+def all_elements(audit: Audit, kind: str) -> Elements | None:
+    """The elements of a kind over the whole model, none counted twice: of outputs, those of the leaves alone."""
+    counted = (module for module in audit.modules if module.leaf or kind == "parameter gradients")
+    return added(elements_of(module, kind) for module in counted)
+
+
+def added(parts: Iterable[Elements | None]) -> Elements | None:
+    """Their sum; None without any. A count that one of them lacks, the sum lacks."""
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    sums: dict[str, int | None] = {}
+    for field in fields(Elements):
+        if field.name.startswith("num_"):
+            values = [getattr(part, field.name) for part in given]
+            sums[field.name] = None if None in values else sum(values)
+    largest = [part.largest for part in given if part.largest is not None]
+    smallest = [part.smallest for part in given if part.smallest is not None]
+    return Elements(**sums, largest=max(largest, default=None), smallest=min(smallest, default=None))  # type: ignore[arg-type]
+
+
+def num_lost(elements: Elements) -> int:
+    """Elements that overflowed, underflowed or are subnormal; without an fp32 run, those not finite or subnormal."""
+    overflowed = not_finite(elements) if elements.num_overflowed is None else elements.num_overflowed
+    return overflowed + (elements.num_underflowed or 0) + elements.num_subnormal
+
+
+def not_finite(elements: Elements) -> int:
+    """Elements that are infinite or no number."""
+    return elements.num_inf + elements.num_nan

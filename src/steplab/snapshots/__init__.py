@@ -1,0 +1,1 @@
+"""Histories of an allocator: read safely, replayed, and told by category. Free of torch."""

@@ -1,0 +1,251 @@
+"""From the objects of a snapshot's pickle to columns.
+
+What torch writes is told in `torch.cuda.memory._snapshot`. Keys that are not known are passed over; what is known must
+be of the type that torch gives it. Lists that are read whole may not be there twice: a reference costs two bytes.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from steplab.snapshots.event_runs import StackRef
+from steplab.snapshots.event_window import ABSENT
+from steplab.snapshots.history import (
+    ACTIONS,
+    ALLOCATED,
+    AWAITING_FREE,
+    INACTIVE,
+    NONE,
+    OTHER,
+    AllocatorSettings,
+    Blocks,
+    DeviceHistory,
+    Events,
+    History,
+    Segments,
+)
+from steplab.snapshots.refusal import Refused, expect
+from steplab.snapshots.stacks import Stacks
+
+_STATES = {
+    "inactive": INACTIVE,
+    "active_allocated": ALLOCATED,
+    "active_pending_free": AWAITING_FREE,
+    "active_awaiting_free": AWAITING_FREE,  # so torch's docstring calls it
+}
+_CODES = {name: code for code, name in enumerate(ACTIONS)}
+_DEEPEST = 24
+_LOWEST, _HIGHEST = -(2**63), 2**63 - 1
+
+_Dict = Mapping[Any, object]
+
+
+def build_history(snapshot: object, stacks: Stacks) -> History:
+    """The History in what a pickle held. Raises Refused if that is no memory snapshot."""
+    _check_nesting(snapshot)
+    if isinstance(snapshot, list):  # as torch.cuda.memory_snapshot() gave it before there was a history
+        snapshot = {"segments": snapshot}
+    expect(isinstance(snapshot, dict) and "segments" in snapshot, "it is a pickle, but holds no memory snapshot")
+    assert isinstance(snapshot, dict)
+    builder = _Builder(stacks)
+    traces = _list(snapshot.get("device_traces", []), "device_traces")
+    events = {index: builder.events(_list(trace, "a device's trace")) for index, trace in enumerate(traces)}
+    held = builder.held(_list(snapshot["segments"], "segments"))
+    devices = sorted(held.keys() | {index for index, trace in events.items() if len(trace)})
+    none = builder.events([])
+    no_segments, no_blocks = builder.columns([], [])
+    return History(
+        devices=tuple(
+            DeviceHistory(
+                index=index,
+                events=events.get(index, none),
+                segments=held[index][0] if index in held else no_segments,
+                blocks=held[index][1] if index in held else no_blocks,
+            )
+            for index in devices
+        ),
+        stacks=stacks.all(),
+        settings=_settings(snapshot.get("allocator_settings")),
+    )
+
+
+class _Builder:
+    def __init__(self, stacks: Stacks) -> None:
+        self._stacks = stacks
+        self._seen: dict[int, object] = {}
+        self._stack_of_list: dict[int, int] = {}
+
+    def events(self, trace: list[object]) -> Events:
+        """One device's events; those taken in bulk are columns already."""
+        self._once(trace, "a device's trace")
+        parts = list[Events]()
+        rows = list[tuple[int, ...]]()
+        for event in trace:
+            if isinstance(event, Events):
+                parts.append(_as_columns(rows))
+                parts.append(event)
+                rows = []
+            else:
+                rows.append(self._event(_dict(event, "an event")))
+        parts.append(_as_columns(rows))
+        return _joined(parts)
+
+    def _event(self, event: _Dict) -> tuple[int, ...]:
+        action = event.get("action")
+        expect(isinstance(action, str), "an event of its history has no action")
+        return (
+            _CODES.get(str(action), OTHER),
+            _int(event, "addr", ABSENT["address"]),
+            _int(event, "size", ABSENT["size_bytes"]),
+            _int(event, "stream", ABSENT["stream"]),
+            _int(event, "time_us", ABSENT["time_us"]),
+            self._stack(event),
+        )
+
+    def held(self, segments: list[object]) -> dict[int, tuple[Segments, Blocks]]:
+        """Segments and blocks of each device that has any."""
+        self._once(segments, "segments")
+        of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
+        for each in segments:
+            segment = _dict(each, "a segment")
+            segment_rows, block_rows = of_device[_int(segment, "device", 0)]
+            blocks = _list(segment.get("blocks", []), "a segment's blocks")
+            self._once(blocks, "a segment's blocks")
+            address = _int(segment, "address", 0)
+            size = _int(segment, "total_size", 0)
+            for block in blocks:
+                row = self._block(_dict(block, "a block"), len(segment_rows), address)
+                block_rows.append(row)
+                address = row[1] + row[2]  # older snapshots give no addresses of blocks
+            segment_rows.append((_int(segment, "address", 0), size, bool(segment.get("is_expandable"))))
+        return {index: self.columns(*rows) for index, rows in of_device.items()}
+
+    def _block(self, block: _Dict, segment: int, address: int) -> tuple[int, ...]:
+        state = block.get("state")
+        expect(isinstance(state, str), "a block of its segments has no state")
+        size = _int(block, "size", 0)
+        requested = _int(block, "requested_size", NONE)
+        history = block.get("history")
+        if requested == NONE and isinstance(history, list) and history and isinstance(history[0], dict):
+            requested = _int(history[0], "real_size", size)  # as torch 1.12 to 2.0 wrote it
+            block = {**history[0], **block}
+        return (
+            segment,
+            _int(block, "address", address),
+            size,
+            size if requested == NONE else requested,
+            _STATES.get(str(state), INACTIVE),
+            self._stack(block),
+        )
+
+    def columns(self, segments: list[tuple[int, ...]], blocks: list[tuple[int, ...]]) -> tuple[Segments, Blocks]:
+        """The rows as columns."""
+        address, size_bytes, is_expandable = np.array(segments, dtype=np.int64).reshape(-1, 3).T
+        columns = np.array(blocks, dtype=np.int64).reshape(-1, 6).T
+        return (
+            Segments(address=address, size_bytes=size_bytes, is_expandable=is_expandable.astype(bool)),
+            Blocks(
+                segment=columns[0],
+                address=columns[1],
+                size_bytes=columns[2],
+                requested_bytes=columns[3],
+                state=columns[4].astype(np.int8),
+                stack=columns[5].astype(np.int32),
+            ),
+        )
+
+    def _stack(self, owner: _Dict) -> int:
+        frames = owner.get("frames")
+        if isinstance(frames, StackRef):
+            return frames.stack
+        if not isinstance(frames, list):
+            return NONE
+        known = self._stack_of_list.get(id(frames))
+        if known is None:
+            known = self._stacks.number_of(frames)
+            expect(known is not None, "a frame of its stacks has no filename, line and name")
+            assert known is not None
+            self._stack_of_list[id(frames)] = known
+        return known
+
+    def _once(self, item: object, what: str) -> None:
+        """Lists that are read whole must not come again: a short pickle could name a long one without end."""
+        expect(id(item) not in self._seen, f"{what} occurs twice in it: refused")
+        self._seen[id(item)] = item
+
+
+def _as_columns(rows: list[tuple[int, ...]]) -> Events:
+    action, address, size_bytes, stream, time_us, stack = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    return Events(
+        action=action.astype(np.int8),
+        address=address,
+        size_bytes=size_bytes,
+        stream=stream,
+        time_us=time_us,
+        stack=stack.astype(np.int32),
+    )
+
+
+def _joined(parts: list[Events]) -> Events:
+    def column(take: Callable[[Events], Any]) -> Any:
+        return np.concatenate([take(part) for part in parts])
+
+    return Events(
+        action=column(lambda part: part.action),
+        address=column(lambda part: part.address),
+        size_bytes=column(lambda part: part.size_bytes),
+        stream=column(lambda part: part.stream),
+        time_us=column(lambda part: part.time_us),
+        stack=column(lambda part: part.stack),
+    )
+
+
+def _settings(settings: object) -> AllocatorSettings:
+    if not isinstance(settings, dict):
+        return AllocatorSettings()
+    most = settings.get("max_split_size")
+    divisions = settings.get("roundup_power2_divisions")
+    steps = list(divisions.values()) if isinstance(divisions, dict) else []
+    return AllocatorSettings(
+        # torch's "no limit" is the largest unsigned number, which it writes as -1
+        max_split_bytes=most if isinstance(most, int) and most > 0 else None,
+        expandable_segments=bool(settings.get("expandable_segments")),
+        roundup_divisions=tuple(int(step) for step in steps) if all(isinstance(step, int) for step in steps) else (),
+    )
+
+
+def _check_nesting(root: object) -> None:
+    """Raises Refused for what is nested without end, or nearly."""
+    level: list[object] = [root]
+    for _ in range(_DEEPEST):
+        inner: dict[int, object] = {}
+        for item in level:
+            children = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+            inner |= {id(child): child for child in children if isinstance(child, (dict, list, tuple))}
+        if not inner:
+            return
+        level = list(inner.values())
+    raise Refused(f"the pickle nests deeper than {_DEEPEST}, or holds itself, which no memory snapshot does: refused")
+
+
+def _list(value: object, what: str) -> list[object]:
+    if not isinstance(value, list):
+        raise Refused(f"it is a pickle, but no memory snapshot: {what} is no list")
+    return value
+
+
+def _dict(value: object, what: str) -> _Dict:
+    if not isinstance(value, dict):
+        raise Refused(f"it is a pickle, but no memory snapshot: {what} is no dict")
+    return value
+
+
+def _int(owner: _Dict, key: str, absent: int) -> int:
+    value = owner.get(key)
+    if value is None:
+        return absent
+    if not isinstance(value, int) or not _LOWEST <= value <= _HIGHEST:
+        raise Refused(f"it is a pickle, but no memory snapshot: {key} is no number of 64 bits")
+    return value

@@ -1,0 +1,51 @@
+"""To which category each piece of memory belongs, for as long as it lives."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from steplab.records.memory_marks import Marks, Stretch
+from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES
+from steplab.snapshots.history import NONE, Codes
+from steplab.snapshots.positions import Positions, Residents
+from steplab.snapshots.replay import Lifetimes
+
+
+def unnamed_categories(lifetimes: Lifetimes) -> Codes:
+    """Places in UNNAMED_CATEGORIES: nobody says whose anything is."""
+    before, during = UNNAMED_CATEGORIES.index("before"), UNNAMED_CATEGORIES.index("during")
+    return np.where(lifetimes.start == NONE, before, during).astype(np.int8)
+
+
+def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residents: Residents) -> Codes:
+    """Places in MEMORY_CATEGORIES, whose docstring says what each is. The first owner named of a piece has it."""
+    codes: Codes = np.full(len(lifetimes), MEMORY_CATEGORIES.index("temporaries"), dtype=np.int8)
+    always = (lifetimes.start == NONE) & (lifetimes.end == lifetimes.num_events)
+    codes[always] = MEMORY_CATEGORIES.index("workspaces")
+    ordinals = positions.ordinals(lifetimes.start)
+    for stretch in _forward_stretches(marks):
+        made = (ordinals >= stretch.start) & (ordinals < stretch.end)
+        kept = lifetimes.end >= positions.last_moment(stretch.end)
+        codes[made & kept & (lifetimes.end < lifetimes.num_events)] = MEMORY_CATEGORIES.index("activations")
+    owned = [owner for owner in marks.owned if owner.category in MEMORY_CATEGORIES]
+    pieces = residents.find([owner.address for owner in owned], [owner.position for owner in owned])
+    for piece, owner in reversed(list(zip(pieces.tolist(), owned, strict=True))):
+        if piece != NONE:
+            codes[piece] = MEMORY_CATEGORIES.index(owner.category)
+    return codes
+
+
+def _forward_stretches(marks: Marks) -> Iterator[Stretch]:
+    """The forward passes whose results a backward pass uses: of the step, and those that are run again within it."""
+    names = [phase.name for phase in marks.phases]
+    if "forward" in names and "backward" in names:
+        yield from (phase for phase in marks.phases if phase.name == "forward")
+    yield from _outermost([module for module in marks.modules if module.in_backward])
+
+
+def _outermost(stretches: Sequence[Stretch]) -> Iterator[Stretch]:
+    end = NONE
+    for stretch in stretches:
+        if stretch.start >= end:
+            yield stretch
+            end = stretch.end

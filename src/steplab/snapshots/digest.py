@@ -1,0 +1,144 @@
+"""From a History to a MemoryProfile: replay it, say whose everything is, and find the peak."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from steplab.errors import SteplabError
+from steplab.records.memory_marks import Marks
+from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile
+from steplab.snapshots.categories import categories, unnamed_categories
+from steplab.snapshots.history import OOM, Codes, DeviceHistory, History, Integers
+from steplab.snapshots.largest import alive_at, largest
+from steplab.snapshots.made import Origin, Origins
+from steplab.snapshots.positions import Positions, Residents
+from steplab.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
+from steplab.snapshots.saved import SavedMemory
+from steplab.snapshots.timeline import bytes_over_time, phase_records, timeline
+from steplab.units import counted, format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Replayed:
+    """One device's history, replayed."""
+
+    device: DeviceHistory
+    lifetimes: Lifetimes
+    allocated_bytes: Integers
+    """At each moment."""
+
+
+def digest(
+    history: History,
+    marks: Marks | None,
+    *,
+    file: str | None = None,
+    device_name: str | None = None,
+    unwatched_peak_bytes: int | None = None,
+) -> MemoryProfile:
+    """Sum a history up; file, device_name and unwatched_peak_bytes go into the record as they are.
+
+    With marks, of their device, by MEMORY_CATEGORIES; without, of the device whose peak is highest, by
+    UNNAMED_CATEGORIES. Raises SteplabError for a history in which nothing was allocated.
+    """
+    replayed = _chosen(history, marks)
+    device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
+    positions = Positions(device.events)
+    residents = Residents(lifetimes, positions)
+    names = MEMORY_CATEGORIES if marks else UNNAMED_CATEGORIES
+    codes = categories(lifetimes, marks, positions, residents) if marks else unnamed_categories(lifetimes)
+    peak = int(allocated_bytes.argmax())
+    origins = Origins(lifetimes, history.stacks, positions, marks, residents)
+    at_peak = _origin_at(peak, lifetimes, origins)
+    phases = marks.phases if marks else ()
+    saved = SavedMemory(marks, lifetimes, codes, residents) if marks else None
+    return MemoryProfile(
+        source=marks.source if marks else "snapshot",
+        peak_bytes=int(allocated_bytes[peak]),
+        at_peak=_by_category(lifetimes, codes, names, peak),
+        peak_s=round(positions.seconds(peak), 6),
+        peak_phase=at_peak.phase,
+        peak_module=at_peak.module,
+        peak_op=at_peak.op,
+        peak_source=at_peak.source,
+        counted_peak_bytes=marks.counted_peak_bytes if marks else None,
+        unwatched_peak_bytes=unwatched_peak_bytes,
+        reserved_bytes=marks.reserved_bytes if marks else reserved_peak_bytes(device),
+        outside_bytes=marks.outside_bytes if marks else None,
+        timeline=timeline(lifetimes, codes, names, positions, allocated_bytes, phases),
+        phases=phase_records(phases, positions, allocated_bytes),
+        largest=largest(lifetimes, codes, names, origins, peak),
+        saved=saved.groups() if saved else (),
+        blocks=saved.blocks() if saved else (),
+        num_events=len(device.events),
+        device=f"cuda:{device.index}" if len(history.devices) > 1 else None,
+        device_name=device_name,
+        file=file,
+        notes=(*(marks.notes if marks else ()), *_notes(history, marks, replayed, positions)),
+    )
+
+
+def _chosen(history: History, marks: Marks | None) -> _Replayed:
+    """The device that the marks are of; without marks, the one with the highest peak."""
+    devices = [device for device in history.devices if marks is None or device.index == marks.device_index]
+    best: _Replayed | None = None
+    for device in devices:
+        lifetimes = _sized(replay(device, history.settings), marks)
+        allocated_bytes = bytes_over_time(lifetimes, lifetimes.block_bytes)
+        if best is None or allocated_bytes.max() > best.allocated_bytes.max():
+            best = _Replayed(device=device, lifetimes=lifetimes, allocated_bytes=allocated_bytes)
+    if best is None or not len(best.lifetimes):
+        raise SteplabError("the snapshot holds no allocation: there is no memory to tell of")
+    return best
+
+
+def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
+    """The lifetimes with the blocks that the marks give them: they were seen, where a replay works them out."""
+    num_before = int((lifetimes.start < 0).sum())
+    if marks is None or not marks.block_bytes or len(marks.block_bytes) != len(lifetimes) - num_before:
+        return lifetimes
+    seen = np.array(marks.block_bytes, dtype=np.int64)
+    return replace(lifetimes, block_bytes=np.concatenate((lifetimes.block_bytes[:num_before], seen)))
+
+
+def _origin_at(moment: int, lifetimes: Lifetimes, origins: Origins) -> Origin:
+    """Where the allocation comes from that brought a moment about."""
+    pieces = np.flatnonzero(lifetimes.start == moment - 1)
+    return origins.of(int(pieces[0])) if moment and len(pieces) else Origin()
+
+
+def _by_category(lifetimes: Lifetimes, codes: Codes, names: Sequence[str], moment: int) -> dict[str, int]:
+    alive = alive_at(lifetimes, moment)
+    requested = lifetimes.requested_bytes[alive]
+    sums = {name: int(requested[codes[alive] == code].sum()) for code, name in enumerate(names)}
+    return sums | {"rounding": int((lifetimes.block_bytes[alive] - requested).sum())}
+
+
+def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions: Positions) -> Iterator[str]:
+    events = replayed.device.events
+    if not len(events):
+        yield "history: the snapshot has none; told is what was allocated when it was taken"
+    elif positions.by_event:
+        yield "times: the snapshot has none; its events are counted in their place"
+    if marks:
+        counted_allocations = max((phase.end for phase in marks.phases), default=0)
+        if counted_allocations > positions.num_allocations:
+            yield (
+                f"marks: {counted_allocations} allocations were counted as the step ran, and the history has "
+                f"{positions.num_allocations}: who made what is not certain"
+            )
+        elsewhere = (marks.counted_peak_bytes or 0) - int(replayed.allocated_bytes.max())
+        if marks.counted_peak_bytes is not None and elsewhere:
+            sign = "more" if elsewhere > 0 else "less"
+            yield f"peak: the allocator itself counted {format_bytes(abs(elsewhere))} {sign}"
+    elif len(history.devices) > 1:
+        others = ", ".join(f"cuda:{d.index}" for d in history.devices if d is not replayed.device)
+        yield f"devices: told is cuda:{replayed.device.index}, whose peak is highest; the snapshot has {others} too"
+    refused = events.size_bytes[events.action == OOM]
+    if len(refused):
+        yield (
+            f"out of memory: {counted(len(refused), 'allocation')} failed, the largest of "
+            f"{format_bytes(int(refused.max()))}"
+        )
+    yield from replayed.lifetimes.notes

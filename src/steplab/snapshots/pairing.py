@@ -1,0 +1,107 @@
+"""From events to pieces of memory: which release belongs to which allocation.
+
+The allocator counts memory as allocated from `alloc` until `free_requested`; until `free_completed`, which comes later
+only where another stream still uses the block, the block is not handed out again (CUDACachingAllocator.cpp, `free` and
+`free_block`). A history without requests is taken by its completions.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from steplab.snapshots.history import (
+    ALLOC,
+    ALLOCATED,
+    AWAITING_FREE,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    NONE,
+    Blocks,
+    DeviceHistory,
+    Events,
+    Flags,
+    Integers,
+    Numbers,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """Pieces of memory: those of before the history, then by their allocations."""
+
+    address: Integers
+    requested_bytes: Integers
+    start: Integers
+    """Event that made it; -1: it was there before the first."""
+    end: Integers
+    """Event that released it; the number of events: it was there after the last."""
+    stack: Numbers
+    """Where it was made; NONE where that is not known."""
+    block: Integers
+    """Its number among the blocks held at the end; NONE for what was released."""
+
+    def __len__(self) -> int:
+        return len(self.address)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Awaited:
+    """Memory that was released before the history began, and could not be handed out for some time of it."""
+
+    address: Integers
+    requested_bytes: Integers
+
+
+def pair(device: DeviceHistory) -> tuple[Pieces, Awaited]:
+    """All pieces of memory of a device."""
+    events, blocks = device.events, device.blocks
+    rows = _by_address(events)
+    action, address = events.action[rows], events.address[rows]
+    first = np.append(True, address[1:] != address[:-1])[: len(rows)]
+    # Where requests are recorded, no completion follows the allocation itself.
+    straight = ~first[1:] & (action[:-1] == ALLOC) & (action[1:] == FREE_COMPLETED)
+    released_by = FREE_COMPLETED if straight.any() else FREE_REQUESTED
+    made, lost = np.flatnonzero(action == ALLOC), np.flatnonzero(first & (action == released_by))
+    ends: Integers = np.full(len(rows), len(events))
+    ends[:-1] = np.where(first[1:], len(events), rows[1:])  # whatever comes next there: a block is handed out once
+    made = made[np.argsort(rows[made])]
+    kept = np.flatnonzero(~np.isin(blocks.address, address) & (blocks.state == ALLOCATED))
+    survivors = np.where(ends[made] == len(events), _numbers(blocks, address[made]), NONE)
+    pieces = Pieces(
+        address=np.concatenate((blocks.address[kept], address[lost], address[made])),
+        requested_bytes=np.concatenate((blocks.requested_bytes[kept], *_sizes(events, rows[lost], rows[made]))),
+        start=np.concatenate((np.full(len(kept) + len(lost), NONE), rows[made])),
+        end=np.concatenate((np.full(len(kept), len(events)), rows[lost], ends[made])),
+        # The stack of a release is that of who released, unless the history was recorded otherwise.
+        stack=np.concatenate((blocks.stack[kept], np.full(len(lost), NONE, dtype=np.int32), events.stack[rows[made]])),
+        block=np.concatenate((kept, np.full(len(lost), NONE), survivors)),
+    )
+    # A completion whose request the history lost is of memory that did not count any more when it began.
+    completed = first & (action == FREE_COMPLETED) & (released_by == FREE_REQUESTED)
+    waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
+    return pieces, Awaited(
+        address=np.concatenate((address[completed], blocks.address[waiting])),
+        requested_bytes=np.concatenate((events.size_bytes[rows[completed]], blocks.requested_bytes[waiting])),
+    )
+
+
+def _by_address(events: Events) -> Integers:
+    """Numbers of the events that make or release memory, in the order of their addresses and, at each, of time."""
+    relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
+    order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
+    return order
+
+
+def _sizes(events: Events, *rows: Integers) -> list[Integers]:
+    return [events.size_bytes[chosen] for chosen in rows]
+
+
+def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
+    """Number of the allocated block at each address, NONE where there is none."""
+    allocated = np.flatnonzero(blocks.state == ALLOCATED)
+    if not len(allocated):
+        return np.full(len(addresses), NONE)
+    allocated = allocated[np.argsort(blocks.address[allocated], kind="stable")]
+    place = np.minimum(np.searchsorted(blocks.address[allocated], addresses), len(allocated) - 1)
+    there: Flags = blocks.address[allocated[place]] == addresses
+    return np.where(there, allocated[place], NONE)

@@ -1,0 +1,53 @@
+"""A file with a memory snapshot, as torch.cuda.memory._dump_snapshot writes it, as a History.
+
+Whoever made the file: reading it runs none of it (see machine).
+"""
+
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.snapshots.building import build_history
+from steplab.snapshots.event_runs import EventRuns
+from steplab.snapshots.history import History
+from steplab.snapshots.machine import Machine
+from steplab.snapshots.refusal import Refused
+from steplab.snapshots.stacks import Stacks
+from steplab.snapshots.window import WINDOW_BYTES, OnProgress, Window
+
+_WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip"
+_PROTO = b"\x80"
+_ZIP = b"PK\x03\x04"
+
+
+def _unwatched(done_bytes: int, size_bytes: int) -> None:
+    """Nobody follows the reading."""
+
+
+def read_snapshot(path: Path, on_progress: OnProgress = _unwatched, *, window_bytes: int = WINDOW_BYTES) -> History:
+    """The memory snapshot in a file.
+
+    `on_progress` is called with the bytes read of the file, and its size. `window_bytes` of the pickle, at least 4 MiB,
+    are in memory at a time. Raises UserError, with one line of why, if the file cannot be read, is no snapshot, or
+    wants anything done.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            window = Window(file, size_bytes, on_progress, window_bytes=window_bytes)
+            window.move(0)
+            _check_head(window.bytes)
+            stacks = Stacks()
+            return build_history(Machine(window, EventRuns(stacks)).run(), stacks)
+    except Refused as error:
+        raise UserError(f"{path}: {error}; {_WHAT_IS_READ}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _check_head(head: bytes) -> None:
+    if not head:
+        raise Refused("it is empty")
+    if head.startswith(_ZIP):
+        raise Refused("it is a zip archive, such as torch.save writes, and no memory snapshot")
+    if not head.startswith(_PROTO):
+        raise Refused("it is no pickle of protocol 2 or later")

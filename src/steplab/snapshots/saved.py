@@ -1,0 +1,103 @@
+"""What autograd kept for the backward pass, and what a block keeps and emits."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from steplab.records.memory_marks import Marks, Saved
+from steplab.records.memory_profile import MEMORY_CATEGORIES, BlockMemory, SavedTensors
+from steplab.snapshots.history import NONE, Codes
+from steplab.snapshots.made import without_numbers
+from steplab.snapshots.positions import Residents
+from steplab.snapshots.replay import Lifetimes
+
+MOST_GROUPS = 100
+"""Of saved tensors alike."""
+
+_MOST_BLOCKS = 10
+_DTYPE_BYTES = {
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+_TOLD_APART = ("parameters", "autocast_copies", "inputs")
+"""Categories a saved tensor can have; whatever else it is, it is kept for backward."""
+
+
+class SavedMemory:
+    """The saved tensors with their categories, and the memory that each holds and no earlier one does."""
+
+    def __init__(self, marks: Marks, lifetimes: Lifetimes, codes: Codes, residents: Residents) -> None:
+        self._marks, self._lifetimes = marks, lifetimes
+        self._residents = residents
+        pieces = residents.find([s.address for s in marks.saved], [s.position for s in marks.saved]).tolist()
+        self._rows = list(self._judged(pieces, codes))
+
+    def _judged(self, pieces: Sequence[int], codes: Codes) -> Iterator[tuple[Saved, str, int]]:
+        seen = set[tuple[int, int]]()
+        for saved, piece in zip(self._marks.saved, pieces, strict=True):
+            category = MEMORY_CATEGORIES[codes[piece]] if piece != NONE else ""
+            category = category if category in _TOLD_APART else "activations"
+            storage = (piece, 0) if piece != NONE else (NONE, saved.address)
+            counts = category != "parameters" and storage not in seen
+            seen.add(storage)
+            yield saved, category, saved.storage_bytes if counts else 0
+
+    def groups(self) -> tuple[SavedTensors, ...]:
+        """Those alike together, most bytes first."""
+        sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
+        for saved, category, stored_bytes in self._rows:
+            alike = (without_numbers(saved.module), saved.op, tuple(saved.shape), saved.dtype, category)
+            sums[alike].append(stored_bytes)
+        found = [
+            SavedTensors(
+                module=module,
+                op=op,
+                shape=shape,
+                dtype=dtype,
+                count=len(stored),
+                stored_bytes=sum(stored),
+                category=category,
+            )
+            for (module, op, shape, dtype, category), stored in sums.items()
+        ]
+        return tuple(sorted(found, key=lambda group: -group.stored_bytes)[:MOST_GROUPS])
+
+    def blocks(self) -> tuple[BlockMemory, ...]:
+        """The first of the repeated modules, and each that differs from all before it."""
+        emitted = self._gradient_bytes()
+        found = dict[tuple[object, ...], BlockMemory]()
+        for module, (shape, dtype) in self._marks.block_inputs.items():
+            inside = f"{module}."
+            kept = sum(
+                stored_bytes
+                for saved, category, stored_bytes in self._rows
+                if category == "activations" and (saved.module == module or saved.module.startswith(inside))
+            )
+            block = BlockMemory(
+                module=module,
+                saved_bytes=kept,
+                gradient_bytes=sum(n for name, n in emitted.items() if name.startswith(inside)) if emitted else None,
+                input_bytes=_tensor_bytes(shape, dtype),
+                input_shape=tuple(shape),
+                input_dtype=dtype,
+            )
+            looks = (kept, block.gradient_bytes, block.input_shape, dtype)
+            found.setdefault(looks, block)
+        return tuple(found.values())[:_MOST_BLOCKS]
+
+    def _gradient_bytes(self) -> dict[str, int]:
+        """Bytes of each parameter's gradient, by the parameter's name."""
+        owned = [owner for owner in self._marks.owned if owner.category == "gradients" and owner.name]
+        pieces = self._residents.find([o.address for o in owned], [o.position for o in owned]).tolist()
+        return {
+            owner.name: int(self._lifetimes.requested_bytes[piece])
+            for owner, piece in zip(owned, pieces, strict=True)
+            if owner.name and piece != NONE
+        }
+
+
+def _tensor_bytes(shape: Sequence[int], dtype: str) -> int | None:
+    width = _DTYPE_BYTES.get(dtype)
+    return None if width is None else width * math.prod(shape)

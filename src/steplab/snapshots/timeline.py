@@ -1,0 +1,91 @@
+"""Allocated bytes over time: all of it, at every moment, for the peaks; and thinned, for a record and its picture."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from steplab.records.memory_marks import Stretch
+from steplab.records.memory_profile import MemoryPhase, MemoryTimeline
+from steplab.snapshots.history import Codes, Integers
+from steplab.snapshots.positions import Positions
+from steplab.snapshots.replay import Lifetimes
+
+MOST_POINTS = 500
+"""Of a thinned timeline: a picture has fewer columns than that has pixels, and a record stays small."""
+_KEPT_BESIDE = 40
+"""Of those points: peaks, and beginnings of phases."""
+
+
+def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
+    """The sum of the sizes of what is alive, at each moment."""
+    change = np.zeros(lifetimes.num_events + 2, dtype=np.int64)
+    np.add.at(change, lifetimes.start + 1, sizes)
+    np.subtract.at(change, lifetimes.end + 1, sizes)
+    sums: Integers = np.cumsum(change[:-1])
+    return sums
+
+
+def phase_moments(phases: Sequence[Stretch], positions: Positions) -> list[tuple[int, int]]:
+    """First and last moment of each phase: from its first allocation to the next one's."""
+    return [(positions.last_moment(phase.start), positions.last_moment(phase.end)) for phase in phases]
+
+
+def phase_records(
+    phases: Sequence[Stretch], positions: Positions, allocated_bytes: Integers
+) -> tuple[MemoryPhase, ...]:
+    """The phases, each with its own peak."""
+    return tuple(
+        MemoryPhase(
+            name=phase.name,
+            start_s=positions.seconds(first),
+            end_s=positions.seconds(last),
+            peak_bytes=int(allocated_bytes[first : last + 1].max()),
+        )
+        for phase, (first, last) in zip(phases, phase_moments(phases, positions), strict=True)
+    )
+
+
+def timeline(
+    lifetimes: Lifetimes,
+    codes: Codes,
+    names: Sequence[str],
+    positions: Positions,
+    allocated_bytes: Integers,
+    phases: Sequence[Stretch],
+) -> MemoryTimeline:
+    """The timeline by category, thinned; the categories that hold nothing at any time are left out.
+
+    It keeps the first and the last moment, each phase's first moment and its peak, and of each of some equal stretches
+    of time the highest and the lowest moment, among which is the peak. names: of the codes; rounding is on top of them.
+    """
+    moments = _chosen(positions, allocated_bytes, phase_moments(phases, positions))
+    rounding = lifetimes.block_bytes - lifetimes.requested_bytes
+    rows = {}
+    for code, name in enumerate(names):
+        sizes = rounding if name == "rounding" else np.where(codes == code, lifetimes.requested_bytes, 0)
+        if sizes.any():
+            rows[name] = tuple(bytes_over_time(lifetimes, sizes)[moments].tolist())
+    return MemoryTimeline(
+        time_s=tuple(round(positions.seconds(moment), 6) for moment in moments.tolist()),
+        categories=tuple(rows),
+        allocated_bytes=tuple(rows.values()),
+        by_event=positions.by_event,
+    )
+
+
+def _chosen(positions: Positions, allocated_bytes: Integers, phases: Iterable[tuple[int, int]]) -> Integers:
+    count = len(allocated_bytes)
+    if count <= MOST_POINTS:
+        return np.arange(count)
+    chosen = {0, count - 1}
+    for first, last in list(phases)[: _KEPT_BESIDE // 2 - 2]:
+        chosen |= {first, first + int(allocated_bytes[first : last + 1].argmax())}
+    seconds = positions.all_seconds()
+    edges = np.linspace(seconds[0], seconds[-1], (MOST_POINTS - _KEPT_BESIDE) // 2 + 1)[1:-1]
+    borders = [0, *np.searchsorted(seconds, edges).tolist(), count]
+    for first, stop in pairwise(borders):
+        if first < stop:
+            stretch = allocated_bytes[first:stop]
+            chosen |= {first + int(stretch.argmax()), first + int(stretch.argmin())}
+    return np.array(sorted(chosen))

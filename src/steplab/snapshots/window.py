@@ -1,0 +1,50 @@
+"""A file, plain or gzip, as a window of bytes that moves over it."""
+
+import gzip
+import zlib
+from collections.abc import Callable
+from typing import BinaryIO
+
+from steplab.snapshots.refusal import Refused
+
+OnProgress = Callable[[int, int], None]
+"""Bytes read of the file, and its size."""
+
+GZIP_MAGIC = b"\x1f\x8b"
+WINDOW_BYTES = 1 << 25
+"""How much of a pickle is in memory at a time."""
+
+
+class Window:
+    """The bytes under the window, and how to move it on."""
+
+    def __init__(
+        self, file: BinaryIO, size_bytes: int, on_progress: OnProgress, *, window_bytes: int = WINDOW_BYTES
+    ) -> None:
+        self.bytes = b""
+        """What is under the window."""
+        self.ended = False
+        """Whether the end of the file is."""
+        self._file, self._size_bytes, self._on_progress = file, size_bytes, on_progress
+        self._window_bytes = window_bytes
+        is_gzip = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        file.seek(0)
+        self._stream: gzip.GzipFile | BinaryIO = gzip.GzipFile(fileobj=file) if is_gzip else file
+
+    def move(self, begin: int) -> None:
+        """Let what lies before `begin` go and read on; afterwards `bytes` starts there."""
+        parts = [self.bytes[begin:]]
+        missing = self._window_bytes - len(parts[0])
+        while missing > 0 and not self.ended:
+            part = self._read(missing)
+            self.ended = not part
+            parts.append(part)
+            missing -= len(part)
+        self.bytes = b"".join(parts)
+        self._on_progress(self._file.tell(), self._size_bytes)
+
+    def _read(self, most: int) -> bytes:
+        try:
+            return self._stream.read(most)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise Refused(f"its gzip stream is damaged or ends early ({error})") from error

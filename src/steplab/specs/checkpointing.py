@@ -1,0 +1,46 @@
+"""Activation checkpointing: which blocks keep nothing for their backward pass but their input, and run again there.
+
+    none       every block keeps its activations
+    full       every block is recomputed
+    every_N    blocks 0, N, 2N, ... are recomputed, the others keep theirs
+    selective  every block keeps the outputs of its matmuls and of fused attention, and recomputes the rest
+
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", for the selective kind.
+"""
+
+import re
+
+from steplab.errors import UserError
+
+CHECKPOINTING = ("none", "full", "every_N", "selective")
+"""The choices, N being a number of at least 2."""
+
+_EVERY = re.compile(r"every_([1-9][0-9]{0,8})")
+
+
+def check_checkpointing(name: str) -> None:
+    """Raises UserError, listing the choices, for a name that is none of them."""
+    if _every(name) == 1:
+        raise UserError("checkpointing 'every_1' recomputes every block, which is called full; use full")
+    if name not in ("none", "full", "selective") and _every(name) is None:
+        choices = ", ".join(CHECKPOINTING)
+        raise UserError(f"checkpointing '{name}' is not known; choose one of {choices} (with N at least 2: every_2)")
+
+
+def is_recomputed(checkpointing: str, block: int) -> bool:
+    """Whether a block, counted from 0, runs again in the backward pass, matmuls included (selective: none does)."""
+    every = _every(checkpointing)
+    return checkpointing == "full" or (every is not None and block % every == 0)
+
+
+def num_recomputed(checkpointing: str, num_layers: int) -> int:
+    """How many of so many blocks run again in the backward pass."""
+    every = 1 if checkpointing == "full" else _every(checkpointing)
+    return -(-num_layers // every) if every is not None else 0
+
+
+def _every(name: str) -> int | None:
+    """The N of every_N."""
+    found = _EVERY.fullmatch(name)
+    return int(found[1]) if found else None

@@ -1,0 +1,110 @@
+"""steplab memory, as users type it."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program, Result, complaint, keep_result, kept_result, made_once, tiny
+from tests.cli.test_profile import stored
+
+DYING = """
+import os
+import signal
+
+import torch
+from torch import nn
+
+
+class Dying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x):
+        if self.layer._forward_hooks:  # only a watched step has any
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layer(x).sum()
+
+
+def build():
+    return Dying(), lambda: torch.ones(2, 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store of one watched run, its snapshot, and what the command said."""
+
+    def make(folder: Path) -> None:
+        program = Program(folder)
+        watched = program(
+            "memory", *tiny(), "--name", "seen", "--snapshot", "kept.pickle", "--format", "json", "--predict"
+        )
+        keep_result(watched, folder / "memory.json")
+
+    return made_once(tmp_path_factory, "watched", make)
+
+
+@pytest.fixture
+def watched(seen: Path) -> Result:
+    """What `steplab memory --predict --format json` gave."""
+    return kept_result(seen / "memory.json")
+
+
+def test_a_watched_run_is_one_record_with_the_timing_of_other_steps(seen: Path, watched: Result) -> None:
+    assert (watched.code, watched.stderr) == (0, "")
+    record = stored(Program(seen))
+    assert record["name"] == "seen"
+    [step] = [phase for phase in record["timing"]["back_to_back"] if phase["phase"] == "step"]
+    assert len(step["host_s"]) == 3
+    profile = record["memory_profile"]
+    assert sum(profile["at_peak"].values()) == profile["peak_bytes"]
+    assert profile["source"] == "cpu allocator"
+    num_buffer_bytes = 4 * 8 * 32  # the rotary table: context x head dimension
+    assert profile["at_peak"]["parameters"] == 4 * record["model"]["num_parameters"] + num_buffer_bytes
+    assert [phase["name"] for phase in profile["phases"]] == ["forward", "backward", "optimizer"]
+    assert profile["at_peak"].get("rounding", 0) == 0, "a CPU gives what is asked for"
+
+
+def test_the_rows_are_the_parts_of_the_peak_with_their_prediction(seen: Path, watched: Result) -> None:
+    at_peak = stored(Program(seen))["memory_profile"]["at_peak"]
+    rows = {row["category"]: row for row in watched.rows()}
+    for category, num_bytes in at_peak.items():
+        if num_bytes:
+            assert rows[category]["bytes"] == num_bytes
+    assert rows["parameters"]["predicted_bytes"] == at_peak["parameters"]
+
+
+def test_the_snapshot_that_is_kept_is_the_raw_one(seen: Path) -> None:
+    snapshot = pickle.loads((seen / "work" / "kept.pickle").read_bytes())
+    assert {"segments", "device_traces"} <= set(snapshot)
+    assert stored(Program(seen))["memory_profile"]["num_events"] == len(snapshot["device_traces"][0])
+    assert [path.name for path in (seen / "work").iterdir()] == ["kept.pickle"]
+
+
+def test_the_timing_outlives_the_watched_step(steplab: Program) -> None:
+    steplab.write("dying.py", DYING)
+    result = steplab("memory", "--model", "dying:build", "--device", "cpu", "--warmup", "1", "--steps", "2")
+    assert result.code == 1
+    assert "SIGKILL" in result.stderr
+    record = stored(steplab)
+    assert record["timing"] is not None
+    assert record.get("memory_profile") is None
+    assert any(note.startswith("memory: ") and "SIGKILL" in note for note in record["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--snapshot", "missing/kept.pickle"), "no folder missing"),
+        (("--snapshot", "kept.json"), "call it kept.pickle"),
+        (("--model", "xxl", "--predict"), "xxl"),
+    ],
+)
+def test_what_cannot_be_served_is_said_before_anything_is_measured(
+    steplab: Program, arguments: tuple[str, ...], words: str
+) -> None:
+    result = steplab("memory", *arguments)
+    assert words in complaint(result, result.code)
+    assert result.code in (1, 2)
+    assert steplab.rows() == []

@@ -1,0 +1,53 @@
+"""steplab precision, as users type it."""
+
+import json
+
+import pytest
+from tests.cli.program import Program, complaint, tiny
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--precision", "fp8"), "precision 'fp8' is not known; choose one of fp32, tf32, bf16, fp16, bf16_pure"),
+        (("--only", "weights"), 'Invalid value "weights" for --only'),
+        (("--format", "csv"), "csv holds one table; name the part with --only"),
+        (("--model", "toy,tiny"), "--model takes one value here"),
+        (("--model", "nowhere"), "choose one of tiny, small, medium, large, xl, 2.7b, 8b, xxl, toy,"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(steplab: Program, arguments: tuple[str, ...], said: str) -> None:
+    assert said in complaint(steplab("precision", *arguments), 2)
+
+
+def test_sums_are_printed_as_torch_prints_them_and_kept(steplab: Program) -> None:
+    result = steplab("precision", "--only", "accumulation", "--device", "cpu")
+    assert result.code == 0
+    lines = [line.split("  ") for line in result.stdout.splitlines() if "+=" in line]
+    shown = {words[1].strip(): next(w for w in words[2:] if w).strip() for words in lines}
+    assert shown["fp32 += fp32"] == "10.0001"
+    assert shown["fp16 += fp16"] == "9.9531"
+    assert shown["fp32 += fp16"] == "10.0021"
+    assert shown["fp32 += fp16 cast to fp32"] == "10.0021"
+    record_id = result.stderr.partition("steplab report ")[2].split()[0]
+    assert "9.9531" in steplab("show", record_id).stdout
+
+
+def test_a_step_is_audited_and_timed_side_by_side(steplab: Program) -> None:
+    options = tiny(model="toy", precision="bf16", steps="1")
+    result = steplab("precision", *options, "--format", "json", "--name", "mine")
+    assert result.code == 0
+    found = json.loads(result.stdout)
+    modules = {row["module"]: row for row in found["audit"]}
+    assert (modules["fc1"]["parameters"], modules["fc1"]["outputs"], modules["fc1"]["gradients"]) == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
+    (timed,) = found["timings"]
+    assert timed["step_time_s"] > 0
+    assert timed["speed_up"] is None  # there is no fp32 to compare with
+    steplab("report", "--output", "page.html")
+    page = (steplab.cwd / "page.html").read_text()
+    assert "One step in each precision" in page
+    assert "bf16 autocast" in page

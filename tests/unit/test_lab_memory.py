@@ -1,0 +1,138 @@
+"""Watching a step from Python: what is kept when something fails, and what a run is set against."""
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runs import make_run
+from tests.unit.memory_records import watched_run
+
+from steplab.errors import SteplabError, UserError
+from steplab.lab import memory as under_test
+from steplab.lab.memory import counterparts, memory
+from steplab.records.codec import encode
+from steplab.records.memory_marks import Marks, Owned, Stretch
+from steplab.records.run import Run
+from steplab.store.database import Store
+
+FIELDS: dict[str, object] = {"model": "small", "context": 256}
+
+
+def block(address: int, size: int) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": size, "state": "active_allocated", "frames": []}
+
+
+def event(action: str, address: int, size: int, time_us: int) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0, "frames": [], "time_us": time_us}
+
+
+SNAPSHOT = {
+    "segments": [
+        {"device": 0, "address": 4096, "total_size": 700, "allocated_size": 700, "active_size": 700, "stream": 0,
+         "segment_type": "large", "blocks": [block(4096, 700)]},
+    ],
+    "device_traces": [[event("alloc", 8192, 100, 1), event("alloc", 9216, 30, 2), event("free_completed", 8192, 100, 3),
+                       event("free_completed", 9216, 30, 4)]],
+}  # fmt: skip
+MARKS = Marks(
+    source="cpu allocator",
+    phases=(Stretch(name="step", start=0, end=2),),
+    owned=(Owned(address=4096, position=0, category="parameters"),),
+    block_bytes=(100, 30),
+)
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, run: Run, snapshot: bytes | None) -> None:
+    """In place of the child: it leaves that snapshot and gives that run."""
+
+    def measure(spec: object, *, snapshot: Path, marks: Path, **others: object) -> Run:
+        if content is not None:
+            snapshot.write_bytes(content)
+            marks.write_bytes(encode(MARKS))
+        return run
+
+    content = snapshot
+    monkeypatch.setattr(under_test, "measure_in_child", measure)
+
+
+def stored(path: Path) -> list[Any]:
+    with Store.open(path, write=False) as store:
+        return list(store.iterate())
+
+
+def test_the_record_has_the_sizes_that_the_snapshot_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measuring(monkeypatch, make_run(FIELDS), pickle.dumps(SNAPSHOT))
+    run = memory("small", context=256, name="mine", store=tmp_path / "store.db", snapshot=tmp_path / "kept.pickle")
+    assert run.memory_profile is not None
+    assert run.memory_profile.peak_bytes == 830
+    assert {name: size for name, size in run.memory_profile.at_peak.items() if size} == {
+        "parameters": 700,
+        "temporaries": 130,
+    }
+    peak = make_run(FIELDS).memory.peak("step")  # type: ignore[union-attr]
+    assert peak is not None
+    assert run.memory_profile.unwatched_peak_bytes == peak.peak_allocated_bytes
+    assert stored(tmp_path / "store.db") == [run]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pickle", "store.db"]
+
+
+@pytest.mark.parametrize("target", [None, "kept.pickle"])
+def test_a_snapshot_that_is_not_understood_is_kept_and_so_is_the_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(FIELDS)
+    measuring(monkeypatch, run, b"no pickle")
+    with pytest.raises(SteplabError, match=f"the snapshot could not be read: .* in record {run.id}") as caught:
+        memory("small", store=tmp_path / "store.db", snapshot=target)
+    (kept,) = [path for path in tmp_path.iterdir() if path.suffix == ".pickle"]
+    assert kept.name in str(caught.value)
+    assert kept.read_bytes() == b"no pickle"
+    (record,) = stored(tmp_path / "store.db")
+    assert (record.id, record.memory_profile) == (run.id, None)
+
+
+def test_a_step_that_could_not_be_watched_is_stored_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = dataclasses.replace(make_run(FIELDS), notes=("memory: no luck",))
+    measuring(monkeypatch, measured, None)
+    run = memory("small", store=tmp_path / "store.db")
+    assert run.memory_profile is None
+    assert run.notes[0] == "memory: no luck"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "words"), [("kept.json", "kept.pickle"), (".", "pickle"), ("nowhere/kept.pkl", "no folder")]
+)
+def test_where_a_snapshot_cannot_be_kept_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str, words: str
+) -> None:
+    monkeypatch.setattr(under_test, "measure_in_child", None)
+    with pytest.raises(SteplabError, match=words):
+        memory("small", store=tmp_path / "store.db", snapshot=tmp_path / snapshot)
+
+
+def test_a_request_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="contxt"):
+        memory("small", contxt=256, store=tmp_path / "store.db")
+
+
+def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointing(tmp_path: Path) -> None:
+    lowered: dict[str, object] = FIELDS | {"precision": "bf16", "checkpointing": "full"}
+    run = watched_run(lowered)
+    older, newer = (
+        watched_run(lowered | {"precision": "fp32", "seed": seed}, created_utc=f"2026-01-0{seed}T00:00:00Z")
+        for seed in (1, 2)
+    )
+    whole = watched_run(lowered | {"checkpointing": "none"})
+    others = [
+        watched_run(lowered | {"precision": "fp32", "context": 512}),
+        watched_run(lowered | {"precision": "fp32", "checkpointing": "none"}),
+        make_run(lowered | {"precision": "fp32"}, created_utc="2026-01-09T00:00:00Z"),
+    ]
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        for record in (older, newer, whole, run, *others):
+            store.add(record)
+    assert [other.id for other in counterparts(run, tmp_path / "store.db")] == [newer.id, whole.id]
+    assert counterparts(others[1], tmp_path / "store.db") == ()

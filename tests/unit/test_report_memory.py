@@ -1,0 +1,450 @@
+"""What a memory profile says in words, tables and rows is what its record holds."""
+
+import csv
+import io
+import json
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.runs import make_run
+from tests.unit.memory_records import (
+    MIB,
+    cpu_run,
+    imported_snapshot,
+    prediction_of,
+    train_profile,
+    watched_run,
+)
+
+from steplab import units
+from steplab.errors import UserError
+from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.report.memory_compare import checkpointing_sentences, precision_sentences
+from steplab.report.memory_figures import at_peak, parts, peak_of
+from steplab.report.memory_rows import allocation_rows, category_rows, render_allocations, render_memory_rows
+from steplab.report.memory_tensors import derivation, what_it_is
+from steplab.report.memory_text import render_memory
+from steplab.report.memory_words import (
+    around_sentences,
+    check_sentences,
+    largest_sentences,
+    peak_sentence,
+    residual_sentence,
+    saved_sentences,
+)
+from steplab.report.run_text import render_run, run_title
+from steplab.specs.resolve import resolve_step
+
+FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
+CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
+IMPORTED, CPU = imported_snapshot(), cpu_run()
+ALL = {"fp32": FP32, "bf16": BF16, "checkpointed": CHECKPOINTED, "imported": IMPORTED, "cpu": CPU}
+HOSTILE = "\x1b[31m<script>$&|{{7*7}}\x07"
+
+
+def profile_of(run: Run) -> MemoryProfile:
+    assert run.memory_profile is not None
+    return run.memory_profile
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- the text ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+def test_the_text_says_the_records_own_figures(run: Run) -> None:
+    profile, text = profile_of(run), render_memory(run, width=200)
+    assert f"The peak is {units.format_bytes(profile.peak_bytes)} ({profile.peak_bytes:,} bytes)" in text
+    table = text.partition("Peak by category")[2].partition("Largest allocations")[0]
+    told = [int(figure.replace(",", "")) for figure in re.findall(r"B +([\d,]+) +\S+ %", table)]
+    assert told == [*(profile.at_peak[name] for name in sorted_names(profile)), profile.peak_bytes]
+    assert sum(told[:-1]) == told[-1]
+    for phase in profile.phases:
+        assert re.search(rf"{phase.name} +{re.escape(units.format_bytes(phase.peak_bytes))} ", text)
+    for made in profile.largest[:10]:
+        assert units.format_bytes(made.requested_bytes) in text
+        assert made.source is None or made.source in text
+    for note in profile.notes:
+        assert note in text
+
+
+def sorted_names(profile: MemoryProfile) -> list[str]:
+    """The categories with anything, as the record's own timeline stacks them."""
+    return [name for name in profile.timeline.categories if profile.at_peak.get(name)]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+@pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+def test_no_line_is_wider_than_the_terminal(run: Run, width: int) -> None:
+    text = render_memory(run, prediction=prediction_of(profile_of(run)), others=[FP32], width=width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "None" not in text
+
+
+def test_the_moment_of_the_peak_is_told_as_far_as_it_is_known() -> None:
+    known = replace(profile_of(FP32), peak_phase="backward", peak_module="blocks.3.attention", peak_op="aten::bmm",
+                    peak_source="model.py:81 in forward")  # fmt: skip
+    end = "reached in backward, in blocks.3.attention, when aten::bmm allocated at model.py:81 in forward."
+    assert peak_sentence(known).endswith(end)
+    compiled = replace(known, peak_module=None, peak_op=None)
+    assert peak_sentence(compiled).endswith("reached in backward, by an allocation at model.py:81 in forward.")
+    unnamed = replace(known, peak_phase=None, peak_module=None, peak_op=None, peak_source=None, peak_s=0.25)
+    assert peak_sentence(unnamed).endswith("reached 250 ms into the history.")
+    by_event = replace(profile_of(IMPORTED), peak_op=None, peak_source=None, peak_s=320.0)
+    assert peak_sentence(by_event).endswith(f"reached after 320 of {by_event.num_events} events.")
+
+
+def test_the_watched_peak_is_set_against_the_allocators_count_and_the_unwatched_steps() -> None:
+    profile = profile_of(FP32)
+    same = list(check_sentences(profile))
+    assert same == ["The allocator's own high-water mark over the watched step is the same, to the byte."]
+    off = replace(profile, counted_peak_bytes=profile.peak_bytes + 512, unwatched_peak_bytes=profile.peak_bytes - MIB)
+    counted, unwatched = check_sentences(off)
+    assert f"({profile.peak_bytes + 512:,} bytes), 512 B more" in counted
+    assert f"({profile.peak_bytes - MIB:,} bytes), 1.00 MiB less" in unwatched
+    assert list(check_sentences(replace(profile, counted_peak_bytes=None, unwatched_peak_bytes=None))) == []
+
+
+def test_a_prediction_stands_beside_what_was_measured() -> None:
+    profile = profile_of(BF16)
+    prediction = prediction_of(profile, 1.02)
+    text = render_memory(BF16, prediction=prediction, width=200)
+    table = text.partition("Peak by category")[2]
+    for name, size in profile.at_peak.items():
+        error = 100 * (prediction.at_peak[name] - size) / size
+        row = rf"{size:,} +\S+ % +.*? {prediction.at_peak[name]:,} +{re.escape(f'{error:+.2f} %')}"
+        assert re.search(row, table), name
+    assert f"Predicted {units.format_bytes(prediction.peak_bytes)} ({prediction.peak_bytes:,} bytes), +2.00 %" in text
+    assert "- attention is plain" in text
+
+
+def test_what_was_predicted_alone_or_measured_alone_has_a_row_and_no_error_out_of_nothing() -> None:
+    profile = profile_of(FP32)
+    prediction = replace(prediction_of(profile), at_peak={"autocast_copies": MIB, "parameters": 5 * MIB})
+    found = {part.category: part for part in parts(profile, prediction)}
+    assert (found["autocast_copies"].num_bytes, found["autocast_copies"].error) == (0, None)
+    assert (found["activations"].predicted_bytes, found["activations"].error) == (0, -1.0)
+
+
+def test_without_a_memory_profile_it_says_how_to_get_one() -> None:
+    with pytest.raises(UserError, match="`steplab memory` makes a run that has one"):
+        render_memory(make_run())
+
+
+def test_names_from_a_file_do_not_steer_the_terminal() -> None:
+    profile = profile_of(FP32)
+    hostile = replace(
+        profile,
+        peak_source=HOSTILE,
+        peak_op=HOSTILE,
+        notes=(HOSTILE,),
+        file=HOSTILE,
+        largest=tuple(replace(made, source=HOSTILE, op=HOSTILE, module=HOSTILE) for made in profile.largest),
+        saved=tuple(replace(saved, module=HOSTILE, op=HOSTILE) for saved in profile.saved),
+    )
+    text = render_memory(replace(FP32, memory_profile=hostile), width=160)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+
+
+def test_show_ends_with_where_the_memory_goes() -> None:
+    assert "Where the memory goes" in render_run(FP32, width=120)
+    assert run_title(IMPORTED) == "their step (imported snapshot)"
+    assert run_title(replace(IMPORTED, name="")) == "snapshot.pickle (imported snapshot)"
+    named = replace(IMPORTED, memory_profile=replace(profile_of(IMPORTED), device_name="NVIDIA H200"))
+    row = run_row(named)
+    assert row["device"] == "NVIDIA H200"
+    assert row["peak_allocated_bytes"] == peak_of(named) == profile_of(named).peak_bytes
+
+
+# --- one residual-stream tensor, the largest allocation ------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", [FP32, BF16, CPU], ids=["fp32", "bf16", "cpu"])
+def test_the_size_of_the_residual_stream_is_derived(run: Run) -> None:
+    said = residual_sentence(run, profile_of(run))
+    assert said is not None
+    assert run.spec is not None
+    assert run.spec.model.shape is not None
+    figures = re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak would hold (\S+) of them", said)
+    assert figures is not None
+    factors = [int(factor) for factor in figures[1].split(" × ")]
+    assert factors == [run.spec.batch, run.spec.context, run.spec.model.shape.d_model, 4]
+    product = factors[0] * factors[1] * factors[2] * factors[3]
+    assert int(figures[2].replace(",", "")) == product
+    assert float(figures[3]) == pytest.approx(profile_of(run).peak_bytes / product, rel=0.005)
+    assert "batch × context × width × bytes of float32" in said
+    assert ("Under autocast it stays float32" in said) == (run is BF16)
+
+
+def test_where_nobody_knows_what_the_sizes_are_they_are_figures() -> None:
+    foreign = replace(FP32, spec=replace(resolve_step({"model": "examples.my_model:build"}), context=512))
+    said = residual_sentence(foreign, profile_of(FP32))
+    assert said is not None
+    assert "batch × context × width × bytes of float32 = 4 × 512 × 768 × 4" in said
+    unknown = residual_sentence(replace(FP32, spec=None), profile_of(FP32))
+    assert unknown is not None
+    assert "is 6.00 MiB: 4 × 512 × 768 × 4 (float32) = 6,291,456 bytes" in unknown
+    assert residual_sentence(IMPORTED, profile_of(IMPORTED)) is None
+    assert derivation((3, 4), "float4", None) is None
+
+
+SCORES, LOGITS = (4, 12, 512, 512), (2048, 10_000)
+TENSORS: list[tuple[dict[str, Any], str | None]] = [
+    ({"shape": SCORES, "op": "aten::_softmax", "phase": "forward"}, "attention weights (softmax of the scores)"),
+    ({"shape": (48, 512, 512), "op": "aten::bmm", "phase": "forward"}, "products of queries and keys"),
+    ({"shape": SCORES, "op": "aten::masked_fill", "phase": "forward"}, "masked attention scores"),
+    ({"shape": SCORES, "op": "aten::mul.Tensor", "phase": "forward"}, "scaled attention scores"),
+    ({"shape": SCORES, "op": "aten::bmm", "phase": "backward"}, "a tensor of the size of the attention scores"),
+    ({"shape": SCORES, "op": "aten::_softmax", "phase": "backward"}, "attention weights (softmax of the scores)"),
+    ({"shape": SCORES, "op": "aten::_softmax_backward_data", "phase": "backward"}, "gradient of the attention scores"),
+    ({"shape": SCORES, "op": "aten::_to_copy", "phase": "forward"}, "a tensor of the size of the attention scores"),
+    ({"shape": LOGITS, "op": "aten::mm", "phase": "forward"}, "logits"),
+    ({"shape": LOGITS, "op": "aten::_log_softmax", "phase": "forward"}, "log-probabilities of the loss"),
+    ({"shape": (4, 512, 10_000), "op": "aten::mm", "phase": "backward"}, "a tensor of the size of the logits"),
+    ({"shape": LOGITS, "op": "aten::_log_softmax_backward_data", "phase": "backward"}, "gradient of the logits"),
+    ({"shape": (10_000, 768), "category": "gradients"}, "gradient of the embedding or the head"),
+    ({"shape": (3072, 768), "category": "parameters"}, "a feed-forward weight"),
+    ({"shape": (768, 768), "category": "optimizer_state"}, "optimizer state of an attention projection"),
+    ({"shape": (768, 3072), "category": "autocast_copies"}, "low-precision copy of a feed-forward weight"),
+    ({"shape": (4, 512, 3072)}, "a tensor of the inner width of the feed-forward"),
+    ({"shape": (2048, 768)}, "a tensor of the width of the residual stream"),
+    ({"shape": (512, 512)}, None),  # not as many as the scores
+    ({"shape": (4, 512)}, None),
+    ({"shape": (123, 45)}, None),
+    ({"shape": None}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), TENSORS)
+def test_a_tensor_is_named_only_where_shape_and_operator_make_it_certain(
+    fields: dict[str, Any], words: str | None
+) -> None:
+    values: dict[str, Any] = {"requested_bytes": 1, "block_bytes": 512, "category": "activations"} | fields
+    made = Allocation(**values)
+    assert what_it_is(made, FP32.spec) == words
+    assert what_it_is(made, None) is None
+
+
+def test_sizes_that_are_alike_are_not_told_apart() -> None:
+    square = resolve_step({"model": "small", "context": 512, "model.d_ff": 768, "model.vocab_size": 768})
+    made = Allocation(requested_bytes=1, block_bytes=1, category="gradients", shape=(768, 768))
+    assert what_it_is(made, square) is None
+    assert what_it_is(replace(made, category="activations", shape=(2048, 768), op="aten::mm"), square) is None
+    assert derivation((2048, 768), "float32", square) == "2048 × 768 × 4 (float32)"
+
+
+def test_the_largest_allocation_has_its_line_its_derivation_and_those_alike() -> None:
+    first, together = largest_sentences(FP32, profile_of(FP32))
+    assert first == (
+        "The largest allocation alive at the peak is 78.1 MiB: logits, (batch × context) × vocabulary × bytes of "
+        "float32 = 2048 × 10000 × 4, made in forward by aten::mm in head at transformer.py:52 in forward."
+    )
+    assert together.startswith("Alike ones that hold most together: 12 × 48.0 MiB = 576 MiB, attention weights")
+    assert "reference.py:31 in plain" in together
+    by_engine = Allocation(requested_bytes=64 * MIB, block_bytes=64 * MIB, category="temporaries", phase="backward",
+                           op="aten::mm", at_peak=True)  # fmt: skip
+    before = Allocation(requested_bytes=96 * MIB, block_bytes=96 * MIB, category="workspaces", at_peak=True)
+    gone = replace(by_engine, requested_bytes=10**12, at_peak=False)
+    (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(by_engine, gone)))
+    assert "64.0 MiB: temporaries, made in backward by aten::mm (no line of Python: by the autograd engine)." in told
+    (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(before,)))
+    assert told.endswith("96.0 MiB: workspaces, made before the recording.")
+    assert list(largest_sentences(FP32, replace(profile_of(FP32), largest=()))) == []
+
+
+def test_a_size_that_is_not_its_shapes_is_not_derived() -> None:
+    logits = next(made for made in profile_of(FP32).largest if made.module == "head")
+    odd = replace(logits, requested_bytes=123)
+    (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(odd,)))
+    assert "123 B: logits, made in forward" in told
+
+
+# --- what autograd kept -------------------------------------------------------------------------------------
+
+
+def test_the_five_largest_contributors_and_their_share() -> None:
+    profile = profile_of(BF16)
+    total = sum(saved.stored_bytes for saved in profile.saved)
+    five = sorted((saved.stored_bytes for saved in profile.saved), reverse=True)[:5]
+    kept, block = saved_sentences(BF16, profile)
+    assert kept.startswith(f"Autograd kept {units.format_bytes(total)} for the backward pass.")
+    assert f"The 5 largest contributors hold {100 * sum(five) / total:.1f} % of it: attention weights in blocks" in kept
+    assert [float(share) for share in re.findall(r"\(([\d.]+) %\)", kept)] == [
+        pytest.approx(100 * size / total, abs=0.05) for size in five
+    ]
+    first = profile.blocks[0]
+    assert first.gradient_bytes is not None
+    assert block == (
+        f"blocks.0 keeps {units.format_bytes(first.saved_bytes)}, {first.saved_bytes / (4 * 4 * 512 * 768):.1f} times "
+        f"its input, and its backward pass leaves {units.format_bytes(first.gradient_bytes)} of parameters' gradients."
+    )
+
+
+# --- why a precision, or checkpointing, moves the peak ---------------------------------------------------------
+
+
+def like(run: Run, at_peak_mib: dict[str, int], **fields: Any) -> Run:
+    """The run with a peak of these MiB by category."""
+    sizes = {name: size * MIB for name, size in at_peak_mib.items()}
+    profile = replace(profile_of(run), at_peak=sizes, peak_bytes=sum(sizes.values()), **fields)
+    return replace(run, memory_profile=profile)
+
+
+STATES = {"parameters": 500, "optimizer_state": 1000}
+
+
+def test_why_autocast_lowers_a_peak_by_category() -> None:
+    before = like(FP32, STATES | {"activations": 600, "temporaries": 100})
+    after = like(BF16, STATES | {"activations": 400, "autocast_copies": 100, "temporaries": 50}, saved=())
+    (told,) = precision_sentences(after, before)
+    assert told == (
+        "With bf16 autocast the peak is 6.8 % lower: 2.00 GiB, against 2.15 GiB with fp32. Parameters and optimizer "
+        "state stay at 1.46 GiB; activations shrink from 600 MiB to 400 MiB (0.67×, -200 MiB); autocast copies add "
+        "100 MiB (+100 MiB); temporaries shrink from 100 MiB to 50.0 MiB (0.50×, -50.0 MiB); net -150 MiB."
+    )
+
+
+def test_why_autocast_does_not_lower_a_peak() -> None:
+    before = like(FP32, STATES | {"activations": 200})
+    (raised,) = precision_sentences(like(BF16, STATES | {"activations": 120, "autocast_copies": 200}, saved=()), before)
+    assert raised.startswith("With bf16 autocast the peak is 7.1 % higher: 1.78 GiB, against 1.66 GiB with fp32.")
+    assert "autocast copies add 200 MiB (+200 MiB); activations shrink" in raised
+    (same,) = precision_sentences(like(BF16, STATES | {"activations": 200}, saved=()), before)
+    assert "the peak is where it was: 1.66 GiB" in same
+    moved = like(BF16, {**STATES, "gradients": 500}, peak_phase="optimizer", saved=())
+    told = list(precision_sentences(moved, replace(before)))
+    assert "the 200 MiB of activations are gone (-200 MiB)" in told[0]
+    assert told[1] == "The peaks are not the same moment: fp32 peaks in backward, bf16 autocast in optimizer."
+
+
+def test_the_changes_told_add_up_to_the_net_whatever_the_peaks() -> None:
+    categories = ("parameters", "gradients", "activations", "autocast_copies", "temporaries")
+    for seed in range(40):
+        rng = random.Random(seed)
+        peaks = [{name: rng.choice([0, 0, 100, 100, rng.randrange(1, 900)]) for name in categories} for _ in range(2)]
+        peaks = [{name: size for name, size in peak.items() if size} for peak in peaks]
+        if not all(peaks):
+            continue
+        told = next(precision_sentences(like(BF16, peaks[0], saved=()), like(FP32, peaks[1])))
+        in_mib = {"MiB": 1.0, "GiB": 1024.0}
+        found = [
+            float(sign + size) * in_mib[unit] for sign, size, unit in re.findall(r"[ (]([+-])([\d.]+) ([MG]iB)\)", told)
+        ]
+        net = sum(peaks[0].values()) - sum(peaks[1].values())
+        assert sum(found) == pytest.approx(net, abs=0.01 * max(map(abs, [*found, 1])) + 2), told
+
+
+def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() -> None:
+    def saved(op: str, dtype: str, mib: int, **fields: Any) -> SavedTensors:
+        return SavedTensors(
+            module="blocks.*", op=op, shape=(1,), dtype=dtype, count=1, stored_bytes=mib * MIB, **fields
+        )
+
+    kept = (
+        saved("MmBackward0", "bfloat16", 300),
+        saved("SoftmaxBackward0", "float32", 80),
+        saved("FusedRmsNormBackward0", "float32", 20),
+        saved("MmBackward0", "bfloat16", 500, category="autocast_copies"),
+    )
+    alone = like(BF16, STATES | {"activations": 400, "autocast_copies": 100}, saved=kept)
+    told = list(precision_sentences(alone, None))
+    assert told == [
+        "Of the 400 MiB of activations kept for backward 75.0 % are bfloat16; 100 MiB stay float32 (most for Softmax "
+        "80.0 MiB, FusedRmsNorm 20.0 MiB).",
+        "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 75.0 % of the peak.",
+        "Kept in float32 the low-precision ones would take 300 MiB more, and 100 MiB of weight copies, alive at the "
+        "peak, would not be there in fp32: autocast lowers this peak by 200 MiB at most, temporaries apart. The same "
+        "cell in fp32 would tell.",
+    ]
+    late = like(BF16, STATES | {"gradients": 500}, saved=kept, peak_phase="optimizer")
+    assert "the peak lies in the optimizer, when activations are gone" in list(precision_sentences(late, None))[-1]
+    costly = like(BF16, STATES | {"activations": 400, "autocast_copies": 400}, saved=kept)
+    assert "has nothing to lower this peak by" in list(precision_sentences(costly, None))[-1]
+    none = like(BF16, STATES | {"activations": 80}, saved=kept[1:2])
+    said = next(precision_sentences(none, None))
+    assert said.startswith("Of the 80.0 MiB of activations kept for backward nothing is low precision; 80.0 MiB stay")
+
+
+def test_float32_runs_and_bf16_throughout_are_not_told_about_autocast() -> None:
+    assert list(precision_sentences(FP32, FP32)) == []
+    assert FP32.spec is not None
+    pure = replace(FP32, spec=replace(FP32.spec, precision="bf16_pure"))
+    half = like(pure, {"parameters": 250, "optimizer_state": 500})
+    (told,) = precision_sentences(half, like(FP32, STATES))
+    assert told.startswith("With bf16 throughout the peak is 50.0 % lower")
+    assert list(precision_sentences(half, None)) == []
+    assert list(precision_sentences(make_run({"precision": "bf16"}), FP32)) == []
+
+
+def test_checkpointing_is_set_against_the_same_cell_without() -> None:
+    told = list(checkpointing_sentences(CHECKPOINTED, FP32))
+    before, after = profile_of(FP32), profile_of(CHECKPOINTED)
+    lower = 100 * (1 - after.peak_bytes / before.peak_bytes)
+    assert told[0].startswith(f"With checkpointing (full) the peak is {lower:.1f} % lower")
+    shrunk = at_peak(after, "activations") / at_peak(before, "activations")
+    assert f"activations shrink from 2.26 GiB to 186 MiB ({shrunk:.2f}×" in told[0]
+    assert re.fullmatch(r"For that the step takes \S+ ms instead of \S+ ms \([+-]\S+ %\)\.", told[-1])
+    assert list(checkpointing_sentences(FP32, FP32)) == []
+    assert list(checkpointing_sentences(CHECKPOINTED, None)) == []
+
+
+def test_among_other_runs_the_same_cell_is_found_and_no_other() -> None:
+    told = flat(render_memory(BF16, others=[watched_run({"context": 256}), FP32, CPU, IMPORTED, BF16], width=120))
+    assert "against 3.81 GiB with fp32." in told
+    assert "with fp32" not in flat(render_memory(BF16, others=[watched_run({"context": 256}), make_run()], width=120))
+    assert "against 3.81 GiB with no checkpointing" in flat(render_memory(CHECKPOINTED, others=[BF16, FP32], width=120))
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+def test_the_rows_sum_to_the_peak_in_every_format(run: Run) -> None:
+    profile = profile_of(run)
+    prediction = prediction_of(profile)
+    rows = category_rows(profile, prediction)
+    assert {row["category"]: row["bytes"] for row in rows} == profile.at_peak
+    assert sum(int(str(row["bytes"])) for row in rows) == profile.peak_bytes
+    assert sum(int(str(row["predicted_bytes"])) for row in rows) == prediction.peak_bytes
+    assert json.loads(render_memory_rows(profile, "json", prediction=prediction)) == rows
+    lines = list(csv.DictReader(io.StringIO(render_memory_rows(profile, "csv"))))
+    assert {line["category"]: int(line["bytes"]) for line in lines} == profile.at_peak
+    assert "predicted_bytes" not in lines[0]
+    for name in ("md", "latex", "table"):
+        text = render_memory_rows(profile, name, prediction=prediction, width=120)
+        for size in profile.at_peak.values():
+            assert units.format_bytes(size) in text
+    with pytest.raises(UserError, match="format 'yaml' is not known"):
+        render_memory_rows(profile, "yaml")
+
+
+def test_the_rows_of_allocations_are_the_records() -> None:
+    profile = profile_of(FP32)
+    rows = allocation_rows(profile)
+    assert [row["requested_bytes"] for row in rows] == [made.requested_bytes for made in profile.largest]
+    assert rows[0]["shape"] == "4x12x512x512"
+    assert "transformer.py:52 in forward" in render_allocations(profile, "md")
+    assert render_allocations(train_profile(spec(), largest=()), "table") == "no allocations"
+
+
+def spec() -> Any:
+    return resolve_step({"model": "tiny", "context": 64})
+
+
+def test_what_lies_around_the_peak_is_told_and_absent_where_nobody_knows() -> None:
+    profile = replace(profile_of(FP32), peak_bytes=1000 * MIB, reserved_bytes=1300 * MIB, outside_bytes=540 * MIB)
+    held, outside = around_sentences(profile)
+    assert (
+        held == "The allocator held 1.27 GiB of the device at most, 300 MiB more than the peak: cached or fragmented."
+    )
+    assert outside.startswith("Outside the allocator the device had 540 MiB in use")
+    assert list(around_sentences(profile_of(CPU))) == []

@@ -1,0 +1,428 @@
+"""The pictures of memory: what is drawn is as high, as long and as coloured as the record says; no labels collide."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from tests.unit.memory_records import (
+    MIB,
+    cpu_run,
+    imported_snapshot,
+    prediction_of,
+    watched_run,
+)
+
+from steplab import units
+from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryPhase, MemoryProfile, MemoryTimeline
+from steplab.records.run import Run
+from steplab.report.cells import cells_of
+from steplab.report.labels import text_width
+from steplab.report.memory_charts import peak_bars
+from steplab.report.memory_frame import NARROW, WIDE
+from steplab.report.memory_picture import Shown, fullest_moments, memory_timelines
+from steplab.report.memory_shapes import bar, color_of, legend_of
+from steplab.report.memory_tradeoff import checkpointing_tradeoff, round_ticks
+from steplab.report.svg import css_color
+
+FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
+CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
+ALL = {"fp32": FP32, "bf16": BF16, "checkpointed": CHECKPOINTED, "imported": imported_snapshot(), "cpu": cpu_run()}
+SMALLEST = 210  # pixels of the bytes' axis in a picture beside others
+Point = tuple[float, float]
+
+
+def profile_of(run: Run) -> MemoryProfile:
+    assert run.memory_profile is not None
+    return run.memory_profile
+
+
+def svg_of(profile: MemoryProfile, *, beside: int = 0, capacity: int | None = None) -> str:
+    """The picture, alone or with others beside it."""
+    names = ["" if not beside else f"context {128 << i}" for i in range(1 + beside)]
+    chart = memory_timelines([Shown(title=name, profile=profile, capacity=capacity) for name in names])
+    assert chart is not None
+    return chart.pictures[0].svg
+
+
+def random_profile(seed: int, num_moments: int = 400, num_phases: int = 3) -> MemoryProfile:
+    """Anything a digest could write: bursts at one time, categories that come and go, phases of all lengths."""
+    rng = random.Random(seed)
+    categories = tuple(sorted(rng.sample(MEMORY_CATEGORIES, rng.randrange(1, 7)), key=MEMORY_CATEGORIES.index))
+    times = [0.0]
+    for _ in range(num_moments - 1):
+        times.append(times[-1] + rng.choice([0.0, 1e-6, 1e-5, 3e-4]))
+    sizes = [[rng.choice([0, 10, 500, rng.randrange(1, 9000)]) * MIB for _ in times] for _ in categories]
+    totals = [sum(column) for column in zip(*sizes, strict=True)]
+    peak = totals.index(max(totals))
+    edges = sorted(rng.choice(times) for _ in range(num_phases - 1))
+    bounds = [0.0, *edges, times[-1]]
+    names = ("forward", "backward", "optimizer", "zero_grad", "a_phase_with_a_long_name", "x")[:num_phases]
+    return MemoryProfile(
+        source="cuda allocator",
+        peak_bytes=totals[peak],
+        at_peak={name: column[peak] for name, column in zip(categories, sizes, strict=True)},
+        peak_s=times[peak],
+        timeline=MemoryTimeline(
+            time_s=tuple(times), categories=categories, allocated_bytes=tuple(tuple(column) for column in sizes)
+        ),
+        phases=tuple(
+            MemoryPhase(name=name, start_s=start, end_s=end, peak_bytes=1)
+            for name, start, end in zip(names, bounds, bounds[1:], strict=False)
+        ),
+    )
+
+
+# --- the areas over time --------------------------------------------------------------------------------------
+
+
+def edges_of(svg: str) -> dict[str, list[Point]]:
+    """Of each area, by its colour, the corners (x, height over zero) of its upper edge."""
+    found = {}
+    for path, color in re.findall(r'<path d="(M62 [^"]*z)" fill="(var\(--c\d+\))"><title>', svg):
+        x, zero = map(float, re.match(r"M(\S+) ([\d.]+)", path).groups())  # type: ignore[union-attr]
+        corners = []
+        for kind, value in re.findall(r"([HV])([\d.]+)", path):
+            x, y = (float(value), None) if kind == "H" else (x, float(value))
+            if y is not None:
+                corners.append((x, zero - y))
+        found[color] = corners[:-1]  # without the way back to zero
+    return found
+
+
+def height_at(corners: list[Point], x: float) -> float:
+    return next((height for at, height in reversed(corners) if at <= x), 0.0)
+
+
+def bytes_per_px(svg: str) -> float:
+    """Bytes a pixel, from the labels of the axis."""
+    ticks = re.findall(r'y="([\d.]+)" font-size="11" text-anchor="end"[^>]*>([\d.]+) ([KMG]i)?B<', svg)
+    scale = {"": 1, "Ki": 1024, "Mi": 1024**2, "Gi": 1024**3}
+    (low_y, *_), (high_y, number, unit) = ticks[0], ticks[-1]
+    return float(number) * scale[unit] / (float(low_y) - float(high_y))
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+@pytest.mark.parametrize("case", [*ALL, *range(5)])
+def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int, beside: int) -> None:
+    profile = random_profile(case) if isinstance(case, int) else profile_of(ALL[case])
+    timeline, svg = profile.timeline, svg_of(profile, beside=beside)
+    edges, per_px = edges_of(svg), bytes_per_px(svg)
+    width = NARROW if beside else WIDE
+    ends = [profile.timeline.time_s[-1], profile.peak_s, *(phase.end_s for phase in profile.phases)]
+    columns = round((width - 72) / _column_px(svg, width))
+    moments = fullest_moments(timeline, 0.0, max(ends), columns)
+    there = [name for name, sizes in zip(timeline.categories, timeline.allocated_bytes, strict=True) if any(sizes)]
+    assert list(edges) == [css_color(color_of(name)) for name in reversed(there)]
+    for column, moment in enumerate(moments):
+        x = 62 + (column + 0.5) * (width - 72) / columns
+        drawn, below = 0.0, 0
+        for name, sizes in zip(timeline.categories, timeline.allocated_bytes, strict=True):
+            if name in there and moment is not None:
+                below += sizes[moment]
+                height = height_at(edges[css_color(color_of(name))], x)
+                assert height * per_px == pytest.approx(below, abs=0.15 * per_px)
+                drawn = height
+        total = sum(sizes[moment] for sizes in timeline.allocated_bytes) if moment is not None else 0
+        assert drawn * per_px == pytest.approx(total, abs=0.15 * per_px)
+
+
+def _column_px(svg: str, width: int) -> float:
+    """How wide the columns were drawn: the widest that all corners lie on."""
+    corners = {x for edge in edges_of(svg).values() for x, _ in edge}
+    return max(
+        px
+        for px in (1.0, 2.0, 4.0, 8.0)
+        if all(
+            abs(
+                (x - 62) * int((width - 72) / px) / (width - 72)
+                - round((x - 62) * int((width - 72) / px) / (width - 72))
+            )
+            < 0.3
+            for x in corners
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_column_shows_the_fullest_moment_in_it(seed: int) -> None:
+    timeline = random_profile(seed, num_moments=60).timeline
+    end, num_columns = timeline.time_s[-1] or 1.0, 17
+    totals = [sum(sizes) for sizes in zip(*timeline.allocated_bytes, strict=True)]
+    found = fullest_moments(timeline, 0.0, end, num_columns)
+    until = [*timeline.time_s[1:], end]
+    for column, moment in enumerate(found):
+        left, right = end * column / num_columns, end * (column + 1) / num_columns
+        last = column == num_columns - 1
+        lasting = [
+            i
+            for i, (begins, ends) in enumerate(zip(timeline.time_s, until, strict=True))
+            if (begins < right or last) and (ends > left or left <= begins)
+        ]
+        assert moment is not None
+        assert totals[moment] == pytest.approx(max(totals[i] for i in lasting))
+    assert max(totals) == max(totals[m] for m in found if m is not None)
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+@pytest.mark.parametrize("case", [*ALL, *range(8)])
+def test_the_dot_is_at_the_peak(case: str | int, beside: int) -> None:
+    profile = random_profile(case) if isinstance(case, int) else profile_of(ALL[case])
+    svg = svg_of(profile, beside=beside)
+    (x, y), width = dots(svg)[0], NARROW if beside else WIDE
+    end = max(profile.timeline.time_s[-1], *(phase.end_s for phase in profile.phases), profile.peak_s)
+    assert x == pytest.approx(62 + profile.peak_s / end * (width - 72), abs=0.06)
+    zero = 22 + (SMALLEST if beside else 300)
+    assert (zero - y) * bytes_per_px(svg) == pytest.approx(profile.peak_bytes, rel=0.003)
+    highest = max(height for edge in edges_of(svg).values() for _, height in edge)
+    assert zero - y == pytest.approx(highest, abs=0.2)
+    assert f">peak {units.format_bytes(profile.peak_bytes)}</text>" in svg
+
+
+def dots(svg: str) -> list[Point]:
+    return [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', svg)]
+
+
+def test_phases_are_shaded_where_they_were() -> None:
+    profile = profile_of(FP32)
+    svg, end = svg_of(profile), profile.phases[-1].end_s
+    shaded = re.findall(r"<title>(\w+): peak ([^<]*)</title><path d=\"M([\d.]+) 0H([\d.]+)V", svg)
+    assert [(name, size) for name, size, *_ in shaded] == [
+        (phase.name, units.format_bytes(phase.peak_bytes)) for phase in profile.phases
+    ]
+    for (*_, left, right), phase in zip(shaded, profile.phases, strict=True):
+        assert float(left) == pytest.approx(62 + phase.start_s / end * 968, abs=0.06)
+        assert float(right) == pytest.approx(62 + phase.end_s / end * 968, abs=0.06)
+
+
+def test_side_by_side_all_have_one_scale() -> None:
+    runs = [watched_run({"context": context}) for context in (128, 256, 512)]
+    chart = memory_timelines([Shown(title=str(run.id), profile=profile_of(run)) for run in runs])
+    assert chart is not None
+    ticks = [re.findall(r">([\d.]+ [KMG]?i?B)</text>", picture.svg) for picture in chart.pictures]
+    assert ticks[0] == ticks[1] == ticks[2]
+    assert [picture.width for picture in chart.pictures] == [NARROW] * 3
+    assert len({bytes_per_px(picture.svg) for picture in chart.pictures}) == 1
+    for picture, run in zip(chart.pictures, runs, strict=True):
+        peak = profile_of(run)
+        assert picture.subtitle == f"peak {units.format_bytes(peak.peak_bytes)}, in {peak.peak_phase}"
+
+
+def test_the_devices_memory_is_drawn_where_the_peak_comes_near_it() -> None:
+    profile = profile_of(FP32)
+    near = svg_of(profile, capacity=int(profile.peak_bytes / 0.7))
+    assert f"device memory {units.format_bytes(profile.peak_bytes / 0.7)}" in near
+    (line,) = re.findall(r'd="M62 ([\d.]+)H1030" stroke="var\(--muted\)" stroke-dasharray', near)
+    assert (322 - float(line)) * bytes_per_px(near) == pytest.approx(profile.peak_bytes / 0.7, rel=0.005)
+    assert "device memory" not in svg_of(profile, capacity=int(profile.peak_bytes / 0.5))
+    two = memory_timelines([Shown(title="a", profile=profile, capacity=10), Shown(title="b", profile=profile)])
+    assert two is not None
+    assert "device memory" not in two.pictures[0].svg
+
+
+# --- labels ------------------------------------------------------------------------------------------------------
+
+
+def label_boxes(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """Text, left, top, right, bottom of every label."""
+    found = []
+    for x, y, anchor, text in re.findall(
+        r'<text x="([-\d.]+)" y="([-\d.]+)" font-size="11" text-anchor="(\w+)"[^>]*>([^<]*)</text>', svg
+    ):
+        width = text_width(text, 11)
+        left = float(x) - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        found.append((text, left, float(y) - 9, left + width, float(y) + 2))
+    return found
+
+
+def assert_labels_fit(svg: str) -> None:
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
+    boxes = label_boxes(svg)
+    assert len(boxes) == svg.count("<text ")
+    for index, (text, left, top, right, bottom) in enumerate(boxes):
+        assert left >= -0.5, text
+        assert right <= width + 0.5, text
+        assert top >= -0.5, text
+        assert bottom <= height + 0.5, text
+        for other, its_left, its_top, its_right, its_bottom in boxes[index + 1 :]:
+            apart = right <= its_left + 0.5 or its_right <= left + 0.5 or bottom <= its_top or its_bottom <= top
+            assert apart, f"{text} / {other}"
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+@pytest.mark.parametrize("fullness", [None, 0.6, 0.98])
+@pytest.mark.parametrize("case", [*ALL, *range(6)])
+def test_no_label_over_time_is_cut_or_runs_into_another(case: str | int, fullness: float | None, beside: int) -> None:
+    profile = random_profile(case, num_phases=1 + case % 6) if isinstance(case, int) else profile_of(ALL[case])
+    capacity = int(profile.peak_bytes / fullness) if fullness else None
+    assert_labels_fit(svg_of(profile, beside=beside, capacity=capacity))
+
+
+def test_a_phase_with_a_name_of_any_length_is_named_within_the_picture() -> None:
+    phases = tuple(replace(phase, name="phase " + "x" * 80) for phase in profile_of(FP32).phases)
+    for beside in (0, 2):
+        assert_labels_fit(svg_of(replace(profile_of(FP32), phases=phases), beside=beside))
+
+
+# --- bounds -------------------------------------------------------------------------------------------------------
+
+
+def test_however_long_the_history_the_picture_stays_small() -> None:
+    rng = random.Random(3)
+    num = 60_000
+    sizes = tuple(tuple(rng.randrange(10**9) for _ in range(num)) for _ in MEMORY_CATEGORIES)
+    timeline = MemoryTimeline(
+        time_s=tuple(1e-5 * i for i in range(num)), categories=MEMORY_CATEGORIES, allocated_bytes=sizes
+    )
+    profile = replace(profile_of(FP32), timeline=timeline, peak_s=0.1)
+    for beside in (0, 2):
+        assert len(svg_of(profile, beside=beside)) < 70_000
+
+
+def test_a_history_of_nothing_is_no_picture_and_one_of_one_moment_is_one() -> None:
+    profile = profile_of(FP32)
+    nothing = MemoryTimeline(time_s=(), categories=(), allocated_bytes=())
+    assert memory_timelines([Shown(title="", profile=replace(profile, timeline=nothing))]) is None
+    assert memory_timelines([]) is None
+    moment = MemoryTimeline(time_s=(0.0,), categories=("parameters",), allocated_bytes=((7,),))
+    alone = replace(profile, timeline=moment, phases=(), peak_s=0.0, peak_bytes=7)
+    assert_labels_fit(svg_of(alone))
+    empty = replace(alone, timeline=replace(moment, allocated_bytes=((0,),)), peak_bytes=0)
+    assert_labels_fit(svg_of(empty))
+
+
+def test_hostile_names_are_text_in_the_picture() -> None:
+    hostile = "<script>alert(1)</script>\"'&"
+    phases = tuple(replace(phase, name=hostile) for phase in profile_of(FP32).phases)
+    chart = memory_timelines([Shown(title=hostile, profile=replace(profile_of(FP32), phases=phases))])
+    assert chart is not None
+    assert "<script" not in chart.pictures[0].svg
+    assert "&lt;script&gt;" in chart.pictures[0].svg
+
+
+# --- bars --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bars_are_as_long_as_the_bytes_and_the_predicted_ones_are_hatched() -> None:
+    runs = [FP32, BF16, CHECKPOINTED]
+    prediction = prediction_of(profile_of(BF16), 1.03)
+    chart = peak_bars(cells_of(runs), {BF16.id: prediction})
+    assert chart is not None
+    svg = chart.pictures[0].svg
+    longest = max(profile_of(run).peak_bytes for run in runs)
+    drawn = re.findall(r"<title>([^<]*)</title><path d=\"M[\d.]+ [\d.]+h([\d.]+)v(\d+)", svg)
+    measured = {tip: float(width) for tip, width, height in drawn if height == "24"}
+    predicted = {tip: float(width) for tip, width, height in drawn if height == "14"}
+    sums = [sum(width for tip, width in measured.items() if f"{name}:" in tip) for name in ("fp32 · no checkpointing",)]
+    per_px = longest / sums[0]
+    for run in runs:
+        for name, size in profile_of(run).at_peak.items():
+            share = size / profile_of(run).peak_bytes
+            word = name.replace("_", " ")
+            found = [
+                width
+                for tip, width in measured.items()
+                if f": {word} {units.format_bytes(size)}, " in tip and (share < 0.001 or f"{100 * share:.1f} %" in tip)
+            ]
+            assert any(width * per_px == pytest.approx(size, abs=0.05 * per_px) for width in found), name
+    assert sum(predicted.values()) * per_px == pytest.approx(prediction.peak_bytes, rel=1e-3)
+    assert all(tip.endswith("+3.00 %") for tip in predicted)
+    assert f">{units.format_bytes(prediction.peak_bytes)} +3.0 %</text>" in svg
+    assert_labels_fit(svg)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_strokes_of_hatching_stay_within_their_bar(seed: int) -> None:
+    rng = random.Random(seed)
+    left, top, width, height = (rng.uniform(0, 300), rng.uniform(0, 90), rng.uniform(0.5, 200), rng.uniform(4, 20))
+    strokes = re.findall(
+        r"M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)", bar(left, top, width, height, "#010216", hatched=True)
+    )
+    for x0, y0, x1, y1 in (tuple(map(float, stroke)) for stroke in strokes):
+        assert left - 0.1 <= x0 <= x1 <= left + width + 0.1
+        assert top - 0.1 <= y1 <= y0 <= top + height + 0.1
+        assert x1 - x0 == pytest.approx(y0 - y1, abs=0.25)
+    assert len(strokes) == pytest.approx((width + height) / 5, abs=1.01)
+
+
+def test_one_bar_or_none_is_no_chart_and_a_snapshots_categories_are_left_out() -> None:
+    assert peak_bars(cells_of([FP32]), {}) is None
+    assert peak_bars(cells_of([FP32]), {FP32.id: prediction_of(profile_of(FP32))}) is not None
+    assert peak_bars(cells_of([ALL["imported"], ALL["imported"]]), {}) is None
+    chart = peak_bars(cells_of([FP32, BF16, ALL["imported"]]), {})
+    assert chart is not None
+    assert chart.note.endswith("One more watched run is not drawn.")
+    assert "before" not in chart.pictures[0].svg
+
+
+def test_a_category_has_a_colour_of_its_own() -> None:
+    colors = [color_of(name) for name in MEMORY_CATEGORIES]
+    assert len(set(colors)) == len(MEMORY_CATEGORIES)
+    assert [f"var(--c{number})" for number, *_ in legend_of(MEMORY_CATEGORIES)] == [css_color(c) for c in colors]
+    assert len({color_of(name) for name in ("before", "during", "rounding")}) == 3
+
+
+# --- memory against time --------------------------------------------------------------------------------------------
+
+
+def settings_of_one_cell(figures: dict[str, tuple[float, int]]) -> list[Run]:
+    """The same cell with these checkpointing settings: step time in seconds and peak in MiB."""
+    runs = []
+    for setting, (time_s, peak_mib) in figures.items():
+        run = watched_run({"context": 128, "checkpointing": setting})
+        assert run.timing is not None
+        assert run.memory is not None
+        samples = tuple(replace(samples, device_s=(time_s,) * 10) for samples in run.timing.back_to_back)
+        peaks = tuple(replace(peak, peak_allocated_bytes=peak_mib * MIB) for peak in run.memory.peaks)
+        timing = replace(run.timing, back_to_back=samples)
+        runs.append(replace(run, timing=timing, memory=replace(run.memory, peaks=peaks)))
+    return runs
+
+
+def test_points_lie_where_time_and_memory_put_them() -> None:
+    figures = {"none": (0.100, 4096), "every_4": (0.112, 3300), "selective": (0.118, 2048), "full": (0.131, 1024)}
+    chart = checkpointing_tradeoff(cells_of(settings_of_one_cell(figures)))
+    assert chart is not None
+    (picture,) = chart.pictures
+    assert picture.subtitle == "full: -75 % memory, +31 % time"
+    per_px = bytes_per_px(picture.svg)
+    ticks = re.findall(r'<text x="([\d.]+)" y="289.0"[^>]*>([\d.]+) ms<', picture.svg)
+    (x0, t0), (x1, t1) = ticks[0], ticks[-1]
+    s_per_px = (float(t1) - float(t0)) / 1e3 / (float(x1) - float(x0))
+    for (x, y), (time_s, peak_mib) in zip(dots(picture.svg), sorted(figures.values()), strict=True):
+        assert (270 - y) * per_px == pytest.approx(peak_mib * MIB, rel=0.005)
+        assert float(t0) / 1e3 + (x - float(x0)) * s_per_px == pytest.approx(time_s, abs=2e-4)
+    for setting in figures:
+        assert f">{setting}</text>" in picture.svg
+    assert_labels_fit(picture.svg)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_labels_of_points_do_not_collide(seed: int) -> None:
+    rng = random.Random(seed)
+    settings = ["none", "full", "selective", *(f"every_{n}" for n in rng.sample(range(2, 40), 3))]
+    figures = {s: (0.1 * (1 + rng.choice([0, 0.01, rng.random()])), rng.randrange(500, 9000)) for s in settings}
+    chart = checkpointing_tradeoff(cells_of(settings_of_one_cell(figures)))
+    assert chart is not None
+    assert_labels_fit(chart.pictures[0].svg)
+
+
+def test_one_setting_is_no_trade_off() -> None:
+    assert (
+        checkpointing_tradeoff(cells_of([FP32, BF16, watched_run({"context": 256, "checkpointing": "full"})])) is None
+    )
+    chart = checkpointing_tradeoff(cells_of([*settings_of_one_cell({"none": (0.1, 90), "full": (0.1, 50)}), BF16]))
+    assert chart is not None
+    assert [picture.title for picture in chart.pictures] == ["context 128 · fp32"]
+    assert_labels_fit(chart.pictures[0].svg)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ticks_of_a_range_are_round_and_within_it(seed: int) -> None:
+    rng = random.Random(seed)
+    low = rng.uniform(1e-4, 10)
+    high = low * (1 + rng.choice([1e-4, 0.01, 0.3, 3]))
+    ticks = round_ticks(low, high)
+    assert 2 <= len(ticks) <= 6
+    assert all(low <= tick <= high for tick in ticks)
+    assert float(f"{ticks[1] - ticks[0]:.0e}".partition("e")[0]) in (1, 2, 5)

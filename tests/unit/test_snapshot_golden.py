@@ -1,0 +1,97 @@
+"""The history of a real step on an H200, held to what two others saw: torch's profiler and the allocator's counters.
+
+`small`, context 512, bf16 autocast, eager plain attention, AdamW fused, checkpointing selective (torch 2.11.0+cu130):
+torch's snapshot of the step, but for the paths in it, and the marks of its recorder.
+"""
+
+import dataclasses
+import lzma
+import pickle
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tests.unit.test_snapshot_reading import assert_same
+
+from steplab.records.memory_marks import Marks
+from steplab.snapshots.building import build_history
+from steplab.snapshots.digest import digest
+from steplab.snapshots.history import History
+from steplab.snapshots.reading import read_snapshot
+from steplab.snapshots.replay import replay, reserved_peak_bytes
+from steplab.snapshots.stacks import Stacks
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "memory_small_512_bf16_selective"
+D, FF, LAYERS, VOCABULARY, CONTEXT, BATCH = 768, 3072, 12, 10_000, 512, 4
+MATRICES = LAYERS * (4 * D * D + 3 * D * FF) + VOCABULARY * D
+"""Elements of the weights of linear layers."""
+PARAMETERS = MATRICES + VOCABULARY * D + (2 * LAYERS + 1) * D
+ROTARY = 2 * CONTEXT * 32
+
+
+@pytest.fixture(scope="module")
+def pickled() -> bytes:
+    return lzma.decompress(GOLDEN.with_suffix(".pickle.xz").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def history(pickled: bytes, tmp_path_factory: pytest.TempPathFactory) -> History:
+    path = tmp_path_factory.mktemp("golden") / "step.pickle"
+    path.write_bytes(pickled)
+    return read_snapshot(path)
+
+
+@pytest.fixture(scope="module")
+def marks() -> Marks:
+    return msgspec.json.decode(lzma.decompress(GOLDEN.with_suffix(".marks.json.xz").read_bytes()), type=Marks)
+
+
+def test_it_is_read_as_pickle_reads_it(pickled: bytes, history: History) -> None:
+    assert_same(history, build_history(pickle.loads(pickled), Stacks()))
+
+
+def test_every_block_has_the_size_that_the_profiler_saw(history: History, marks: Marks) -> None:
+    lifetimes = replay(history.devices[0], history.settings)
+    made = lifetimes.start >= 0
+    assert made.sum() == len(marks.block_bytes) == 2049
+    np.testing.assert_array_equal(lifetimes.block_bytes[made], marks.block_bytes)
+    assert (lifetimes.block_bytes[made] > lifetimes.requested_bytes[made] + 512).any(), "some were not cut to size"
+    assert lifetimes.notes == ()
+
+
+def test_peak_and_reserved_memory_are_those_of_the_counters(history: History, marks: Marks) -> None:
+    worked_out = digest(history, dataclasses.replace(marks, block_bytes=()))
+    for profile in (worked_out, digest(history, marks), digest(history, None)):
+        assert profile.peak_bytes == sum(profile.at_peak.values()) == marks.counted_peak_bytes
+    assert reserved_peak_bytes(history.devices[0]) == marks.reserved_bytes
+
+
+def test_what_is_known_by_arithmetic_is_found(history: History, marks: Marks) -> None:
+    profile = digest(history, marks)
+    assert profile.at_peak["parameters"] == 4 * (PARAMETERS + ROTARY)
+    num_tensors = 9 * LAYERS + 3
+    assert profile.at_peak["optimizer_state"] == 2 * 4 * PARAMETERS + 4 * num_tensors  # fused AdamW counts on the GPU
+    assert profile.at_peak["autocast_copies"] == 2 * MATRICES
+    assert profile.at_peak["inputs"] == 2 * 2 * 8 * BATCH * CONTEXT  # two batches of tokens and targets
+    (block, *_) = profile.blocks
+    assert (block.module, block.input_bytes) == ("blocks.0", 4 * BATCH * CONTEXT * D)
+    logits = next(group for group in profile.largest if group.shape == (BATCH * CONTEXT, VOCABULARY))
+    assert logits.requested_bytes % (BATCH * CONTEXT * VOCABULARY) == 0
+    assert logits.source is not None
+    assert logits.source.startswith("steplab/model/transformer.py:")
+
+
+@pytest.mark.parametrize("lost", [1, 700, 3000, 6000])
+def test_without_its_beginning_it_is_told_within_what_a_note_allows(history: History, lost: int) -> None:
+    (device,) = history.devices
+    whole = replay(device, history.settings)
+    events = device.events
+    later = dataclasses.replace(
+        events, **{field.name: getattr(events, field.name)[lost:] for field in dataclasses.fields(events)}
+    )
+    lifetimes = replay(dataclasses.replace(device, events=later), history.settings)
+    alive = (whole.start < lost) & (whole.end >= lost)
+    missing = int(whole.block_bytes[alive].sum() - lifetimes.block_bytes[lifetimes.start < 0].sum())
+    unsure = sum(int(note.split()[1]) for note in lifetimes.notes)
+    assert 0 <= missing <= unsure << 20
