@@ -88,7 +88,7 @@ def make(path: Path, gb: float, num_frames: int) -> int:
         blocks.append((address, size))
         segments.append(segment(address, held))
         address += held
-    num_steps = max(1, round(gb * 1e9 / (len(stacks) * (5 * num_frames + 350))))
+    num_steps = max(1, round(gb * 1e9 / (len(stacks) * (5 * num_frames + 230))))
     events, time_us = list[dict[str, Any]](), 1_763_000_000_000_000
     for _ in range(num_steps):
         lists = [list(stack) for stack in stacks]  # a new list each time, of frames that are the same: as torch has it

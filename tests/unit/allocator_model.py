@@ -1,7 +1,7 @@
 """CUDA's caching allocator in plain Python, as its source tells it, with the history that it would record.
 
-One device, native allocator. Addresses come from a counter; a device allocation never fails. What it counts is the truth
-that a replay of its history is held to.
+One device, native allocator. Addresses come from a counter; a device allocation never fails. What it counts is the
+truth that a replay of its history is held to.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a precision did to two layers with a norm between them, recorded on an H200, where autocast has all its rules."""
+"""What a precision did to two layers with a norm between, recorded on an H200, where autocast has all its rules."""
 
 import lzma
 from pathlib import Path

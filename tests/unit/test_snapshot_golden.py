@@ -95,3 +95,9 @@ def test_without_its_beginning_it_is_told_within_what_a_note_allows(history: His
     missing = int(whole.block_bytes[alive].sum() - lifetimes.block_bytes[lifetimes.start < 0].sum())
     unsure = sum(int(note.split()[1]) for note in lifetimes.notes)
     assert 0 <= missing <= unsure << 20
+
+
+def test_every_phase_peaks_where_the_allocator_said_it_did(history: History, marks: Marks) -> None:
+    """Its high-water marks over the same phases of steps that nobody watched, each reset at the phase's beginning."""
+    counted = {"forward": 2_978_129_408, "backward": 2_760_353_792, "optimizer": 2_163_977_728}
+    assert {phase.name: phase.peak_bytes for phase in digest(history, marks).phases} == counted

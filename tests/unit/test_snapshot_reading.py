@@ -440,7 +440,7 @@ def test_a_damaged_pickle_gives_in_bulk_what_it_gives_event_by_event(changes: li
     [
         (rb"(\x8c\x04\d\d/0)\x94", rb"\g<1>0"),  # a text that is dropped again: its key has no value
         (rb"u(\}\x94\(h)", rb"N\1"),  # a dict that is never filled
-        (rb"\]\x94\(h", rb"]\x94Nh"),  # a list that is never filled
+        (rb"(\]\x94)\((h)", rb"\1N\2"),  # a list that is never filled
     ],
 )
 def test_what_is_no_whole_event_is_none_in_bulk_either(pattern: bytes, replacement: bytes) -> None:

@@ -27,9 +27,7 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
     spec = resolve_step(step.fields())
     chosen = chosen_format(out.format, out.output)
     prediction = plan_memory(spec)
-    color = stdout_color() and out.output is None
     if chosen == "table":
-        text = render_prediction(spec, prediction, color=color)
+        emit(render_prediction(spec, prediction, color=stdout_color() and out.output is None), out.output)
     else:
-        text = render_terms(prediction, chosen)
-    emit(text, out.output)
+        emit(render_terms(prediction, chosen), out.output)

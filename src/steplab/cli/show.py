@@ -19,6 +19,7 @@ def show(
     """Show one record in full."""
     from steplab.cli.output import emit, stdout_color
     from steplab.lab.keeping import open_store
+    from steplab.lab.memory import counterparts
     from steplab.records.codec import encode
     from steplab.records.numerics import Numerics
     from steplab.records.run import Run
@@ -31,7 +32,8 @@ def show(
     if format == "json":
         emit(encode(record).decode(), None)
     elif isinstance(record, Run):
-        emit(render_run(record, color=stdout_color()), None)
+        others = counterparts(record, store.store) if record.memory_profile else ()
+        emit(render_run(record, others=others, color=stdout_color()), None)
     elif isinstance(record, Numerics):
         emit(render_numerics(record, color=stdout_color()), None)
     else:

@@ -1,8 +1,8 @@
 """The peak of a training step's memory, predicted before anything is allocated: `predict_memory`.
 
-The step is run dry (see plan.dry_run): the operators of the plain Transformer, eager, on a CUDA device. What is alive at
-the highest moment is the sum that is given, each summand with its formula; docs/memory_formulas.md lists what every
-operator allocates and keeps, and where that is read off.
+The step is run dry (see plan.dry_run): the operators of the plain Transformer, on a CUDA device. What is alive at the
+highest moment is the sum that is given, each summand with its formula; docs/memory_formulas.md lists what each operator
+allocates and keeps, and where that is read off.
 """
 
 import re
@@ -21,6 +21,8 @@ HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 2 * 4 * MIB + 8 * 16 * 1024
 """Of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default for Hopper, and for any other card."""
 
+_MOST_LAYERS = 1_000
+"""A few seconds."""
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -52,15 +54,16 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
 
 
 def _refuse_what_is_not_known(spec: StepSpec) -> None:
-    what = f"predicting the memory of {spec.model.name}"
-    if spec.model.shape is None:
-        why = "what its operators allocate is known of steplab's own Transformer alone"
-        raise Unsupported(
-            what, why, "measure it with `steplab memory`, or take a built-in size with its sizes replaced"
-        )
-    if spec.device == "mps" or spec.device == "cpu":
+    what, shape = f"predicting the memory of {spec.model.label}", spec.model.shape
+    if shape is None:
+        why = "what operators allocate and keep is known of steplab's own Transformer alone"
+        raise Unsupported(what, why, "measure it with `steplab memory`, or replace the sizes of a built-in model")
+    if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
+    if shape.num_heads and shape.num_layers > _MOST_LAYERS:
+        why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
+        raise Unsupported(what, why, "take fewer: from the second on, each adds the same")
 
 
 def _terms(peak: Peak) -> tuple[Term, ...]:
@@ -73,12 +76,14 @@ def _terms(peak: Peak) -> tuple[Term, ...]:
     terms.sort(key=lambda term: (MEMORY_CATEGORIES.index(term.category), -term.num_bytes * term.count, term.what))
     rounding = peak.num_bytes - sum(piece.num_bytes for piece in peak.pieces)
     what = "blocks of 512 bytes; remainders up to 1 MiB that are not split off"
-    return (*terms, Term(category="rounding", what=what, formula="the allocator's, see docs", num_bytes=rounding))
+    return (*terms, Term(category="rounding", what=what, formula="blocks - bytes asked for", num_bytes=rounding))
 
 
 def _named(piece: Piece) -> str:
-    """State of the optimizer is told by its sizes alone: it is alike for every weight."""
-    return piece.what.partition(" of ")[0] if piece.category == "optimizer_state" else piece.what
+    """State of the optimizer is told by its sizes alone; a gradient has the format of its weight."""
+    if piece.category == "optimizer_state":
+        return piece.what.partition(" of ")[0]
+    return piece.what.partition(", in ")[0] if piece.category == "gradients" else piece.what
 
 
 def _by_category(terms: tuple[Term, ...]) -> dict[str, int]:

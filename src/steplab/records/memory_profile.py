@@ -61,7 +61,7 @@ class Allocation:
     requested_bytes: int
     """What was asked for."""
     block_bytes: int
-    """What the allocator set aside."""
+    """What the allocator set aside; of several alike, on average."""
     category: str
     """One of the categories."""
     phase: str | None = None

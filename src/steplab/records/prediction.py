@@ -14,7 +14,7 @@ class Term:
     what: str
     """'attention scores, after the mask'."""
     formula: str
-    """In the symbols of docs/memory_formulas.md: '4 B H T^2 per block'."""
+    """In the symbols of docs/memory_formulas.md: '4 B h T²', of one tensor."""
     num_bytes: int
     """Its value."""
     count: int = 1

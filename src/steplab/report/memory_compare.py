@@ -95,7 +95,7 @@ def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
         elif not now:
             yield f"the {units.format_bytes(then)} of {word} are gone ({change})"
         else:
-            verb = "shrink" if now < then else "grow"
+            verb = ("shrink" if now < then else "grow") + ("s" if category == "rounding" else "")
             sizes = f"from {units.format_bytes(then)} to {units.format_bytes(now)}"
             yield f"{word} {verb} {sizes} ({now / then:.2f}×, {change})"
 

@@ -10,7 +10,7 @@ from steplab.report.blocks import grid_table, section
 from steplab.report.columns import Column, figure_column
 from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
-from steplab.report.memory_words import category_word
+from steplab.report.memory_words import category_word, exactly
 from steplab.report.run_text import describe
 from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
@@ -39,7 +39,7 @@ def _parts(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterato
     yield Text(plain(f"{describe(spec)}, predicted"))
     yield Text()
     yield Text(
-        f"Peak {_exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}: {plain(prediction.peak_where)}."
+        f"Peak {exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}: {plain(prediction.peak_where)}."
     )
     yield from section("Peak by category", grid_table(_categories(prediction)))
     if prediction.phase_peaks:
@@ -48,10 +48,6 @@ def _parts(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterato
     yield from section("Cards", grid_table(_cards(prediction)))
     if prediction.notes:
         yield from section("Notes", *(Text(f"- {plain(note)}") for note in prediction.notes))
-
-
-def _exactly(num_bytes: int) -> str:
-    return f"{units.format_bytes(num_bytes)} ({num_bytes:,} bytes)"
 
 
 def _categories(prediction: MemoryPrediction) -> Grid:

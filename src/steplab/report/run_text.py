@@ -1,6 +1,6 @@
 """One run on a terminal: the headline first, then what it is made of, then what was not measured."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def render_run(run: Run, *, width: int | None = None, color: bool = False) -> str:
-    """Everything a record says about one run, without a newline at the end; width None: the terminal's."""
+def render_run(run: Run, *, others: Sequence[Run] = (), width: int | None = None, color: bool = False) -> str:
+    """Everything a record says about one run, without a newline at the end; width None: the terminal's.
+
+    `others` are runs that its memory is compared with: the same cell in fp32, or without checkpointing.
+    """
     columns = width or terminal_width()
-    return draw(*_parts(run, columns), width=columns, color=color)
+    return draw(*_parts(run, others, columns), width=columns, color=color)
 
 
-def _parts(run: Run, width: int) -> "Iterator[RenderableType]":
+def _parts(run: Run, others: Sequence[Run], width: int) -> "Iterator[RenderableType]":
     from rich.text import Text
 
     yield Text(plain(run_title(run)), style="bold")
@@ -57,7 +60,7 @@ def _parts(run: Run, width: int) -> "Iterator[RenderableType]":
         yield from profile_parts(run, run.profile, width)
     if run.memory_profile:
         yield Text()
-        yield from memory_parts(run, run.memory_profile, width)
+        yield from memory_parts(run, run.memory_profile, width, others=others)
 
 
 def run_title(run: Run) -> str:

@@ -15,7 +15,7 @@ from steplab.snapshots.made import Origin, Origins
 from steplab.snapshots.positions import Positions, Residents
 from steplab.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
 from steplab.snapshots.saved import SavedMemory
-from steplab.snapshots.timeline import bytes_over_time, phase_records, timeline
+from steplab.snapshots.timeline import bytes_over_time, phase_moments, phase_records, timeline
 from steplab.units import counted, format_bytes
 
 
@@ -52,6 +52,8 @@ def digest(
     origins = Origins(lifetimes, history.stacks, positions, marks, residents)
     at_peak = _origin_at(peak, lifetimes, origins)
     phases = marks.phases if marks else ()
+    given_up = np.sort(lifetimes.end[codes == names.index("gradients")]) if marks else np.zeros(0, dtype=np.int64)
+    moments = phase_moments(phases, positions, given_up)
     saved = SavedMemory(marks, lifetimes, codes, residents) if marks else None
     return MemoryProfile(
         source=marks.source if marks else "snapshot",
@@ -66,8 +68,8 @@ def digest(
         unwatched_peak_bytes=unwatched_peak_bytes,
         reserved_bytes=marks.reserved_bytes if marks else reserved_peak_bytes(device),
         outside_bytes=marks.outside_bytes if marks else None,
-        timeline=timeline(lifetimes, codes, names, positions, allocated_bytes, phases),
-        phases=phase_records(phases, positions, allocated_bytes),
+        timeline=timeline(lifetimes, codes, names, positions, allocated_bytes, moments),
+        phases=phase_records(moments, phases, positions, allocated_bytes),
         largest=largest(lifetimes, codes, names, origins, peak),
         saved=saved.groups() if saved else (),
         blocks=saved.blocks() if saved else (),

@@ -69,6 +69,7 @@ class EventRuns:
         self._bytes = b""
         self._window: EventWindow | None = None
         self._stack_of_text: dict[bytes, int] = {}
+        self._stack_of_place: dict[int, int] = {}
         self._stack_at: Numbers = np.full(1024, NONE, dtype=np.int32)
         """Place of the memo -> number of the stack that a list of frames at that place is."""
         self._code_at: dict[int, int] = {}
@@ -179,9 +180,18 @@ class EventRuns:
         fetched = np.flatnonzero(references != NONE)
         near = np.minimum(references[fetched], len(self._stack_at) - 1)
         numbers[fetched] = np.where(near == references[fetched], self._stack_at[near], NONE)
-        for row in fetched[numbers[fetched] == NONE].tolist():  # lists that the machine built
-            numbers[row] = self._number_of(memo.get(int(references[row])))
+        for row in fetched[numbers[fetched] == NONE].tolist():
+            numbers[row] = self._stack_built(int(references[row]), memo)
         return numbers
+
+    def _stack_built(self, place: int, memo: Mapping[int, object]) -> int:
+        """Number of the stack that a list at a place of the memo is, which the machine built."""
+        number = self._stack_of_place.get(place)
+        if number is None:
+            number = self._number_of(memo.get(place))
+            if number != _UNRESOLVED:
+                self._stack_of_place[place] = number
+        return number
 
     def _understand(self, text: bytes, memo: Mapping[int, object]) -> bool:
         """Whether the bytes make a list of frames that are in the memo already."""
@@ -189,7 +199,7 @@ class EventRuns:
         if gets is None:
             return False
         number = self._number_of([memo.get(_place(get)) for get in _GET.findall(gets[1] or gets[2] or b"")])
-        if number != _UNRESOLVED:
+        if number != _UNRESOLVED:  # what is not resolved may have frames that are yet to come
             self._stack_of_text[text] = number
         return number != _UNRESOLVED
 

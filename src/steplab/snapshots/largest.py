@@ -12,6 +12,8 @@ from steplab.snapshots.made import Origin, Origins, without_numbers
 from steplab.snapshots.replay import Lifetimes
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10
+_Alike = tuple[int, int, Origin]
+"""Size as asked for, category, and origin with * for the numbers of layers."""
 _MOST_KINDS = 50_000
 """Of the same size, stack and module; a step has hundreds."""
 
@@ -35,46 +37,49 @@ def alive_at(lifetimes: Lifetimes, moment: int) -> Flags:
 def _groups(
     pieces: Integers, lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, *, at_peak: bool
 ) -> list[Allocation]:
-    counts = Counter[tuple[int, int, int, Origin]]()
-    modules = defaultdict[tuple[int, int, int, Origin], set[str | None]](set)
-    for piece, count in _kinds(pieces, lifetimes, codes, origins):
+    counts, totals = Counter[_Alike](), Counter[_Alike]()
+    modules = defaultdict[_Alike, set[str | None]](set)
+    for piece, count, total_bytes in _kinds(pieces, lifetimes, codes, origins):
         origin = origins.of(piece)
-        alike = replace(origin, module=without_numbers(origin.module)) if origin.module else origin
-        requested, block = int(lifetimes.requested_bytes[piece]), int(lifetimes.block_bytes[piece])
-        group = (requested, block, int(codes[piece]), alike)
-        counts[group] += count
-        modules[group].add(origin.module)
-    allocations = [
+        pattern = replace(origin, module=without_numbers(origin.module)) if origin.module else origin
+        alike = (int(lifetimes.requested_bytes[piece]), int(codes[piece]), pattern)
+        counts[alike] += count
+        totals[alike] += total_bytes
+        modules[alike].add(origin.module)
+    ordered = sorted(counts, key=lambda alike: -totals[alike])
+    return [
         Allocation(
             requested_bytes=requested,
-            block_bytes=block,
+            block_bytes=totals[alike] // counts[alike],
             category=names[code],
-            phase=alike.phase,
-            module=next(iter(made_in)) if len(made_in := modules[requested, block, code, alike]) == 1 else alike.module,
-            op=alike.op,
-            source=alike.source,
-            shape=alike.shape,
-            dtype=alike.dtype,
+            phase=origin.phase,
+            module=next(iter(modules[alike])) if len(modules[alike]) == 1 else origin.module,
+            op=origin.op,
+            source=origin.source,
+            shape=origin.shape,
+            dtype=origin.dtype,
             at_peak=at_peak,
-            count=count,
+            count=counts[alike],
         )
-        for (requested, block, code, alike), count in counts.items()
+        for alike in ordered
+        for requested, code, origin in [alike]
     ]
-    return sorted(allocations, key=lambda group: -group.block_bytes * group.count)
 
 
-def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origins) -> Iterator[tuple[int, int]]:
-    """The first of each kind of lifetimes, and how many of it there are; in the order of the first ones."""
+def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origins) -> Iterator[tuple[int, int, int]]:
+    """The first of each kind of lifetimes, how many of it there are, and the bytes of their blocks together.
+
+    In the order of the first ones.
+    """
     if not len(pieces):
         return
-    sizes = [lifetimes.requested_bytes[pieces], lifetimes.block_bytes[pieces], codes[pieces].astype(np.int64)]
+    sizes = [lifetimes.requested_bytes[pieces], codes[pieces].astype(np.int64)]
     columns = np.stack(sizes + origins.kinds(pieces))
     order = np.lexsort(columns)
     columns = columns[:, order]
     begins = np.flatnonzero(np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0)))
     counts = np.diff(np.append(begins, len(order)))
-    total_bytes = lifetimes.block_bytes[pieces[order[begins]]] * counts
-    kept = np.sort(np.argsort(-total_bytes, kind="stable")[:_MOST_KINDS])
-    firsts, counts = pieces[order[begins[kept]]], counts[kept]
-    in_order = np.argsort(firsts, kind="stable")
-    yield from zip(firsts[in_order].tolist(), counts[in_order].tolist(), strict=True)
+    total_bytes = np.add.reduceat(lifetimes.block_bytes[pieces[order]], begins)
+    kept = np.argsort(-total_bytes, kind="stable")[:_MOST_KINDS]
+    kept = kept[np.argsort(order[begins[kept]])]
+    yield from zip(pieces[order[begins[kept]]].tolist(), counts[kept].tolist(), total_bytes[kept].tolist(), strict=True)

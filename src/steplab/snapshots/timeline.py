@@ -26,15 +26,26 @@ def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
     return sums
 
 
-def phase_moments(phases: Sequence[Stretch], positions: Positions) -> list[tuple[int, int]]:
-    """First and last moment of each phase: from its first allocation to the next one's."""
-    return [(positions.last_moment(phase.start), positions.last_moment(phase.end)) for phase in phases]
+def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Integers) -> list[tuple[int, int]]:
+    """First and last moment of each phase.
+
+    What is released between two allocations may belong to the phase that ends there or to the one that begins: to the
+    first, up to where a gradient is given up, which is for the next. given_up: the events that release one, ascending.
+    """
+
+    def border(position: int) -> int:
+        last = positions.last_moment(position)
+        released = given_up[np.searchsorted(given_up, positions.first_moment(position)) :]
+        return min(int(released[0]), last) if len(released) else last
+
+    ends = [*(border(phase.end) for phase in phases[:-1]), *(positions.last_moment(p.end) for p in phases[-1:])]
+    return [(border(phase.start), end) for phase, end in zip(phases, ends, strict=True)]
 
 
 def phase_records(
-    phases: Sequence[Stretch], positions: Positions, allocated_bytes: Integers
+    moments: Sequence[tuple[int, int]], phases: Sequence[Stretch], positions: Positions, allocated_bytes: Integers
 ) -> tuple[MemoryPhase, ...]:
-    """The phases, each with its own peak."""
+    """The phases, each with its own peak; moments: of each, the first and the last."""
     return tuple(
         MemoryPhase(
             name=phase.name,
@@ -42,7 +53,7 @@ def phase_records(
             end_s=positions.seconds(last),
             peak_bytes=int(allocated_bytes[first : last + 1].max()),
         )
-        for phase, (first, last) in zip(phases, phase_moments(phases, positions), strict=True)
+        for phase, (first, last) in zip(phases, moments, strict=True)
     )
 
 
@@ -52,14 +63,15 @@ def timeline(
     names: Sequence[str],
     positions: Positions,
     allocated_bytes: Integers,
-    phases: Sequence[Stretch],
+    phases: Sequence[tuple[int, int]],
 ) -> MemoryTimeline:
     """The timeline by category, thinned; the categories that hold nothing at any time are left out.
 
     It keeps the first and the last moment, each phase's first moment and its peak, and of each of some equal stretches
     of time the highest and the lowest moment, among which is the peak. names: of the codes; rounding is on top of them.
+    phases: first and last moment of each.
     """
-    moments = _chosen(positions, allocated_bytes, phase_moments(phases, positions))
+    moments = _chosen(positions, allocated_bytes, phases)
     rounding = lifetimes.block_bytes - lifetimes.requested_bytes
     rows = {}
     for code, name in enumerate(names):

@@ -67,7 +67,7 @@ class CachingAllocator:
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
         """The smallest free block that is large enough; of equal ones that with the lowest address."""
         pool = self._free[small]
-        at = bisect.bisect_left(pool, wanted, key=lambda entry: entry[0])
+        at = bisect.bisect_left(pool, (wanted,))
         return pool.pop(at)[2] if at < len(pool) else None
 
     def _segment(self, wanted: int, small: bool) -> Block:
@@ -90,7 +90,7 @@ class CachingAllocator:
 
     def _remove(self, block: Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect.bisect_left(pool, (block.num_bytes, block.address), key=lambda entry: entry[:2])]
+        del pool[bisect.bisect_left(pool, (block.num_bytes, block.address))]
 
 
 def _joined(first: Block, second: Block) -> Block:

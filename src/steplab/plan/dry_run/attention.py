@@ -21,7 +21,8 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (gradient if gradient.heads_together else m.new(*like, f"gradient of {named}, heads together"),)
+        in_order = gradient.heads_together or m.sizes.one_order
+        return (gradient if in_order else m.new(*like, f"gradient of {named}, heads together"),)
 
     m.node((x.slot,), (), backward).gives(view)
     return view
@@ -29,7 +30,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
 
 def merge_heads(m: Machine, x: Tensor) -> Tensor:
     """[B, h, T, d / h] as [B, T, d]: copied, if the heads do not lie together; backward the gradient is seen so."""
-    if x.heads_together:
+    if x.heads_together or m.sizes.one_order:
         merged = Tensor(x.count, x.dtype, x.storage)
     else:
         merged = m.new(x.count, x.dtype, "attention output, heads together")
@@ -39,6 +40,8 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
 
 def heads_apart(m: Machine, x: Tensor) -> Tensor:
     """The output of a batched matmul, whose gradient is copied for the matmuls of its backward."""
+    if m.sizes.one_order:
+        return x
     view = Tensor(x.count, x.dtype, x.storage)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
     m.node((x.slot,), (), lambda m, kept, gradient: (m.new(*like),)).gives(view)
@@ -141,6 +144,8 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
 
 def contiguous(m: Machine, x: Tensor) -> Tensor:
     """A copy with the heads apart; backward the gradient is passed on."""
+    if m.sizes.one_order:
+        return x
     output = m.new(x.count, x.dtype, f"{x.what}, heads apart")
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)
     return output

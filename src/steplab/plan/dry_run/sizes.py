@@ -63,3 +63,5 @@ class Sizes:
         self.feed_forward = Count(d * f, "d f")
         self.vocabulary = Count(d * V, "d V")
         self.rotary = Count(T * d // h, "T d / h")
+        self.one_order = h == 1 or T == 1
+        """Whether [B, T, h, d / h] and [B, h, T, d / h] lie alike in memory, so that none is copied to the other."""
