@@ -118,7 +118,7 @@ END = "end of the report"
 
 def stated(run: Run, heading: str, until: str) -> str:
     """A section of the report."""
-    text = render_profile(run, color=False) + f"\n{END}\n"
+    text = render_profile(run, width=240, color=False) + f"\n{END}\n"
     return text[text.index(f"\n{heading}\n") : text.index(f"\n{until}\n")]
 
 
