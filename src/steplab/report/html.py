@@ -74,7 +74,7 @@ def _unbroken(text: str) -> str:
 
 def _subtitle(runs: Sequence[Run]) -> list[str]:
     """How many runs, where, when, and with which version."""
-    devices = list(dict.fromkeys(run.environment.device.name for run in runs if run.environment))
+    devices = list(dict.fromkeys(run.device_name for run in runs if run.device_name))
     days = sorted({run.created_utc[:10] for run in runs})
     made = sorted({run.steplab_version for run in runs})
     parts = [units.counted(len(runs), "run"), ", ".join(devices)]
