@@ -214,6 +214,8 @@ USAGE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a flag with a value": (("profile", "--nsys=maybe"), 2, ("nsys",)),
     "unknown model": (("profile", "--model", "smal"), 2, ("'smal'", "small")),
     "a trace in no folder": (("profile", *tiny(), "--trace", "missing/trace.json"), 1, ("missing", "no folder")),
+    "a trace of no known ending": (("profile", *tiny(), "--trace", "t.pt"), 2, ("t.pt", ".json.gz")),
+    "a trace of half an ending": (("profile", *tiny(), "--trace", "t.gz"), 2, ("t.gz", ".json.gz")),
     "a trace in place of a folder": (("profile", *tiny(), "--trace", "."), 2, ("folder", "name a file")),
     "a page": (("profile", *tiny(), "--output", "page.html"), 2, ("html", "steplab report")),
     "an export in no folder": (("profile", *tiny(), "--output", "missing/rows.csv"), 1, ("missing",)),

@@ -26,7 +26,7 @@ class Block:
 
 
 class CachingAllocator:
-    """malloc, free and empty_cache; `events` is the history, `allocated_bytes` what was allocated after each of them."""
+    """malloc, free and empty_cache; `events` is the history, `allocated_bytes` what was allocated after each."""
 
     def __init__(self, max_split_bytes: int | None = None, *, gap_between_segments: int = 0) -> None:
         self.max_split_bytes, self.gap = max_split_bytes, gap_between_segments

@@ -85,6 +85,11 @@ def test_what_a_profile_would_add_is_said_with_the_command() -> None:
     assert not_looked_at(slow_run())[0].startswith("the trace has no shapes")
 
 
+def test_what_is_missing_of_a_damaged_trace_is_said_first() -> None:
+    gaps = not_looked_at(foreign(profile(SLOW, doubts=("the file ends early",), notes=("the file ends early",))))
+    assert gaps[0] == "the file ends early"
+
+
 def test_peaks_that_are_not_known_are_said() -> None:
     gaps = not_looked_at(unheard_of(slow_run()))
     assert any("NVIDIA Unheard-of" in gap and "steplab doctor" in gap for gap in gaps)
@@ -134,6 +139,7 @@ def check(found: list[Finding], run: Run) -> None:
         assert finding.kind in {diagnosis.__name__ for diagnosis in DIAGNOSES}
         assert all((finding.title, finding.saw, finding.why, finding.change, finding.evidence, finding.prediction))
         assert all(math.isfinite(e.value) and e.value >= 0 for e in finding.evidence)
+        assert not (finding.prediction.startswith("At most") and finding.saves_s is not None) or finding.at_most
         assert finding.saves_s is None or (math.isfinite(finding.saves_s) and finding.saves_s >= 0)
         if run.spec is None:
             assert finding.fields == {}

@@ -31,7 +31,7 @@ def test_fp32_products_gain_the_ratio_of_the_peaks_until_memory_bounds_them() ->
 
 
 def test_the_host_may_become_the_limit_and_is_named() -> None:
-    seen = profile([LARGE, OTHER])
+    seen = profile([LARGE, OTHER], waiting_ms={"forward": 2.0})
     slow = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.06) for p in seen.phases))
     found = fp32_matmul(case(own({"precision": "fp32"}, slow, timing(91.0))))
     assert found is not None
@@ -39,6 +39,15 @@ def test_the_host_may_become_the_limit_and_is_named() -> None:
     quick = fp32_matmul(case(own({"precision": "fp32"}, seen, timing(91.0))))
     assert quick is not None
     assert "the host took" not in quick.prediction
+
+
+def test_a_host_that_is_never_waited_for_is_not_said_to_be_slow() -> None:
+    # Its queue is full throughout, so its time is the GPU's, and not what launching takes.
+    seen = profile([LARGE, OTHER], waiting_ms={"forward": 0.5})
+    full = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.18) for p in seen.phases))
+    found = fp32_matmul(case(own({"precision": "fp32"}, full, timing(91.0))))
+    assert found is not None
+    assert "the host took" not in found.prediction
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tests.runs import make_run
+from tests.runs import ENVIRONMENT, make_run
 from tests.unit.explaining import BF16, BYTES_PER_S, MS, case, foreign, op, own, profile, timing
 
 from steplab.explain.batch_too_small import batch_too_small
@@ -248,6 +248,23 @@ def test_without_a_profile_only_an_unaligned_vocabulary_is_told() -> None:
     assert vocabulary_padding(case(own({"model.vocab_size": 50304}, None, timing(15.0)))) is None
 
 
+def test_only_a_gpu_has_tensor_cores_to_pad_for() -> None:
+    run = own({"model.vocab_size": 50257}, None, timing(15.0))
+    on_cpu = dataclasses.replace(ENVIRONMENT, device=dataclasses.replace(ENVIRONMENT.device, kind="cpu"))
+    assert vocabulary_padding(case(dataclasses.replace(run, environment=on_cpu))) is None
+    seen = profile(head_and_rest(50257, 2.0), device="cpu")
+    fields: dict[str, object] = {"precision": "bf16", "context": 512, "model.vocab_size": 50257}
+    assert vocabulary_padding(case(own(fields, seen, timing(15.0)))) is None
+
+
+@pytest.mark.parametrize(("classes", "fires"), [(20, False), (999, False), (1001, True)])
+def test_a_classifier_has_no_vocabulary(classes: int, fires: bool) -> None:
+    ops = [dataclasses.replace(o, range="") for o in head_and_rest(classes, 4.0, loss_ms=6.0)]
+    run = foreign(profile(ops))
+    assert (vocabulary_padding(case(run)) is not None) == fires
+    assert (loss_share(case(run)) is not None) == fires
+
+
 def test_a_large_share_of_the_loss_is_told_with_what_a_fused_one_saves() -> None:
     seen = profile(head_and_rest(151_936, 4.0, loss_ms=6.0))
     found = loss_share(
@@ -268,6 +285,37 @@ def test_a_foreign_loss_is_known_by_its_vocabulary() -> None:
     assert {e.what: e.value for e in found.evidence}["loss and casts"] == pytest.approx(6 * MS)
     diluted = loss_share(case(foreign(profile([*ops, look_up, update]))))
     assert diluted is None
+
+
+def test_a_container_with_logits_among_its_tensors_is_not_taken_for_the_loss() -> None:
+    ops = [dataclasses.replace(o, range="") for o in head_and_rest(32_000, 4.0, loss_ms=6.0)]
+    logits = "bf16[2048, 32000]"
+    whole = [op(f"CompiledFunction{end}", "uncategorised", 80.0, inputs=logits) for end in ("", "Backward")]
+    generated = op("triton_red_fused__log_softmax_0", "softmax", 1.0, inputs=logits)
+    found = loss_share(case(foreign(profile([*ops, *whole, generated, op("aten::mm", "matmul", 1.0)]))))
+    assert found is None  # 11 ms of 184
+    found = loss_share(case(foreign(profile([*ops, generated]))))
+    assert found is not None
+    assert {e.what: e.value for e in found.evidence}["loss and casts"] == pytest.approx(7 * MS)
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "liger", "compiler"),
+    [
+        ("cuda", "nvjet", True, True),
+        ("cuda", "triton_poi_fused_add_0", True, False),
+        ("cpu", "aten::mm", False, True),
+        ("cpu", "CompiledFunction", False, False),
+        ("cpu", "Torch-Compiled Region: 0/0", False, False),
+    ],
+)
+def test_a_large_loss_is_advised_what_its_device_can_do(device: str, kernel: str, liger: bool, compiler: bool) -> None:
+    seen = profile(head_and_rest(32_000, 4.0, loss_ms=6.0), device=device, kernel_names={"aten::mm": kernel})
+    found = loss_share(case(foreign(seen)))
+    assert found is not None
+    advice = found.change + found.note
+    assert ("Liger" in advice) == liger
+    assert ("torch.compile" in advice) == compiler
 
 
 def test_a_small_loss_is_silent() -> None:
@@ -332,6 +380,7 @@ def test_exposed_communication_is_what_hiding_it_could_save() -> None:
     assert found is not None
     assert found.saves_s == pytest.approx(6 * MS)  # 12 ms in two steps
     assert "60.0 %" in found.saw
+    assert found.at_most
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def test_a_launch_bound_step_is_predicted_to_lose_its_waiting() -> None:
     assert by_name["idle while the host launches, forward, under the profiler"] == pytest.approx(9.0 * MS)
     assert by_name["launches"] == 1000
     assert "16.0 ms" in found.saw
+    assert not found.at_most
 
 
 def test_waiting_that_the_profiler_made_is_none() -> None:
@@ -79,6 +80,7 @@ def test_a_foreign_trace_gives_the_waiting_it_shows_as_an_upper_bound() -> None:
     found = launch_bound(case(foreign(profile(ALL, waiting_ms={"forward": 9.0, "optimizer": 2.0}))))
     assert found is not None
     assert found.saves_s == pytest.approx(9.0 * MS)
+    assert found.at_most
     assert found.prediction.startswith("At most")
     assert "reduce-overhead" in found.change
 
@@ -118,6 +120,17 @@ def test_a_number_read_back_each_step_costs_the_idle_time_around_it() -> None:
     assert "cudaStreamSynchronize, 1 a step" in found.saw
 
 
+@pytest.mark.parametrize(("calls", "said"), [(READ_BACK, True), ((), False)])
+def test_a_launch_bound_step_that_synchronises_must_lose_that_before_it_is_a_graph(
+    calls: tuple[HostCallStats, ...], said: bool
+) -> None:
+    seen = profile(ALL, waiting_ms={"forward": 9.0}, host_calls=calls)
+    for fields in ({}, {"compile": "reduce-overhead"}):  # what is a graph already is told something else
+        found = launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0))))
+        assert found is not None
+        assert ("that must go first" in found.note) == (said and "reduce-overhead" in found.change)
+
+
 def test_no_more_than_the_unprofiled_step_is_idle() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
     found = host_copies_and_syncs(case(own({}, seen, timing(11.5))))
@@ -131,6 +144,20 @@ def test_a_call_outside_of_all_phases_is_felt_by_the_next_forward() -> None:
     found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
     assert found is not None
     assert found.saves_s == pytest.approx(2.0 * MS)
+
+
+def test_the_hosts_time_in_each_call_is_told() -> None:
+    seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
+    found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
+    assert found is not None
+    assert "cudaStreamSynchronize, 1 a step, 7.00 ms on the host, most in optimizer" in found.saw
+
+
+@pytest.mark.parametrize(("microseconds", "fires"), [(2.0, False), (9.9, False), (10.1, True)])
+def test_a_synchronisation_that_returns_at_once_is_no_wait(microseconds: float, fires: bool) -> None:
+    # Under DDP: nine cudaEventSynchronize a step, each of an event that has passed already.
+    calls = host_call("cudaEventSynchronize", phase="backward", calls=9, ms=9 * microseconds / 1000)
+    assert (with_calls(calls) is not None) == fires
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,16 @@ def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, fo
     assert "\x1b[" in render_findings(run, found, "table", width=90, color=True)
 
 
+@pytest.mark.parametrize("format", ["table", "md"])
+def test_a_bound_is_not_told_as_an_estimate(run: Run, found: Findings, format: str) -> None:
+    bound = dataclasses.replace(tried(found), findings=(dataclasses.replace(tried(found).findings[0], at_most=True),))
+    text = render_findings(run, bound, format, width=120)
+    assert "saves at most 3.00 ms of 30.0 ms a step (10.0 %)" in text
+    assert "where at most 3.00 ms were predicted" in text
+    assert "saves about" not in text
+    assert msgspec.json.decode(render_findings(run, bound, "json"))["findings"][0]["at_most"] is True
+
+
 def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
     text = render_findings(run, tried(found), "table", width=120)
     assert "Predicted against measured" in text
@@ -62,6 +72,25 @@ def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
     assert "-3.3 % of the step" in row  # (3.0 - 4.0) / 30.5
     assert "tried: 30.5 ms became 26.5 ms, saving 4.00 ms where 3.00 ms were predicted" in text
     assert "compile=default" not in render_findings(run, found, "table", width=120)
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+def test_a_narrow_table_of_trials_breaks_no_figure(run: Run, found: Findings, width: int) -> None:
+    text = render_findings(run, tried(found), "table", width=width)
+    table = text[text.index("Predicted against measured") :]
+    assert "3.00 ms" in table
+    assert "4.00 ms" in table
+    assert max(map(len, table.splitlines())) <= width
+
+
+@pytest.mark.parametrize(("step_s", "told"), [(0.0305, False), (0.0260, False), (0.0250, True), (0.0400, True)])
+@pytest.mark.parametrize("format", ["table", "md"])
+def test_a_step_that_is_no_longer_the_recorded_one_is_noted(
+    run: Run, found: Findings, step_s: float, told: bool, format: str
+) -> None:
+    now = dataclasses.replace(tried(found), step_s=step_s)
+    text = " ".join(render_findings(run, now, format, width=120).split())
+    assert ("The step as it was took 30.5 ms now" in text) == told
 
 
 def test_markdown_has_a_chapter_a_finding_and_the_trials_as_a_table(run: Run, found: Findings) -> None:

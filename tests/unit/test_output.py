@@ -1,5 +1,6 @@
 """Where data goes: a file is replaced whole, a device or pipe is written to, and nothing else is harmed."""
 
+import gzip
 import os
 import threading
 from pathlib import Path
@@ -39,6 +40,14 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     emit("after", link)
     assert link.is_symlink()
     assert target.read_text() == "after\n"
+
+
+def test_a_file_named_gz_is_compressed_and_the_same_each_time(tmp_path: Path) -> None:
+    first, second = tmp_path / "step.json.gz", tmp_path / "again.json.gz"
+    for path in (first, second):
+        emit('{"µ": 1}', path)
+    assert gzip.decompress(first.read_bytes()).decode() == '{"µ": 1}\n'
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_path: Path) -> None:

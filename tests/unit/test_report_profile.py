@@ -28,15 +28,19 @@ from steplab.records.profile import KernelStats, OpStats, PhaseTime, Profile
 from steplab.records.run import Run
 from steplab.report import profile_words as words
 from steplab.report.attention_table import attention_grid, attention_notes, attention_rows
+from steplab.report.cells import cells_of
 from steplab.report.columns import ABSENT
+from steplab.report.fitting import broken, fit, least_widths, widths
 from steplab.report.formats import FORMATS
+from steplab.report.grid import Grid
 from steplab.report.kernel_names import last_part, short_kernel
 from steplab.report.profile_figures import Span, passes, spans, top_kernels, whole
 from steplab.report.profile_grids import category_grid, kernel_grid, phase_grid
+from steplab.report.profile_page import profile_sections
 from steplab.report.profile_rows import kernel_rows, render_kernels
 from steplab.report.profile_text import render_profile
 from steplab.report.roofs import find_roofs, roof_dtype
-from steplab.report.run_text import render_run
+from steplab.report.run_text import render_profiled, render_run
 
 STEPS = 3
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()
@@ -167,10 +171,24 @@ def span_of(busy_s: float, host_bound_s: float, idle_s: float, timed_s: float | 
         (
             span_of(0.100, 0.300, 0.01, 0.200),
             False,
-            "launch-bound: the GPU waits for the host 300 ms of 410 ms under the profiler, about 90.0 ms without",
+            # As `steplab explain` counts it: what the device does not work, whatever the gaps were under the profiler.
+            "launch-bound: the GPU waits for the host 300 ms of 410 ms under the profiler, "
+            "and is idle about 100 ms of 200 ms without",
+        ),
+        (
+            # More gaps under the profiler than without: never "about 0 s", for -5.6 % is somewhere.
+            span_of(0.0528, 0.013, 0.006, 0.0559),
+            False,
+            "-5.5 %: launch-bound: the GPU waits for the host 13.0 ms of 71.8 ms under the profiler, "
+            "and is idle about 3.10 ms of 55.9 ms without",
         ),
         (span_of(0.100, 0.001, 0.02, 0.121), False, "with the 20.0 ms of gaps between kernels it agrees, -0.8 %"),
-        (span_of(0.100, 0.001, 0.02, 0.150), False, "gaps between kernels: 20.0 ms of 121 ms"),
+        # The gaps do not make up for the difference, so they are not named as its reason.
+        (
+            span_of(0.100, 0.001, 0.02, 0.150),
+            False,
+            "-33.3 %: no kernel runs for 21.0 ms of 121 ms under the profiler, about 50.0 ms of 150 ms without",
+        ),
         (span_of(0.100, 0.0, 0.0, 0.110), False, "-9.1 %: the GPU was busy throughout"),
         (span_of(0.120, 0.0, 0.0, 0.100), False, "+20.0 %: kernels took longer under the profiler"),
         (span_of(0.120, 0.0, 0.0, None), None, "not timed without the profiler"),
@@ -216,6 +234,15 @@ def test_why_the_matmul_share_drops_adds_up() -> None:
     assert sum(points) + 100 * gained == pytest.approx(100 * (after - before), abs=0.1)
 
 
+def test_a_drop_is_laid_to_what_grew_and_not_to_what_is_largest() -> None:
+    shares = {"matmul": 0.5, "elementwise": 0.4, "normalisation": 0.1}
+    forward = PhaseTime(phase="forward", window_s=1, busy_s=1, host_bound_s=0, idle_s=0, categories=shares)
+    grown = {"matmul": 0.3, "elementwise": 0.4, "normalisation": 0.3}
+    profile = replace(profile_of(LARGE), phases=(forward, replace(forward, phase="backward", categories=grown)))
+    _, why = words.matmul_sentences(LARGE, profile)
+    assert "where normalisation takes 30.0 % after 10.0 % of forward" in why
+
+
 def test_a_share_that_does_not_drop_is_not_explained() -> None:
     forward = (PhaseTime(phase="forward", window_s=1, busy_s=1, host_bound_s=0, idle_s=0, categories={"matmul": 0.5}),)
     backward = replace(forward[0], phase="backward", categories={"matmul": 0.6})
@@ -254,6 +281,33 @@ def test_softmax_against_the_score_product() -> None:
     assert f"{duration_s(soft) / duration_s(product):.2f} times the" in sentence
     assert f"1/{sum(k.job.flops or 0 for k in product) / sum(k.job.flops or 0 for k in soft):.0f} " in sentence
     assert f"below {H200_FP32_FLOPS_PER_S / H200_BYTES_PER_S:.1f} the memory's bandwidth is the limit" in sentence
+
+
+@pytest.mark.parametrize(
+    ("product_dtype", "product_intensity", "said"),
+    [
+        ("fp32", 10.0, "; below 14.0 {}: it limits both."),
+        ("fp32", 49.2, "; below 14.0 {}: it limits the softmax alone."),
+        ("bf16", 49.2, "; below 14.0 (softmax, in fp32) and 206 (product, in bf16) {}: it limits both."),
+        ("bf16", 300.0, "; below 14.0 (softmax, in fp32) and 206 (product, in bf16) {}: it limits the softmax alone."),
+        ("fp64", 49.2, "; below 14.0 {}: it limits the softmax."),  # no peak is stated for the product
+    ],
+)
+def test_softmax_and_product_are_each_held_to_the_ridge_of_their_own_dtype(
+    product_dtype: str, product_intensity: float, said: str
+) -> None:
+    soft = replace(OP, name="aten::_softmax", category="softmax", range="a.softmax", flops=1e10, moved_bytes=3e10)
+    product = replace(OP, range="a.scores", dtype=product_dtype, flops=1e12, moved_bytes=1e12 / product_intensity)
+    sentence = words.softmax_sentence(LARGE, with_ops(soft, product))
+    assert sentence is not None
+    assert sentence.endswith(said.format("the memory's bandwidth is the limit, not the arithmetic"))
+
+
+def test_the_number_format_is_that_of_the_flops_and_not_of_the_time() -> None:
+    cast = replace(OP, name="aten::copy_", category="copy", flops=0.0, device_s=0.5)
+    product = replace(OP, dtype="bf16")
+    (row,) = attention_rows(LARGE, with_ops(cast, product))
+    assert row.work.dtype == "bf16"
 
 
 def test_communication_by_brute_force() -> None:
@@ -321,6 +375,15 @@ OP = OpStats(
 def test_what_is_not_counted_is_a_dash() -> None:
     rows = attention_rows(LARGE, with_ops(replace(OP, flops=None, moved_bytes=None)))
     assert attention_grid(rows).rows[0] == ("forward", "scores", units.format_time(0.3 / 3), *[ABSENT] * 6)
+    assert any("No FLOPs for forward scores" in note and "aten::bmm" in note for note in attention_notes(LARGE, rows))
+    counted = attention_notes(LARGE, attention_rows(LARGE, with_ops(OP)))
+    assert not any("No FLOPs" in note for note in counted)
+
+
+def test_bytes_are_binary_and_rates_decimal_as_everywhere() -> None:
+    (row,) = attention_grid(attention_rows(LARGE, with_ops(replace(OP, moved_bytes=3 * 1.5 * 1024**3)))).rows
+    assert row[4] == "1.50 GiB"
+    assert row[7] == "16.1 GB/s"
 
 
 def test_rates_are_of_the_operators_that_are_counted_and_it_says_so() -> None:
@@ -329,6 +392,16 @@ def test_rates_are_of_the_operators_that_are_counted_and_it_says_so() -> None:
     assert row.work.time_s == pytest.approx(0.4 / 3)
     assert row.work.flops_per_s == pytest.approx(9e12 / 0.3)
     assert any("part of the time only: 75.0 % of forward scores." in note for note in attention_notes(LARGE, rows))
+
+
+def test_more_than_the_ceiling_is_explained_where_it_happens() -> None:
+    # 3e11 bytes in 62.5 ms at 4.8e12 B/s, and it took half as long.
+    quick = replace(OP, device_s=0.5 * OP.moved_bytes / H200_BYTES_PER_S if OP.moved_bytes else 0.0, flops=1e9)
+    rows = attention_rows(LARGE, with_ops(quick))
+    assert attention_grid(rows).rows[0][-1] == "200.0 %"
+    assert any("L2 cache" in note and "forward scores" in note for note in attention_notes(LARGE, rows))
+    usual = attention_rows(LARGE, with_ops(OP))
+    assert not any("L2 cache" in note for note in attention_notes(LARGE, usual))
 
 
 def test_fused_attention_is_one_row() -> None:
@@ -374,6 +447,42 @@ def test_the_text_fits_and_has_no_colour_of_its_own(run: Run, width: int) -> Non
     assert "None" not in text
 
 
+@pytest.mark.parametrize("run", [LARGE, SMALL, CPU, IMPORTED], ids=["large", "small", "cpu", "imported"])
+@pytest.mark.parametrize("width", [60, 80, 99])
+def test_a_narrow_terminal_gets_fewer_figures_and_each_of_them_whole(run: Run, width: int) -> None:
+    profile = profile_of(run)
+    text = render_profile(run, width=width)
+    told = " ".join(text.split())
+    for row in phase_grid(run, profile).rows:
+        assert row[1].rpartition(" ")[0].rpartition(" ")[2] in told
+        assert f"Busy time of {row[0]}: {row[-1]}." in told
+    narrow = {*text.split(), ABSENT}
+    figures = {figure for row in category_grid(run, profile).rows for figure in row[-1].split()}
+    assert figures <= narrow
+    assert not any(re.fullmatch(r"[ %]*", line) and "%" in line for line in text.splitlines())
+    shares = [row[-1] for row in attention_grid(attention_rows(run, profile)).rows if row[-1] != ABSENT]
+    assert all(any(share in line for line in text.splitlines()) for share in shares)
+
+
+def test_cells_break_between_figures_and_never_between_a_number_and_its_unit() -> None:
+    assert broken("12.3 ms 59.0 %", 10) == "12.3 ms\n59.0 %"
+    assert broken("12.3 ms 59.0 %", 14) == "12.3 ms 59.0 %"
+    assert broken("≈ 12.3 ms", 4) == "≈ 12.3 ms"
+    assert broken(ABSENT, 4) == ABSENT
+    grid = Grid(headers=("a", "b c"), rows=(("word", "12.3 ms 59.0 %"),), numeric=(False, True))
+    assert least_widths(grid) == [4, 7]
+    assert widths(grid, 100) == [4, 14]
+    assert widths(grid, 18) == [4, 11]
+    assert fit(grid, 9, "a").headers == ("b c",)
+    assert fit(grid, 9, "a").caption == "Left out for want of width: a."
+    assert fit(grid, 100, "a") == grid
+
+
+def test_what_a_narrow_terminal_leaves_out_is_said() -> None:
+    assert "Left out for want of width: bytes" in " ".join(render_profile(LARGE, width=80).split())
+    assert "Left out" not in render_profile(LARGE, width=160)
+
+
 def test_the_text_states_all_that_was_asked_of_it() -> None:
     text = render_profile(LARGE, width=160)
     step = whole(LARGE, profile_of(LARGE))
@@ -393,6 +502,16 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
     assert "Communication" not in text
     assert "Communication" in render_profile(IMPORTED, width=160)
     assert "there is no unprofiled step time" in render_profile(IMPORTED, width=160)
+
+
+def test_damage_stands_before_all_figures_and_once() -> None:
+    damaged = replace(profile_of(IMPORTED), doubts=("the file ends early",), notes=("the file ends early", "a remark"))
+    text = render_profile(replace(IMPORTED, profile=damaged), width=100)
+    assert text.index("Caution: the file ends early") < text.index("\nPhases\n")
+    assert text.count("the file ends early") == 1
+    assert "- a remark" in text
+    (section,) = profile_sections(cells_of([replace(IMPORTED, profile=damaged)]))
+    assert section.told[0] == "Caution: the file ends early."
 
 
 def test_categories_and_kernels_of_the_text_are_the_raw_ones() -> None:
@@ -419,6 +538,14 @@ def test_show_gives_the_run_and_then_its_profile() -> None:
     assert imported.startswith("rank0 (imported trace)")
     assert "Memory" not in imported
     assert "an imported trace holds profiled steps alone" in imported
+
+
+@pytest.mark.parametrize("run", [LARGE, IMPORTED], ids=["large", "imported"])
+def test_a_profile_has_the_same_title_as_its_run(run: Run) -> None:
+    lines = render_profiled(run, width=120).splitlines()
+    assert lines[:2] == render_run(run, width=120).splitlines()[:2]
+    assert run.id in lines[1]
+    assert lines[2:] == ["", *render_profile(run, width=120).splitlines()]
 
 
 def test_a_run_without_a_profile_is_told_in_one_line() -> None:

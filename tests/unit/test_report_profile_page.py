@@ -17,6 +17,7 @@ import steplab.report
 from steplab import units
 from steplab.records.profile import CATEGORIES, OpStats, Profile, Timeline
 from steplab.records.run import Run
+from steplab.report import charts
 from steplab.report.cells import cells_of
 from steplab.report.close_up import close_ups
 from steplab.report.html import render_page
@@ -395,3 +396,20 @@ def test_hostile_names_are_text_on_the_page() -> None:
     balance = Balance()
     balance.feed(page)
     assert balance.open == []
+
+
+def test_a_page_of_a_trace_names_the_gpu_that_the_trace_names() -> None:
+    named = replace(IMPORTED, profile=replace(profile_of(IMPORTED), device_name="NVIDIA Something"))
+    assert "1 run · NVIDIA Something · " in render_page([named], title="page").replace("\u00a0", " ")
+
+
+def test_a_trace_without_timing_leaves_no_hole_in_the_pictures_of_steps() -> None:
+    timed = [make_run({"context": context}) for context in (128, 256)]
+    for picture in (charts.step_times, charts.peak_memory, charts.mfu):
+        assert picture(cells_of([*timed, IMPORTED])) == picture(cells_of(timed))
+        assert picture(cells_of([timed[0], IMPORTED])) is None
+
+
+def test_bars_have_the_colours_of_their_legend() -> None:
+    (picture,) = device_time(SMALL, profile_of(SMALL)).pictures
+    assert "opacity" not in picture.svg

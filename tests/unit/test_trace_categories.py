@@ -50,6 +50,13 @@ OPS = {
     "aten::transpose": "other",
     "autograd::engine::evaluate_function: MmBackward0": "other",
     "mylib::op": "uncategorised",
+    "TorchDynamo Cache Lookup": "other",
+    "MmBackward0": "other",
+    # All kinds of generated code: to call them anything would be a guess.
+    "CompiledFunction": "uncategorised",
+    "CompiledFunctionBackward": "uncategorised",
+    "Torch-Compiled Region: 0/0": "uncategorised",
+    "autograd::engine::evaluate_function: CompiledFunctionBackward": "other",
 }
 
 

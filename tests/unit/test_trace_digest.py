@@ -13,7 +13,7 @@ from tests.traces import AUTOGRAD, HandTrace
 from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.traces.digest import MOST_STEPS, digest
-from steplab.traces.trace import Inputs
+from steplab.traces.trace import Inputs, Trace
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_TNT"
@@ -195,6 +195,54 @@ def test_a_long_trace_is_told_by_its_last_steps() -> None:
     assert long.num_steps == MOST_STEPS
     assert any(f"the last {MOST_STEPS} of {MOST_STEPS + 13} steps" in note for note in long.notes)
     assert dataclasses.replace(long, notes=()) == dataclasses.replace(end, notes=())
+
+
+def test_generated_code_of_a_cpu_is_uncategorised_and_it_is_said_how_to_see_inside() -> None:
+    trace = HandTrace()
+    trace.range("step", 0, 100)
+    trace.op("CompiledFunction", 0, 80)
+    trace.op("aten::mm", 10, 30)
+    profile = digest(trace.build())
+    assert profile.category_s("uncategorised") == pytest.approx(60 * US)
+    assert any("TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1" in note for note in profile.notes)
+    eager = HandTrace()
+    eager.op("aten::mm", 10, 30)
+    assert not any("TORCHINDUCTOR" in note for note in digest(eager.build()).notes)
+
+
+def without_kernels(*, launch: bool, lists_gpu: bool, damage: tuple[str, ...] = ()) -> Trace:
+    trace = HandTrace()
+    trace.op("aten::mm", 10, 30)
+    trace.call("cudaLaunchKernel" if launch else "cudaDeviceSynchronize", 12, 14)
+    return dataclasses.replace(trace.build(), lists_gpu=lists_gpu, damage=damage, notes=("other", *damage))
+
+
+@pytest.mark.parametrize(
+    ("trace", "why"),
+    [
+        (without_kernels(launch=True, lists_gpu=False), "activities CPU and CUDA"),
+        (without_kernels(launch=True, lists_gpu=True, damage=("cut",)), "cut"),
+        (without_kernels(launch=False, lists_gpu=True, damage=("cut",)), "cut"),
+    ],
+    ids=["kernels were not recorded", "or cut off", "with the launches"],
+)
+def test_a_gpus_trace_without_kernels_is_not_taken_for_a_cpus(trace: Trace, why: str) -> None:
+    with pytest.raises(SteplabError, match=rf"is of a GPU's work and holds no kernel: nothing to profile \(.*{why}"):
+        digest(trace)
+
+
+def test_a_cpus_trace_on_a_machine_with_a_gpu_is_read_with_a_doubt() -> None:
+    trace = without_kernels(launch=False, lists_gpu=True)
+    (doubt,) = digest(trace).doubts
+    assert doubt.startswith("the machine has a GPU")
+    assert digest(trace).notes[0] == doubt
+    assert digest(trace, source="torch.profiler").doubts == ()  # its own run, of which steplab knows the device
+
+
+def test_damage_is_a_doubt_and_the_first_of_the_notes() -> None:
+    damaged = dataclasses.replace(two_phases().build(), damage=("cut",), notes=("other", "cut"))
+    assert digest(damaged).doubts == ("cut",)
+    assert digest(damaged).notes[:2] == ("cut", "other")
 
 
 def test_nothing_ran_is_an_error_in_words() -> None:

@@ -429,6 +429,16 @@ def test_cut_in_the_middle(tmp_path: Path) -> None:
     assert 140 < len(trace.work.start_ns) < 160
     read = f"{len(whole) // 2 / 1024:.0f} KiB of JSON"
     assert trace.notes == (f"the file ends in the middle of an event, after {read}: what came later is missing",)
+    assert trace.damage == trace.notes
+    assert read_trace(write(tmp_path / "t.json", MANY)).damage == ()
+
+
+def test_a_listed_gpu_is_known_though_nothing_ran_on_it(tmp_path: Path) -> None:
+    gpus = [{"id": 0, "name": "NVIDIA H200"}]
+    for properties, listed in ((gpus, True), ([], False)):
+        trace = read_trace(write(tmp_path / "t.json", [OP], deviceProperties=properties))
+        assert trace.lists_gpu == listed
+        assert trace.device_name is None
 
 
 def test_truncated_gzip(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Data to standard output or to a file, words about it to standard error."""
 
+import gzip
 import os
 import sys
 import tempfile
@@ -46,7 +47,10 @@ def chosen_format(format: str | None, output: Path | None, allowed: Sequence[str
 
 
 def emit(text: str, output: Path | None) -> None:
-    """Print the text, or replace the file with it: whole, or not at all. Raises SteplabError if it cannot."""
+    """Print the text, or replace the file with it: whole, or not at all; compressed where its name ends in .gz.
+
+    Raises SteplabError if it cannot.
+    """
     if not text.endswith("\n"):
         text += "\n"
     if output is None:
@@ -63,7 +67,8 @@ def emit(text: str, output: Path | None) -> None:
             with output.open("w", encoding="utf-8") as file:
                 file.write(text)
         else:
-            _replace(output.resolve(), text)
+            content = text.encode()
+            _replace(output.resolve(), gzip.compress(content, mtime=0) if output.suffix == ".gz" else content)
     except OSError as error:
         raise SteplabError(f"cannot write {output}: {error.strerror}") from error
     say(f"wrote {output}")
@@ -74,11 +79,11 @@ def _writes_through(output: Path) -> bool:
     return output.exists() and not output.is_file()
 
 
-def _replace(output: Path, text: str) -> None:
+def _replace(output: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.chmod(temporary, output.stat().st_mode & 0o777 if output.exists() else _new_file_mode())
         os.replace(temporary, output)
     except BaseException:

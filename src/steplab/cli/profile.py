@@ -70,14 +70,13 @@ def show_profile(record: "Run", format: str, output: Path | None) -> None:
     from steplab.records.rows import run_row
     from steplab.report.formats import render_rows
     from steplab.report.profile_rows import render_kernels
-    from steplab.report.profile_text import render_profile
-    from steplab.report.run_text import render_run
+    from steplab.report.run_text import render_profiled, render_run
 
     color = stdout_color() and output is None
     if record.profile is None:
         text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
     elif format == "table":
-        text = render_profile(record, color=color)
+        text = render_profiled(record, color=color)
     else:
         text = render_kernels(record.profile, format)
     emit(text, output)

@@ -68,6 +68,7 @@ def _believable(case: Case, finding: Finding) -> Finding:
     return dataclasses.replace(
         finding,
         saves_s=None,
+        at_most=False,
         prediction=(
             f"Cannot be said: the device worked {format_time(case.busy_s(profile))} in a profiled step, and a timed "
             f"one lasts {format_time(step_s)}, so they were not the same step."
@@ -94,6 +95,7 @@ def _gaps(case: Case) -> list[str]:
             "the trace has no shapes (record_shapes=True), so no FLOPs and bytes: attention, casts, the vocabulary and "
             "fp32 matmuls are only seen where their ranges or kernels are named"
         )
+    gaps[:0] = profile.doubts if profile else ()
     if run.timing is None:
         gaps.append("the step was not timed without a profiler: waiting for the host is told as the profiler saw it")
     if case.rates.streaming() is None:

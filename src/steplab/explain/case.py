@@ -21,11 +21,13 @@ AUTOCAST = ("bf16", "fp16")
 """Precisions that compute on low-precision copies of fp32 weights."""
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record the model's launches once and replay them."""
-_INDUCTOR = re.compile(r"triton_(poi|red|per|tem)_")
-"""Names of the kernels that torch.compile generates."""
+_COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
+"""Names of the kernels that torch.compile generates; on a CPU, whose kernels are operators, of the calls of them."""
 WORTH_TELLING = 0.01
 """Least share of a step that a finding must predict to save, where it has no threshold of its own: repeated
 measurements of one step differ by about as much."""
+_NEVER_WAITED = 0.01
+"""Share of the window below which the GPU did not wait for the host: its queue was never empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +82,18 @@ class Case:
         return self.per_step(profile, sum(op.device_s for op in ops))
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it ran on a GPU, as far as the record says."""
+        if self.profile is not None:
+            return self.profile.device == "cuda"
+        return self.run.environment is not None and self.run.environment.device.kind == "cuda"
+
+    @property
     def is_eager(self) -> bool:
         """Whether the model ran uncompiled, as far as the record says: a user's own may have compiled itself."""
         if self.spec is not None and self.spec.compile != "off":
             return False
-        return self.profile is None or not any(_INDUCTOR.match(kernel.name) for kernel in self.profile.kernels)
+        return self.profile is None or not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)
 
     @property
     def is_causal(self) -> bool:
@@ -92,9 +101,14 @@ class Case:
         return self.spec is not None and self.spec.model.kind in ("transformer", "hf")
 
     def host_limit(self, profile: Profile, saves_s: float) -> str:
-        """A sentence of warning where the host might not keep up with a step that much shorter; '' where it will."""
+        """A sentence of warning where the host might not keep up with a step that much shorter; '' where it will.
+
+        Where the GPU hardly waits, the host's time says nothing of its speed: with the queue full it launches as slowly
+        as the GPU works the queue off.
+        """
         host = [p.host_s for p in profile.phases if p.host_s is not None]
-        if profile.device != "cuda" or not host:
+        waited_s = sum(p.host_bound_s for p in profile.phases)
+        if profile.device != "cuda" or not host or waited_s < _NEVER_WAITED * profile.window_s:
             return ""
         host_s, after_s = sum(host) / profile.num_steps, self.length_s(profile) - saves_s
         if after_s >= host_s:

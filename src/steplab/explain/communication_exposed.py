@@ -41,6 +41,7 @@ def communication_exposed(case: Case) -> Finding | None:
             Evidence(what="exposed", value=exposed_s, unit="s"),
         ),
         saves_s=exposed_s,
+        at_most=True,
         prediction=(
             "At most: all of it hidden. Collectives under computation slow it, by the SMs and the memory bandwidth "
             "they take, and a rank that is late makes the others' collectives look long."

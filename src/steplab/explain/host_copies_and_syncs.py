@@ -10,6 +10,9 @@ from steplab.units import format_percent, format_time
 
 _WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")
 _COPY = re.compile(r"Memcpy")
+_AT_ONCE_S = 10e-6
+"""Mean host time of a synchronisation below which nobody waited: the call itself takes some microseconds, the record
+that the profiler makes of it included, and what it asked for was done already."""
 _ASYNCHRONOUS = re.compile(r"Pinned")
 """In the names of copies to and from page-locked memory, for which the host does not wait."""
 _OF_A_PROFILER = re.compile(r"^(cuda|hip)DeviceSynchronize")
@@ -56,6 +59,7 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
             Evidence(what="idle while the host launches, in their phases and the next", value=idle_s, unit="s"),
         ),
         saves_s=idle_s,
+        at_most=True,
         prediction=(
             "At most that idle time: a step that is launch-bound anyway would wait all the same. The host's own time "
             "in the calls is no loss, it is spent waiting for work that has to be done."
@@ -65,24 +69,26 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
 
 
 def _most(profile: Profile, calls: list[HostCallStats]) -> str:
-    """The commonest of the calls, each with the place it is made most from."""
+    """The commonest of the calls, each with the host's time in it and the place it is made most from."""
     places: dict[str, dict[str, int]] = {}
     for call in calls:
         by_place = places.setdefault(call.name, {})
         place = call.range.rpartition(".")[2] or call.phase
         by_place[place] = by_place.get(place, 0) + call.calls
+    host_s = {name: sum(call.total_s for call in calls if call.name == name) / profile.num_steps for name in places}
     commonest = sorted(places.items(), key=lambda item: -sum(item[1].values()))[:_NUM_NAMED]
     told = []
     for name, by_place in commonest:
         a_step, place = sum(by_place.values()) / profile.num_steps, max(by_place, key=lambda where: by_place[where])
-        told.append(f"{name}, {a_step:.3g} a step, most in {place}")
+        told.append(f"{name}, {a_step:.3g} a step, {format_time(host_s[name])} on the host, most in {place}")
     return "; ".join(told)
 
 
 def _counts(call: HostCallStats) -> bool:
-    """A profiler synchronises once itself when it ends, after the step."""
+    """Whether the host waited in it. A profiler synchronises once itself when it ends, after the step."""
     own = call.phase == OUTSIDE and call.calls <= 1 and _OF_A_PROFILER.match(call.name)
-    return bool(_WAITS.match(call.name)) and not own and not _ASYNCHRONOUS.search(call.name)
+    at_once = not _COPY.search(call.name) and call.total_s < _AT_ONCE_S * call.calls
+    return bool(_WAITS.match(call.name)) and not own and not at_once and not _ASYNCHRONOUS.search(call.name)
 
 
 def _idle_after_s(case: Case, profile: Profile, of: set[str]) -> float:

@@ -2,6 +2,7 @@
 
 from steplab.explain.case import CUDA_GRAPHS, Case
 from steplab.explain.chains import chains
+from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
 from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
@@ -19,6 +20,9 @@ def launch_bound(case: Case) -> Finding | None:
         return None
     waiting_s = wait_s(case, profile, model_phases(profile))
     change, note, fields = _change(case) if is_launch_bound(case, profile) else _SLOW_HOST
+    if "reduce-overhead" in change and host_copies_and_syncs(case) is not None:
+        note += _SYNCS_FIRST
+    replays = change != _SLOW_HOST[0]
     fuses = case.is_eager and bool(fields)
     fused_s = case.per_step(profile, sum(chain.saves_s for chain in chains(profile))) if fuses else 0.0
     return Finding(
@@ -33,9 +37,16 @@ def launch_bound(case: Case) -> Finding | None:
         note=note,
         evidence=_evidence(case, profile, waiting_s, fused_s),
         saves_s=waiting_s + fused_s,
-        prediction=_prediction(case, waiting_s, fused_s, replays=change != _SLOW_HOST[0]),
+        at_most=case.step_s is None or not replays,
+        prediction=_prediction(case, waiting_s, fused_s, replays=replays),
         fields=fields,
     )
+
+
+_SYNCS_FIRST = (
+    "; but the step also waits for the GPU (see host_copies_and_syncs): a CUDA graph holds no such call and does not "
+    "shorten it, so that must go first"
+)
 
 
 _SLOW_HOST: tuple[str, str, dict[str, str]] = (

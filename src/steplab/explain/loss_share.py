@@ -25,6 +25,7 @@ def loss_share(case: Case) -> Finding | None:
     if matmul_s + loss_s <= CONSIDERABLE * busy_s:
         return None
     saves_s, prediction = _gain(case, part, loss_s)
+    change, note = _change(case)
     return Finding(
         kind="loss_share",
         title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's work",
@@ -36,8 +37,8 @@ def loss_share(case: Case) -> Finding | None:
             "Every token gets a score for every entry of the vocabulary, the widest tensor of the model. The loss "
             "passes over it several times to make one number of it, and keeps it for the backward pass."
         ),
-        change="loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # of liger-kernel",
-        note="or torch.compile around head and loss; computed in chunks, the logits need less memory as well",
+        change=change,
+        note=note,
         evidence=(
             Evidence(what="vocabulary matmuls", value=matmul_s, unit="s"),
             Evidence(what="loss and casts", value=loss_s, unit="s"),
@@ -46,6 +47,20 @@ def loss_share(case: Case) -> Finding | None:
         saves_s=saves_s,
         prediction=prediction,
     )
+
+
+_IN_CHUNKS = "computed in chunks, the logits need less memory as well"
+
+
+def _change(case: Case) -> tuple[str, str]:
+    """What fuses the loss on this device: Liger's kernel is written for GPUs, and a compiled loss is compiled."""
+    if case.is_gpu:
+        compiler = "or torch.compile around head and loss; " if case.is_eager else ""
+        liger = "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # of liger-kernel"
+        return liger, f"{compiler}{_IN_CHUNKS}"
+    if case.is_eager:
+        return "torch.compile around head and loss", _IN_CHUNKS
+    return "head and loss for some hundred tokens at a time, so that their logits stay in the cache", _IN_CHUNKS
 
 
 def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:

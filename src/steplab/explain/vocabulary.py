@@ -10,6 +10,9 @@ from steplab.records.profile import OpStats, Profile
 _HEAD = re.compile(r"(^|\.)(head|lm_head|output_head|loss)$")
 """Ranges of the output head and of the loss, in the built-in model, in transformers and in most others."""
 _LOG_SOFTMAX = re.compile(r"_log_softmax$")
+_LEAST_ENTRIES = 1000
+"""A log-softmax over fewer is taken for a classifier's: nobody's vocabulary is so small but that of bytes or letters,
+which costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,8 @@ class VocabularyPart:
 
 
 def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
-    """Entries of the vocabulary, by the spec or, for a foreign trace, by the loss's log-softmax over [tokens, V]."""
+    """Entries of the vocabulary, by the spec or, for a foreign trace, by the loss's log-softmax over [tokens, V], V
+    being larger than the number of a classifier's classes mostly is."""
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
@@ -38,7 +42,8 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
     for op in profile.ops if profile else ():
         shapes = shapes_of(op)
         if _LOG_SOFTMAX.search(op.name) and shapes and len(shapes[0].sizes) == 2:
-            return shapes[0].sizes[-1]
+            entries = shapes[0].sizes[-1]
+            return entries if entries >= _LEAST_ENTRIES else None
     return None
 
 
@@ -52,7 +57,7 @@ def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
         return None
     ops = [op for op in profile.ops if _HEAD.search(op.range)]
     if not ops and not _is_ambiguous(case, size):
-        ops = [op for op in profile.ops if _has(op, size)]
+        ops = [op for op in profile.ops if _is_one_thing(op, profile) and _has(op, size)]
     matmuls = tuple(op for op in ops if op.category == "matmul")
     if not matmuls:
         return None
@@ -69,6 +74,12 @@ def _is_ambiguous(case: Case, size: int) -> bool:
     spec = case.spec
     shape = spec.model.shape if spec else None
     return bool(spec and shape and size in (shape.d_model, shape.d_ff, spec.context, spec.tokens))
+
+
+def _is_one_thing(op: OpStats, profile: Profile) -> bool:
+    """Whether its tensors say what it does: an operator of torch or one generated kernel. A compiled function, or any
+    other container, gets the logits among all else that it computes with."""
+    return op.name.startswith("aten::") or (profile.device == "cuda" and op.name.startswith("triton_"))
 
 
 def _has(op: OpStats, size: int) -> bool:

@@ -17,10 +17,10 @@ fastest kernels do not take them (NVIDIA, "Matrix Multiplication Background User
 
 
 def vocabulary_padding(case: Case) -> Finding | None:
-    """Fires where the vocabulary is no multiple of 64 and its products run slower than the step's others; without a
-    profile, where it is no multiple of 8."""
+    """Fires on a GPU where the vocabulary is no multiple of 64 and its products run slower than the step's others;
+    without a profile, where it is no multiple of 8."""
     size = vocabulary_size(case, case.profile)
-    if size is None or size % SUITS == 0:
+    if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None
     padded = math.ceil(size / SUITS) * SUITS
     part = vocabulary_part(case, case.profile) if case.profile else None

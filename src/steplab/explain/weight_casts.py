@@ -49,6 +49,7 @@ def weight_casts(case: Case) -> Finding | None:
             Evidence(what="device busy", value=busy_s, unit="s"),
         ),
         saves_s=saves_s,
+        at_most=True,
         prediction=prediction,
         fields=fields,
     )

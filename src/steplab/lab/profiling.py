@@ -47,6 +47,8 @@ def profile(
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
     target = Path(trace) if trace is not None else None
+    if target is not None and not nsys and not target.is_dir() and not target.name.endswith((".json", ".json.gz")):
+        raise UserError(f"cannot write the trace to {target}: it is JSON; let the name end in .json or .json.gz")
     with open_store(store, write=True) as opened, folder_for(target, "trace") as folder:
         written = folder / (
             "steps.sqlite" if nsys else "steps.json.gz" if str(target).endswith(".gz") else "steps.json"

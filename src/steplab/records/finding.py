@@ -59,6 +59,8 @@ class Finding:
     saves_s: float | None = None
     """Predicted seconds a step the change saves (for a change of batch: of the tokens of a step as it is now); None
     where it cannot be said."""
+    at_most: bool = False
+    """Whether saves_s is a bound from above rather than an estimate."""
     prediction: str = ""
     """How that was predicted, and what it leaves out."""
     fields: dict[str, str] = field(default_factory=dict)

@@ -191,6 +191,9 @@ class Profile:
     """The GPU's name, where the trace says it."""
     notes: tuple[str, ...] = ()
     """What the trace lacked or what could not be attributed, and what that costs."""
+    doubts: tuple[str, ...] = ()
+    """Those of the notes that put all of the profile in doubt: the file was damaged or cut short, or is perhaps of
+    another device's work."""
 
     @property
     def busy_s(self) -> float:

@@ -18,6 +18,7 @@ PARTS = ("scores", "softmax", "values")
 FUSED = "fused"
 _PHASES = ("forward", "backward", "outside")
 _NEARLY_ALL = 0.995
+_NAMED = 3  # operators without FLOPs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class Work:
     ceiling_share: float | None
     """Achieved FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
     dtype: str
-    """Number format of the peak, that of the operators that took most time; '' if unknown."""
+    """Number format of the peak: that in which most of the FLOPs were done, whatever took most time; '' if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,8 @@ class AttentionRow:
     """forward, backward; outside where the trace marks no phases."""
     work: Work
     """Its figures."""
+    uncounted: tuple[str, ...]
+    """Names of its operators whose FLOPs no rule counts, most time first."""
 
 
 def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
@@ -65,7 +68,12 @@ def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
         if part:
             groups.setdefault((op.phase, part), []).append(op)
     return [
-        AttentionRow(phase=phase, part=part, work=work_of(groups[phase, part], run, profile, roofs))
+        AttentionRow(
+            phase=phase,
+            part=part,
+            work=work_of(groups[phase, part], run, profile, roofs),
+            uncounted=tuple(dict.fromkeys(op.name for op in groups[phase, part] if op.flops is None)),
+        )
         for phase in _PHASES
         for part in (*PARTS, FUSED)
         if (phase, part) in groups
@@ -86,15 +94,15 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofs) ->
     flops = [op.flops for op in ops if op.flops is not None]
     moved = [op.moved_bytes for op in ops if op.moved_bytes is not None]
     counted_s = counted_flops = counted_bytes = 0.0
-    format_s: dict[str, float] = {}
+    format_flops: dict[str, float] = {}
     for op in ops:
         if op.flops is not None and op.moved_bytes is not None:
             counted_s += op.device_s
             counted_flops += op.flops
             counted_bytes += op.moved_bytes
             dtype = roof_dtype(run, profile, op)
-            format_s[dtype] = format_s.get(dtype, 0.0) + op.device_s
-    dtype = max(format_s, key=lambda name: format_s[name], default="")
+            format_flops[dtype] = format_flops.get(dtype, 0.0) + op.flops
+    dtype = max(format_flops, key=lambda name: format_flops[name], default="")
     counted = counted_s > 0 and counted_bytes > 0
     least_s = roofs.least_time_s(counted_flops, counted_bytes, dtype) if counted else None
     return Work(
@@ -129,7 +137,7 @@ def work_texts(work: Work) -> tuple[str, ...]:
     return (
         units.format_time(work.time_s),
         rate(work.flops, "FLOP"),
-        rate(work.moved_bytes, "B"),
+        ABSENT if work.moved_bytes is None else units.format_bytes(work.moved_bytes),
         ABSENT if work.intensity is None else units.three_digits(work.intensity),
         rate(work.flops_per_s, "FLOP/s"),
         rate(work.bytes_per_s, "B/s"),
@@ -149,6 +157,12 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
         f"{units.format_percent(row.work.counted_s / row.work.time_s)} of {row.phase} {row.part}" for row in partly
     ]
     notes += [f"Both are counted for part of the time only: {', '.join(counted)}."] if counted else []
+    notes += [
+        f"No FLOPs for {row.phase} {row.part}: they are not known of {', '.join(row.uncounted[:_NAMED])} by what the "
+        "trace says of its inputs."
+        for row in rows
+        if row.work.flops is None
+    ]
     dtypes = list(dict.fromkeys(row.work.dtype for row in rows if row.work.dtype))
     if roofs.hardware is None:
         return [*notes, f"No ceiling: {roofs.why_none}."]
@@ -157,5 +171,11 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     bandwidth = units.format_rate(roofs.hardware.memory_bandwidth_bytes_per_s, "B/s")
     if peaks:
         notes.append(f"Ceiling: min(peak, FLOP/B x bandwidth) of {roofs.hardware.name}: {peaks}; {bandwidth}.")
+    above = [f"{row.phase} {row.part}" for row in rows if (row.work.ceiling_share or 0.0) > 1]
+    if above:
+        notes.append(
+            f"Above 100 %: {', '.join(above)}. The ceiling takes every byte to come from memory; tensors that fit in "
+            "the L2 cache need not."
+        )
     notes += [f"No ceiling for {dtype}: no peak is stated." for dtype in dtypes if roofs.peak(dtype) is None]
     return notes

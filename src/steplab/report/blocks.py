@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from steplab.report.fitting import broken, widths
 from steplab.report.grid import Grid
 from steplab.report.terminal import plain
 
@@ -10,7 +11,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-_LONGEST_WORD = 14  # a longer one may be broken
+
+INDENT = 2
+"""Columns by which what stands under a section's title is moved to the right."""
 
 
 def section(title: str, *parts: "RenderableType") -> "Iterator[RenderableType]":
@@ -21,7 +24,7 @@ def section(title: str, *parts: "RenderableType") -> "Iterator[RenderableType]":
     yield Text()
     yield Text(title, style="bold")
     for part in parts:
-        yield Padding(part, (0, 0, 0, 2))
+        yield Padding(part, (0, 0, 0, INDENT))
 
 
 def pairs_table() -> "Table":
@@ -47,15 +50,19 @@ def figure_table(*headers: str, numeric: Sequence[bool] = ()) -> "Table":
     return table
 
 
-def grid_table(grid: Grid) -> "Table":
-    """A Grid as a table that breaks between words; whatever its texts hold, they do not steer the terminal."""
+def grid_table(grid: Grid, width: int) -> "Table":
+    """A Grid as a table of at most this width, which breaks between words and figures.
+
+    Whatever its texts hold, they do not steer the terminal.
+    """
     from rich.text import Text
 
     table = figure_table(*grid.headers, numeric=grid.numeric)
-    for index, column in enumerate(table.columns):
-        texts = [grid.headers[index], *(row[index] for row in grid.rows)]
-        longest = max(len(word) for text in texts for word in text.split() or [""])
-        column.min_width = longest if longest <= _LONGEST_WORD else None
+    # Set here, for rich takes from the widest first, whatever its least width, and then crops at the right.
+    sizes = widths(grid, width)
+    for column, size in zip(table.columns, sizes, strict=True):
+        column.width = size
     for row in grid.rows:
-        table.add_row(*(Text(plain(text)) for text in row))
+        texts = zip(map(plain, row), grid.numeric, sizes, strict=True)
+        table.add_row(*(Text(broken(text, size) if is_figure else text) for text, is_figure, size in texts))
     return table

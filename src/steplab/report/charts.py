@@ -55,7 +55,11 @@ class Chart:
 
 
 def step_times(cells: Sequence[Cell]) -> Chart | None:
-    """Median step time of every cell with its 95 % interval."""
+    """Median step time of every cell that was timed, with its 95 % interval, and of those that failed their mark.
+
+    A trace that was imported has no such time and has no place here.
+    """
+    cells = [c for c in cells if step_samples(c.run) or c.run.failure]
     summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := step_samples(c.run))}
     if not summaries or len(cells) < 2:
         return None  # the summary says it of a single run
@@ -98,6 +102,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
 
 def peak_memory(cells: Sequence[Cell]) -> Chart | None:
     """Peak allocated memory of every cell, the allocator's reserve above it, failures marked."""
+    cells = [c for c in cells if c.run.memory or c.run.timing or c.run.failure]
     if len(cells) < 2:
         return None
     peaks = {c.run.id: p for c in cells if c.run.memory and (p := c.run.memory.peak("step"))}
@@ -147,6 +152,7 @@ def _host_memory(cells: Sequence[Cell]) -> Chart | None:
 
 def mfu(cells: Sequence[Cell]) -> Chart | None:
     """MFU of every cell under the default convention."""
+    cells = [c for c in cells if c.run.timing or c.run.failure]
     used = {c.run.id: u for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None}
     if not used or len(cells) < 2:
         return None

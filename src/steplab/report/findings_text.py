@@ -9,9 +9,11 @@ from steplab import units
 from steplab.records.codec import encode
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.run import Run
-from steplab.report.blocks import figure_table, section
+from steplab.report.blocks import grid_table, section
 from steplab.report.columns import ABSENT
+from steplab.report.fitting import fit
 from steplab.report.formats import escape_markdown
+from steplab.report.grid import Grid
 from steplab.report.run_text import run_title
 from steplab.report.terminal import draw, plain, terminal_width
 
@@ -22,6 +24,9 @@ FORMATS = ("table", "json", "md")
 """What findings can be written as."""
 
 TRIAL_HEADERS = ("finding", "change", "predicted", "measured", "error", "step")
+_SAME_STEP = 0.20
+"""Least difference of the step measured anew from the recorded one that a change of machine, clocks or load explains
+better than chance: repeated medians of one step differ by a few per cent."""
 _WIDEST = 100  # longer lines are hard to read, however wide the terminal
 
 
@@ -32,7 +37,7 @@ class FindingParts:
     kind: str
     title: str
     gain: str
-    """'saves about 12.3 ms of 49.1 ms a step (25.1 %)'."""
+    """'saves about 12.3 ms of 49.1 ms a step (25.1 %)', or 'at most'."""
     saw: str
     why: str
     change: str
@@ -52,6 +57,8 @@ class FindingsSection:
     findings: tuple[FindingParts, ...]
     trials: tuple[tuple[str, ...], ...]
     """A row a trial, a text for each of TRIAL_HEADERS; empty where nothing was tried."""
+    trials_note: str
+    """What to doubt of the trials; '' for nothing."""
     not_looked_at: tuple[str, ...]
     caption: str
 
@@ -61,6 +68,7 @@ def findings_section(findings: Findings) -> FindingsSection:
     return FindingsSection(
         findings=tuple(_parts(finding, findings.step_s) for finding in findings.findings),
         trials=tuple(_trial_row(f) for f in findings.findings if f.trial),
+        trials_note=_trials_note(findings),
         not_looked_at=findings.not_looked_at,
         caption=_CAPTION,
     )
@@ -102,10 +110,11 @@ def _parts(finding: Finding, step_s: float | None) -> FindingParts:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         return "what it saves cannot be said from this record"
+    about = "at most" if finding.at_most else "about"
     if step_s is None:
-        return f"saves about {units.format_time(finding.saves_s)} a step"
+        return f"saves {about} {units.format_time(finding.saves_s)} a step"
     share = units.format_percent(finding.saves_s / step_s)
-    return f"saves about {units.format_time(finding.saves_s)} of {units.format_time(step_s)} a step ({share})"
+    return f"saves {about} {units.format_time(finding.saves_s)} of {units.format_time(step_s)} a step ({share})"
 
 
 def _figure(evidence: Evidence) -> str:
@@ -131,15 +140,34 @@ def _trial_words(finding: Finding) -> str:
     return (
         f"tried: {units.format_time(trial.before_s)} became {units.format_time(trial.after_s)}{per}, "
         f"saving {units.format_time(trial.saved_s)}"
-        + (f" where {units.format_time(finding.saves_s)} were predicted" if finding.saves_s is not None else "")
+        + (f" where {_predicted(finding)} were predicted" if finding.saves_s is not None else "")
     )
+
+
+def _trials_note(findings: Findings) -> str:
+    """That the step, measured anew without any change, was another than the one the predictions are made from."""
+    before = next((f.trial.before_s for f in findings.findings if f.trial), None)
+    step_s = findings.step_s
+    if before is None or not step_s or abs(before / step_s - 1) <= _SAME_STEP:
+        return ""
+    return (
+        f"The step as it was took {units.format_time(before)} now and {units.format_time(step_s)} in the record "
+        f"({100 * (before / step_s - 1):+.0f} %), so the machine is not as it was: the predictions are of the record, "
+        "the measurements of today."
+    )
+
+
+def _predicted(finding: Finding) -> str:
+    if finding.saves_s is None:
+        return ABSENT
+    return f"{'at most ' if finding.at_most else ''}{units.format_time(finding.saves_s)}"
 
 
 def _trial_row(finding: Finding) -> tuple[str, ...]:
     trial = finding.trial
     assert trial is not None
     change = " ".join(f"{name}={value}" for name, value in finding.fields.items())
-    predicted = ABSENT if finding.saves_s is None else units.format_time(finding.saves_s)
+    predicted = _predicted(finding)
     if trial.after_s is None or trial.saved_s is None:
         return (finding.kind, change, predicted, trial.failure or ABSENT, ABSENT, ABSENT)
     error = ABSENT
@@ -175,10 +203,13 @@ def _terminal(run: Run, findings: Findings, shown: FindingsSection, width: int) 
         if parts.trial:
             yield from _wrapped(parts.trial, width, style="bold")
     if shown.trials:
-        table = figure_table(*TRIAL_HEADERS, numeric=(False, False, True, True, True, True))
-        for row in shown.trials:
-            table.add_row(*(Text(plain(cell)) for cell in row))
-        yield from section("Predicted against measured, saved a step", table)
+        numeric = (False, False, True, True, True, True)
+        table = fit(Grid(headers=TRIAL_HEADERS, rows=shown.trials, numeric=numeric), width - 2, "step", "error")
+        yield from section("Predicted against measured, saved a step", grid_table(table, width - 2))
+        if table.caption:
+            yield from _wrapped(table.caption, width, style="dim", indent="  ")
+        if shown.trials_note:
+            yield from _wrapped(shown.trials_note, width, indent="  ")
     if shown.findings:
         yield Text()
         yield from _wrapped(shown.caption, width, style="dim", indent="")
@@ -222,6 +253,7 @@ def _markdown(run: Run, findings: Findings, shown: FindingsSection) -> Iterator[
         yield "\n## Predicted against measured, saved a step\n"
         yield f"| {' | '.join(TRIAL_HEADERS)} |\n| --- | --- | ---: | ---: | ---: | ---: |"
         yield from (f"| {' | '.join(map(_md, row))} |" for row in shown.trials)
+        yield from (f"\n{_md(shown.trials_note)}",) if shown.trials_note else ()
     yield from (f"\n{shown.caption}",) if shown.findings else ()
     if shown.not_looked_at:
         yield "\n## Not looked at\n"

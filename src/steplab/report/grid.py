@@ -27,6 +27,10 @@ class Grid:
         """Whether it is long enough to start closed on a page."""
         return len(self.rows) > self.open_rows
 
+    def remarking(self, remark: str) -> "Grid":
+        """The table with a further sentence in its caption."""
+        return replace(self, caption=f"{self.caption} {remark}".strip())
+
     def without(self, *headers: str) -> "Grid":
         """The table without these columns."""
         kept = [index for index, header in enumerate(self.headers) if header not in headers]

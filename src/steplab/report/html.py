@@ -93,7 +93,8 @@ def _unbroken(text: str) -> str:
 def _subtitle(runs: Sequence[Run], numerics: Sequence[Numerics]) -> list[str]:
     """How many runs and audits, where, when, and with which version."""
     records: list[Run | Numerics] = [*runs, *numerics]
-    devices = list(dict.fromkeys(record.environment.device.name for record in records if record.environment))
+    named = (r.device_name if isinstance(r, Run) else r.environment and r.environment.device.name for r in records)
+    devices = list(dict.fromkeys(name for name in named if name))
     days = sorted({record.created_utc[:10] for record in records})
     made = sorted({record.steplab_version for record in records})
     audits = sum(record.spec is not None for record in numerics)

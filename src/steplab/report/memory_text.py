@@ -8,7 +8,7 @@ from steplab.records.memory_profile import MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
-from steplab.report.blocks import grid_table, section
+from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.cells import cells_of
 from steplab.report.memory_compare import comparison_sentences
 from steplab.report.memory_grids import category_grid, largest_grid, phase_grid, saved_grid
@@ -63,9 +63,11 @@ def memory_parts(
     told = [words.prediction_sentence(profile, prediction)] if prediction else []
     grid = category_grid(profile, prediction)
     grid = grid.without("predicted bytes") if width < _WIDTHS[2][0] else grid
-    yield from section("Peak by category", grid_table(grid), *_lines(grid.caption, style="dim"), *_lines(*told))
+    yield from section(
+        "Peak by category", grid_table(grid, width - INDENT), *_lines(grid.caption, style="dim"), *_lines(*told)
+    )
     if phases := phase_grid(run, profile):
-        yield from section("Phases", grid_table(phases))
+        yield from section("Phases", grid_table(phases, width - INDENT))
     if why := [*_comparisons(run, others)]:
         yield from section("Why", *_lines(*why))
     sizes = _lines(words.residual_sentence(run, profile), *words.largest_sentences(run, profile))
@@ -101,7 +103,7 @@ def _largest(run: Run, profile: MemoryProfile, width: int) -> "Iterator[Renderab
     grid = largest_grid(run, profile.largest[:_TOP]).without("what it is")
     for columns, left_out in _WIDTHS:
         grid = grid.without(*left_out) if width < columns else grid
-    yield grid_table(grid)
+    yield grid_table(grid, width - INDENT)
     yield _text("")
 
 
@@ -111,5 +113,5 @@ def _saved(run: Run, profile: MemoryProfile, width: int) -> "Iterator[Renderable
     grid = grid.without("count", "dtype") if width < _WIDTHS[3][0] else grid
     yield from _lines(*words.saved_sentences(run, profile))
     yield _text("")
-    yield grid_table(grid)
+    yield grid_table(grid, width - INDENT)
     yield from _lines(grid.caption, style="dim")

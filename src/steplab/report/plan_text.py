@@ -12,7 +12,6 @@ from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
 from steplab.report.memory_words import category_word, exactly
 from steplab.report.run_text import describe
-from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.hardware import catalogue
 from steplab.specs.step import StepSpec
@@ -20,6 +19,8 @@ from steplab.specs.step import StepSpec
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+_INDENT = 2
+"""Of what stands in a section."""
 _NARROW = 100
 """Columns below which the bytes of one tensor are left out."""
 
@@ -35,24 +36,30 @@ def render_prediction(
 def _parts(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterator[RenderableType]":
     from rich.text import Text
 
+    inside = width - _INDENT
     yield Text("What the memory will go to", style="bold")
     yield Text(plain(f"{describe(spec)}, predicted"))
     yield Text()
     yield Text(
         f"Peak {exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}: {plain(prediction.peak_where)}."
     )
-    yield from section("Peak by category", grid_table(_categories(prediction)))
+    yield from section("Peak by category", grid_table(_categories(prediction), inside))
     if prediction.phase_peaks:
-        yield from section("Phases", grid_table(_phases(prediction)))
-    yield from section("Summands", grid_table(_terms(prediction, width)), Text(_symbols(spec), style="dim"))
-    yield from section("Cards", grid_table(_cards(prediction)))
+        yield from section("Phases", grid_table(_phases(prediction), inside))
+    yield from section("Summands", grid_table(_terms(prediction, width), inside), Text(_symbols(spec), style="dim"))
+    yield from section("Cards", grid_table(_cards(prediction), inside))
     if prediction.notes:
         yield from section("Notes", *(Text(f"- {plain(note)}") for note in prediction.notes))
 
 
 def _categories(prediction: MemoryPrediction) -> Grid:
     rows = [
-        (category_word(category), units.format_bytes(size), f"{size:,}", format_share(size / prediction.peak_bytes))
+        (
+            category_word(category),
+            units.format_bytes(size),
+            f"{size:,}",
+            units.format_percent(size / prediction.peak_bytes),
+        )
         for category, size in prediction.at_peak.items()
     ]
     total = ("peak", units.format_bytes(prediction.peak_bytes), f"{prediction.peak_bytes:,}", "")
@@ -89,7 +96,7 @@ def _cards(prediction: MemoryPrediction) -> Grid:
         (
             spec.name,
             units.format_bytes(spec.memory_bytes),
-            format_share(prediction.peak_bytes / spec.memory_bytes),
+            units.format_percent(prediction.peak_bytes / spec.memory_bytes),
             "yes" if prediction.peak_bytes < spec.memory_bytes else "no",
         )
         for spec in sorted(catalogue(), key=lambda spec: (-spec.memory_bytes, spec.name))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from steplab.records.numerics import Accumulation, Audit, Numerics
 from steplab.records.run import Run
 from steplab.report import precision_words as words
-from steplab.report.blocks import grid_table, section
+from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.columns import reason
 from steplab.report.formats import render_rows
 from steplab.report.precision_grids import (
@@ -33,7 +33,7 @@ _MOST_LOSERS = 12  # rows
 def render_numerics(numerics: Numerics, *, width: int | None = None, color: bool = False) -> str:
     """One record in full, without a newline at the end; width None: the terminal's."""
     columns = width or terminal_width()
-    parts = [*_audit_parts(numerics, columns), *_sum_parts(numerics.accumulations)]
+    parts = [*_audit_parts(numerics, columns), *_sum_parts(numerics.accumulations, columns)]
     return draw(*parts, width=columns, color=color)
 
 
@@ -49,7 +49,7 @@ def render_precision(
     columns = width or terminal_width()
     texts = [draw(*_audit_parts(numerics, columns), width=columns, color=color) for numerics in audits]
     if accumulations:
-        texts.append(draw(*_sum_parts(accumulations), width=columns, color=color).lstrip("\n"))
+        texts.append(draw(*_sum_parts(accumulations, columns), width=columns, color=color).lstrip("\n"))
     if runs:
         table = render_rows(timing_rows(runs), "table", columns=TIMING_COLUMNS, width=columns, color=color)
         texts.append(draw(_text("Time and memory of a step", "bold"), width=columns, color=color) + "\n" + table)
@@ -72,21 +72,24 @@ def _audit_parts(numerics: Numerics, width: int) -> "Iterator[RenderableType]":
 
 
 def _tables(audit: Audit, width: int) -> "Iterator[RenderableType]":
-    yield from section("Types by module", grid_table(type_grid(audit)), _text(type_grid(audit).caption, "dim"))
-    yield from section("Operations of the forward pass, and autocast's rule", grid_table(operation_grid(audit)))
-    yield from section("Products of matrices, after every cast", grid_table(matmul_grid(audit)))
+    inside = width - INDENT
+    yield from section("Types by module", grid_table(type_grid(audit), inside), _text(type_grid(audit).caption, "dim"))
+    yield from section("Operations of the forward pass, and autocast's rule", grid_table(operation_grid(audit), inside))
+    yield from section("Products of matrices, after every cast", grid_table(matmul_grid(audit), inside))
     losses = loss_grid(audit, _MOST_LOSERS)
     narrow = losses.without("below range", "largest") if width < _NARROW else losses
-    yield from section("Overflow and underflow", grid_table(narrow), _text(losses.caption, "dim"))
+    yield from section("Overflow and underflow", grid_table(narrow, inside), _text(losses.caption, "dim"))
     if audit.loss_scaling:
         scaled = scaling_grid(audit.loss_scaling)
         narrow = scaled.without("below range") if width < _NARROW else scaled
-        yield from section("Loss scaling: all gradients", grid_table(narrow))
+        yield from section("Loss scaling: all gradients", grid_table(narrow, inside))
 
 
-def _sum_parts(accumulations: Sequence[Accumulation]) -> "Iterator[RenderableType]":
+def _sum_parts(accumulations: Sequence[Accumulation], width: int) -> "Iterator[RenderableType]":
     if accumulations:
-        yield from section(accumulation_title(accumulations), grid_table(accumulation_grid(accumulations)))
+        yield from section(
+            accumulation_title(accumulations), grid_table(accumulation_grid(accumulations), width - INDENT)
+        )
 
 
 def _list(sentences: Iterable[str]) -> "Table":

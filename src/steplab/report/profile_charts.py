@@ -50,7 +50,7 @@ def device_time(run: Run, profile: Profile) -> Chart:
         for index, span in enumerate(rows):
             start = 0.0
             for name, color, values in parts:
-                (bar,) = axes.barh(index, values[index], 0.66, start, color=color, alpha=1 if color == BUSY else 0.55)
+                (bar,) = axes.barh(index, values[index], 0.66, start, color=color)
                 share = units.format_percent(values[index] / span.window_s if span.window_s else 0.0)
                 picture.tip(bar, f"{span.phase}: {name} {units.format_time(values[index])}, {share} of the window")
                 start += values[index]

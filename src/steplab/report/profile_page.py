@@ -68,6 +68,7 @@ def profile_sections(cells: Sequence[Cell]) -> list[ProfileSection]:
 
 
 def _told(run: Run, profile: Profile) -> Iterator[str]:
+    yield from (f"Caution: {doubt}." for doubt in profile.doubts)
     yield words.time_sentence(run, profile)
     yield from words.top_kernel_sentences(profile)
     yield from words.matmul_sentences(run, profile)
@@ -99,5 +100,5 @@ def _blocks(run: Run, profile: Profile) -> Iterator[Block]:
         yield Block(title="Timeline of one step", chart=timeline)
     if profile.host_calls:
         yield Block(title="Host calls that wait or copy", grid=host_call_grid(profile))
-    if profile.notes:
-        yield Block(title="Notes on this profile", notes=profile.notes)
+    if notes := words.further_notes(profile):
+        yield Block(title="Notes on this profile", notes=tuple(notes))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from steplab import units
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.attention_table import PARTS, part_of, work_of
+from steplab.report.attention_table import PARTS, Work, part_of, work_of
 from steplab.report.kernel_names import short_kernel
 from steplab.report.profile_figures import (
     TOLERANCE,
@@ -16,7 +16,7 @@ from steplab.report.profile_figures import (
     top_kernels,
     whole,
 )
-from steplab.report.roofs import find_roofs
+from steplab.report.roofs import Roofs, find_roofs
 
 PROFILED = "profiled; shares and kernels only, step time is the unprofiled figure"
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop
@@ -82,12 +82,14 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         alone = "; the host is late under the profiler alone" if waits_for_host else ""
         gaps = f"with the {show(span.idle_s)} of gaps between {kernels_word(profile)} it agrees"
         return f"{gaps}, {_signed(with_gaps)}{alone}"
+    without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
     if waits_for_host:
         waits = f"{show(span.host_bound_s)} of {show(span.window_s)} under the profiler"
-        without = max(0.0, timed_s - span.busy_s - span.idle_s)
-        return f"launch-bound: the {device} waits for the host {waits}, about {show(without)} without"
-    if span.idle_s > TOLERANCE * span.window_s:
-        return f"gaps between {kernels_word(profile)}: {show(span.idle_s)} of {show(span.window_s)}"
+        return f"launch-bound: the {device} waits for the host {waits}, and is idle {without}"
+    if span.busy_s < (1 - TOLERANCE) * span.window_s:
+        # Gaps there are, but not those of the timed steps: the one length is not the other and the gaps.
+        bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
+        return f"no {kernels_word(profile).removesuffix('s')} runs for {bare}, {without}"
     return f"the {device} was busy throughout, and faster in the profiled steps than in the timed ones"
 
 
@@ -130,25 +132,26 @@ def matmul_sentences(run: Run, profile: Profile) -> list[str]:
         )
     (_, first, before), (name, last, after) = told[0], told[-1]
     if len(told) > 1 and before - after > _NO_MATMUL:
-        sentences.append(_drop(profile, first.phase, before, name, last))
+        sentences.append(_drop(profile, first, before, name, last))
     return sentences
 
 
-def _drop(profile: Profile, first: str, before: float, name: str, last: Span) -> str:
-    """Which phases lower the share: a phase with the share m and the time t takes (before - m) t of the total."""
+def _drop(profile: Profile, first: Span, before: float, name: str, last: Span) -> str:
+    """Which phases lower the share: a phase with the share m and the time t takes (before - m) t of the total. Each
+    with the category that takes the room: the one whose share grew most, which need not be the largest."""
     costs = []
     for phase in profile.phases:
-        if phase.phase == first or phase.busy_s == 0:
+        if phase.phase == first.phase or phase.busy_s == 0:
             continue
         part_s, matmul_s = phase.busy_s / profile.num_steps, phase.categories.get("matmul", 0.0) / profile.num_steps
         lowered = (before * part_s - matmul_s) / last.busy_s
         if lowered > 0:
-            others = {c: s for c, s in phase.categories.items() if c != "matmul"}
-            most = max(others, key=lambda c: others[c], default="")
+            others = {c: s / phase.busy_s for c, s in phase.categories.items() if c != "matmul"}
+            most = max(others, key=lambda c: others[c] - (first.share(c) or 0.0), default="")
             text = f"{phase.phase} has {_share(matmul_s, part_s)} in its {units.format_time(part_s)}"
-            text += (
-                f", where {most} takes {_share(others[most], phase.busy_s)}" if most not in ("", phase.phase) else ""
-            )
+            if most not in ("", phase.phase):
+                text += f", where {most} takes {units.format_percent(others[most])}"
+                text += f" after {units.format_percent(first.share(most) or 0.0)} of {first.phase}"
             costs.append((lowered, f"{text} ({-100 * lowered:+.1f} points)"))
     costs.sort(key=lambda cost: -cost[0])
     return f"The share drops towards {name} because " + "; ".join(text for _, text in costs) + "."
@@ -193,12 +196,29 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
         f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the product "
         f"{units.three_digits(product.intensity)}"
     )
-    peak, bandwidth = roofs.peak(soft.dtype), roofs.bandwidth
-    if peak is not None and bandwidth is not None and soft.intensity < peak / bandwidth:
-        text += (
-            f"; below {units.three_digits(peak / bandwidth)} the memory's bandwidth is the limit, not the arithmetic"
-        )
-    return text + "."
+    return text + _bandwidth_limits(roofs, {"softmax": soft, "product": product}) + "."
+
+
+def _bandwidth_limits(roofs: Roofs, works: dict[str, Work]) -> str:
+    """Which of these the memory's bandwidth limits, each by the ridge of the number format it computes in."""
+    bandwidth = roofs.bandwidth
+    ridges = {
+        name: peak / bandwidth
+        for name, work in works.items()
+        if bandwidth is not None and (peak := roofs.peak(work.dtype)) is not None
+    }
+    limited = [name for name, ridge in ridges.items() if (works[name].intensity or 0.0) < ridge]
+    if not limited:
+        return ""
+    if len({works[name].dtype for name in ridges}) == 1:
+        below = units.three_digits(ridges[limited[0]])
+    else:
+        told = (f"{units.three_digits(ridge)} ({name}, in {works[name].dtype})" for name, ridge in ridges.items())
+        below = " and ".join(told)
+    which = "both" if len(limited) == len(works) else f"the {limited[0]} alone"
+    if len(ridges) < len(works):
+        which = f"the {limited[0]}"  # of the other nothing is known
+    return f"; below {below} the memory's bandwidth is the limit, not the arithmetic: it limits {which}"
 
 
 def communication_sentence(run: Run, profile: Profile) -> str | None:
@@ -219,6 +239,11 @@ def uncategorised_sentence(run: Run, profile: Profile) -> str:
     step = whole(run, profile)
     unknown_s = step.categories["uncategorised"]
     return f"Uncategorised: {_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})."
+
+
+def further_notes(profile: Profile) -> list[str]:
+    """The profile's notes without its doubts, which stand at its beginning."""
+    return [note for note in profile.notes if note not in profile.doubts]
 
 
 def overlap_note(run: Run, profile: Profile) -> str | None:

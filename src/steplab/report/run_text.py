@@ -14,7 +14,7 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import doubts, gaps
 from steplab.report.memory_text import memory_parts
-from steplab.report.profile_text import profile_parts
+from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.step import StepSpec
@@ -33,12 +33,27 @@ def render_run(run: Run, *, others: Sequence[Run] = (), width: int | None = None
     return draw(*_parts(run, others, columns), width=columns, color=color)
 
 
-def _parts(run: Run, others: Sequence[Run], width: int) -> "Iterator[RenderableType]":
+def render_profiled(run: Run, *, width: int | None = None, color: bool = False) -> str:
+    """What the profile of a run says, under the same two lines as everything about it has."""
+    from rich.text import Text
+
+    columns = width or terminal_width()
+    return draw(*_title(run), Text(), *profile_parts(run, profile_of(run), columns), width=columns, color=color)
+
+
+def _title(run: Run) -> "Iterator[RenderableType]":
+    """What was measured; which record it is, of when, and by which version."""
     from rich.text import Text
 
     yield Text(plain(run_title(run)), style="bold")
     made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
     yield Text(plain(" · ".join(made + ([f"'{run.name}'"] if run.name else []))), style="dim")
+
+
+def _parts(run: Run, others: Sequence[Run], width: int) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    yield from _title(run)
     if run.failure:
         yield Text()
         yield from _failure(run.failure)

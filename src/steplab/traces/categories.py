@@ -98,9 +98,10 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "other",
         (
-            r"^autograd::|^torch::|AccumulateGrad|Backward|^detach$",
-            # A compiled function's own time on a CPU: its call, and generated kernels that no profiler tells apart.
-            r"^(CompiledFunction|Torch-Compiled Region|TorchDynamo|Pregraph|AOTDispatcher)",
+            r"^autograd::|^torch::|AccumulateGrad|^(?!CompiledFunction).*Backward|^detach$",
+            # What comes before a compiled function's call, on the host. The call itself is none of these categories:
+            # all kinds of generated code are in its own time.
+            r"^(TorchDynamo|Pregraph|AOTDispatcher)",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",
             r"::(unflatten|flatten|unfold|movedim|swapaxes|broadcast_\w+|resolve_\w+|result_type|lift_fresh|data)$",

@@ -22,6 +22,8 @@ MOST_STEPS = 20
 """A trace of more steps is told by its last so many: more would not tell more, and take more memory."""
 
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
+_LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
+_GENERATED = re.compile(r"CompiledFunction|Torch-Compiled Region")
 _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pinned")
 
 
@@ -34,7 +36,10 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
     host = Host(trace)
     on_host = not len(trace.work.name)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
-    notes = list(trace.notes)
+    doubts = list(trace.damage)
+    if on_host:
+        doubts += _without_kernels(trace, is_own=source is not None)
+    notes = [*doubts, *(note for note in trace.notes if note not in doubts)]
     num_steps = len(host.steps[0])
     if not num_steps:
         notes.append("the trace marks no steps: all of it counts as one")
@@ -59,7 +64,25 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
         file=file,
         device_name=trace.device_name,
         notes=tuple(notes),
+        doubts=tuple(doubts),
     )
+
+
+def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
+    """What to doubt of a trace that has no kernels, to be read as a CPU's; of its own run steplab knows the device.
+
+    Raises SteplabError for one of a GPU's work: a step's times on the host would pass for the device's.
+    """
+    launches = any(_LAUNCHES.match(trace.names[number]) for number in np.unique(trace.calls.name))
+    if launches or (trace.lists_gpu and trace.damage):
+        why = "; ".join(trace.damage) or "record with the activities CPU and CUDA, and let the profiler see the GPU"
+        raise SteplabError(f"the trace is of a GPU's work and holds no kernel: nothing to profile ({why})")
+    if trace.lists_gpu and not is_own:
+        return [
+            "the machine has a GPU, and the trace holds nothing that ran on it: if the model ran there, these are the "
+            "host's times alone, and the activities CPU and CUDA record both"
+        ]
+    return []
 
 
 def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
@@ -72,6 +95,11 @@ def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
         yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
     elif (trace.ops.inputs == NONE).all():
         yield "the trace was made without record_shapes: no FLOPs and no bytes"
+    if on_host and any(_GENERATED.match(trace.names[number]) for number in np.unique(activity.name)):
+        yield (
+            "code that torch.compile generated is uncategorised: on a CPU torch.profiler sees its call and not what is "
+            "in it, unless TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 is set before compiling"
+        )
 
 
 def _kernels(activity: Activity, trace: Trace, host: Host, *, on_host: bool) -> Iterator[KernelStats]:

@@ -58,13 +58,16 @@ def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | No
     if not document.has_events:
         return None
     builder = collector.builder
-    builder.device_name = _device_name(document.members.get("deviceProperties"), collector.devices)
+    listed = _listed_devices(document.members.get("deviceProperties"))
+    builder.lists_gpu = bool(listed)
+    builder.device_name = next((listed[n] for n, _ in collector.devices.most_common() if n in listed), None)
     if document.damage:
         cause = f"{source.damage}, and " if source.damage else ""
         read = format_bytes(document.num_bytes)
-        builder.notes.append(f"{cause}{document.damage}, after {read} of JSON: what came later is missing")
+        builder.damage.append(f"{cause}{document.damage}, after {read} of JSON: what came later is missing")
     elif source.damage:
-        builder.notes.append(source.damage)
+        builder.damage.append(source.damage)
+    builder.notes += builder.damage
     left_out = {
         "are not valid JSON": document.num_unreadable,
         f"are longer than {format_bytes(LONGEST_EVENT_BYTES)}": document.num_oversized,
@@ -258,11 +261,10 @@ class _Device(msgspec.Struct):
     name: str
 
 
-def _device_name(properties: bytes | None, devices: Counter[int]) -> str | None:
-    """Name of the device that ran most; None where the trace does not say it."""
+def _listed_devices(properties: bytes | None) -> dict[int, str]:
+    """Names of the machine's GPUs by their numbers, as far as the trace says them."""
     try:
         known = msgspec.json.decode(properties or b"[]", type=list[_Device])
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    names = {device.id: device.name for device in known}
-    return next((names[number] for number, _ in devices.most_common() if number in names), None)
+        return {}
+    return {device.id: device.name for device in known}

@@ -90,7 +90,8 @@ class _Export:
                 try:
                     read()
                 except sqlite3.DatabaseError as error:
-                    self._builder.notes.append(f"table {self._tables[base]} could not be read to its end: {error}")
+                    self._builder.damage.append(f"table {self._tables[base]} could not be read to its end: {error}")
+                    self._builder.notes.append(self._builder.damage[-1])
             on_done(number / len(readers))
         self._note_absence()
         self._builder.device_name = self._device_name()

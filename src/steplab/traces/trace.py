@@ -105,6 +105,10 @@ class Trace:
     """The GPU's name, where the file says it."""
     notes: tuple[str, ...] = field(default=())
     """What the file lacks or what in it could not be read, in words; () for a whole one."""
+    damage: tuple[str, ...] = field(default=())
+    """Those of the notes that say that the file ends early or is broken."""
+    lists_gpu: bool = False
+    """Whether the file lists a GPU of the machine, whether or not anything ran on it."""
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -127,6 +131,9 @@ class TraceBuilder:
         self.source = source
         self.device_name: str | None = None
         self.notes: list[str] = []
+        self.damage: list[str] = []
+        """Those of the notes that say that the file ends early or is broken."""
+        self.lists_gpu = False
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[Hashable]()
@@ -179,6 +186,8 @@ class TraceBuilder:
             ranges=Ranges(**self._ranges.build()),
             device_name=self.device_name,
             notes=tuple(self.notes),
+            damage=tuple(self.damage),
+            lists_gpu=self.lists_gpu,
         )
 
 
