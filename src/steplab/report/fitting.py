@@ -33,8 +33,8 @@ def fit(grid: Grid, width: int, *droppable: str) -> Grid:
 
 
 def widths(grid: Grid, width: int) -> list[int]:
-    """Width of each column of a table so wide: the least it needs, and what is left over first to those that lack least, so
-    that most are whole and the longest texts are what is broken."""
+    """Width of each column of a table so wide: the least it needs, and what is left over first to those that lack
+    least, so that most are whole and the longest texts are what is broken."""
     given = least_widths(grid)
     columns = zip(grid.headers, *grid.rows, strict=True)
     natural = [max(map(len, texts)) for texts in columns]
