@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.prediction import MemoryPrediction, Term
 from steplab.records.rows import Row, Scalar
-from steplab.report.blocks import grid_table, section
+from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.columns import Column, figure_column
 from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
@@ -19,8 +19,6 @@ from steplab.specs.step import StepSpec
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_INDENT = 2
-"""Of what stands in a section."""
 _NARROW = 100
 """Columns below which the bytes of one tensor are left out."""
 
@@ -36,7 +34,7 @@ def render_prediction(
 def _parts(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterator[RenderableType]":
     from rich.text import Text
 
-    inside = width - _INDENT
+    inside = width - INDENT
     yield Text("What the memory will go to", style="bold")
     yield Text(plain(f"{describe(spec)}, predicted"))
     yield Text()
