@@ -198,7 +198,7 @@ FIELDS = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     fields=FIELDS,
     seen=st.lists(ops(), min_size=1, max_size=12),

@@ -134,7 +134,7 @@ def traces(draw: st.DrawFn) -> tuple[Writer, list[Any], dict[str, Any] | None]:
     return writer, events, members
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traces(), CHUNK_BYTES, st.integers(0, 100))
 def test_every_event_comes_out_once_and_in_order(
     trace: tuple[Writer, list[Any], dict[str, Any] | None], chunk_bytes: int, seed: int
@@ -148,7 +148,7 @@ def test_every_event_comes_out_once_and_in_order(
         assert json.loads(result.members["deviceProperties"]) == members["deviceProperties"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(traces(), CHUNK_BYTES, st.data())
 def test_what_a_cut_file_held_whole_comes_out(
     trace: tuple[Writer, list[Any], dict[str, Any] | None], chunk_bytes: int, data: st.DataObject

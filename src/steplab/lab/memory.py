@@ -77,20 +77,25 @@ def counterparts(run: Run, store: Path | str | None = None) -> tuple[Run, ...]:
     return tuple(other for other in found if other)
 
 
-def predicted_memory(spec: StepSpec) -> MemoryPrediction:
-    """What the step's memory should be made of, from closed forms. Raises Unsupported for one that has none."""
+def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
+    """What the step's memory should be made of, from closed forms. Raises Unsupported for one that has none.
+
+    device: the GPU's name as torch gives it; None: a Hopper. Whatever device the step is to run on, it is a CUDA device
+    that is predicted, and a report of another says so.
+    """
     from steplab.plan.memory import predict_memory
 
-    return predict_memory(spec)
+    return predict_memory(dataclasses.replace(spec, device="auto"), device=device)
 
 
 def predictions_of(runs: Sequence[Run]) -> dict[str, MemoryPrediction]:
-    """What is predicted of the runs whose memory was watched, by their ids; without those that have no formulas."""
+    """What is predicted of the runs whose memory was watched on a CUDA device, by their ids; without those that have no
+    formulas."""
     found = {}
     for run in runs:
-        if run.spec is not None and run.memory_profile is not None:
+        if run.spec is not None and run.memory_profile is not None and run.memory_profile.source == "cuda allocator":
             with suppress(Unsupported):
-                found[run.id] = predicted_memory(run.spec)
+                found[run.id] = predicted_memory(run.spec, device=run.device_name)
     return found
 
 

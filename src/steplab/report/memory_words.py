@@ -191,4 +191,7 @@ def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) ->
     """Predicted against measured."""
     peak = figures.whole(profile, prediction)
     off = f", {100 * peak.error:+.2f} % against the measured peak" if peak.error is not None else ""
-    return f"Predicted {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."
+    told = f"Predicted {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."
+    if profile.source == "cpu allocator":
+        told += " It is for a CUDA device: a CPU's operators keep and allocate otherwise, and the error shows it."
+    return told
