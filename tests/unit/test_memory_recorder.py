@@ -392,6 +392,20 @@ def test_selective_checkpointing_keeps_what_its_matmuls_made(watched: Watched) -
     assert all(t.storage_bytes == 4 * B * T * matmuls[t.module.rpartition(".")[2]] for t in of_linears)
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_every_checkpointed_block_keeps_the_same(watched: Watched, checkpointing: str) -> None:
+    """Also where the memory of what an early block kept is a gradient's when the step is over."""
+    wide = {"model.num_layers": 6, "model.d_model": 128, "model.d_ff": 512, "model.num_heads": 4, "context": 64}
+    saved = watched(checkpointing=checkpointing, **wide, batch=4).marks.saved
+    kept: dict[str, Counter[tuple[object, ...]]] = {}
+    for tensor in saved:
+        if tensor.module.startswith("blocks."):
+            block, _, inside = tensor.module.removeprefix("blocks.").partition(".")
+            kept.setdefault(block, Counter())[inside, tensor.op, tensor.shape, tensor.storage_bytes] += 1
+    assert set(kept) == {str(layer) for layer in range(6)}
+    assert all(kept[block] == kept["0"] for block in kept)
+
+
 def test_modules_run_again_in_the_backward_pass_are_marked_as_such(watched: Watched) -> None:
     again, once = watched(checkpointing="full").marks, watched().marks
     assert not any(call.in_backward for call in once.modules)

@@ -120,15 +120,25 @@ class StepMarks:
             )
             for kept in self._sightings.kept
         ]
-        known = {saved.address for saved in by_nodes} | {owner.address for owner in owned}
-        known |= {self._sightings.loss_address or 0}
+        position = self._position(moment_ns)
+        seen = [(saved.address, position) for saved in by_nodes] + [(o.address, o.position) for o in owned]
+        known = self._alive([*seen, (self._sightings.loss_address or 0, position)])
         return (*by_nodes, *self._else_kept(moment_ns, known))
 
+    def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
+        """Which of the step's allocations were alive at these addresses, each at its position: an address is used again
+        and again, and may be one tensor's before and another's after."""
+        indices: dict[int, list[int]] = {}
+        for index, event in enumerate(self.allocations):
+            indices.setdefault(event.address, []).append(index)
+        made = ((indices.get(address, []), position) for address, position in seen)
+        return {at[before - 1] for at, position in made if (before := bisect_left(at, position))}
+
     def _else_kept(self, moment_ns: int, known: set[int]) -> Iterator[Saved]:
-        """What was allocated before that moment and released after it, except at a known address."""
+        """What was allocated before that moment and released after it, except the allocations that are known."""
         position = self._position(moment_ns)
         for index, event in enumerate(self.allocations[:position]):
-            if event.address in known or not moment_ns <= self._released_ns[index] < _NEVER:
+            if index in known or not moment_ns <= self._released_ns[index] < _NEVER:
                 continue
             made, block = self._made(index), self._block_given(event)
             shape, dtype = (made.shape, made.dtype) if made else ((), "")
