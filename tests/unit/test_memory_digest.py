@@ -204,6 +204,16 @@ def test_the_largest_allocations_are_told_with_their_origin() -> None:
     assert [g.at_peak for g in profile.largest] == sorted((g.at_peak for g in profile.largest), reverse=True)
 
 
+def test_the_largest_one_is_told_however_much_many_small_ones_hold_together() -> None:
+    allocator = CachingAllocator()
+    for kind in range(40):
+        for _ in range(4):
+            allocator.malloc(2 * MIB + 512 * kind)
+    allocator.malloc(5 * MIB)
+    profile = told(allocator.snapshot() | {"device_traces": [allocator.events]}, None)
+    assert max(group.requested_bytes for group in profile.largest if group.at_peak) == 5 * MIB
+
+
 def test_sizes_seen_by_the_recorder_are_taken_over_those_worked_out() -> None:
     step = Step()
     made = [event for event in step.allocator.events[step.begin :] if event["action"] == "alloc"]

@@ -25,7 +25,14 @@ def largest(
     alive = alive_at(lifetimes, peak_moment)
     at_peak = _groups(np.flatnonzero(alive), lifetimes, codes, names, origins, at_peak=True)
     others = _groups(np.flatnonzero(~alive), lifetimes, codes, names, origins, at_peak=False)
-    return (*at_peak[:_MOST_AT_PEAK], *others[:_MOST_OTHERS])
+    return (*_most(at_peak, _MOST_AT_PEAK), *others[:_MOST_OTHERS])
+
+
+def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
+    """The first so many, and among them the largest single allocation, which may be alone of its kind."""
+    chosen = groups[:limit]
+    widest = max(groups, key=lambda group: group.requested_bytes, default=None)
+    return chosen if widest is None or widest in chosen else [*chosen[:-1], widest]
 
 
 def alive_at(lifetimes: Lifetimes, moment: int) -> Flags:
