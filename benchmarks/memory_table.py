@@ -1,4 +1,4 @@
-"""The table of peaks: measured by the allocator, predicted from formulas, and what they are made of.
+"""The table of peaks: measured by the allocator, predicted by a dry run, and what they are made of.
 
 python benchmarks/memory_table.py RECORDS.jsonl.xz > table.md     (from the root of the checkout)
 """
@@ -15,7 +15,7 @@ from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.run import Run
 from steplab.units import GIB
 
-FIELDS = ("model", "context", "pass", "precision", "compile", "checkpointing")
+FIELDS = ("model", "context", "pass", "precision", "attention", "optimizer", "compile", "checkpointing")
 HEADER = (*FIELDS, "peak, bytes", "GiB", "predicted, bytes", "error", *(c.replace("_", " ") for c in MEMORY_CATEGORIES))
 
 
@@ -25,7 +25,8 @@ def cells(run: Run) -> tuple[str, ...]:
     assert memory is not None
     predicted = predict_memory(spec).peak_bytes
     return (
-        *(spec.model.name, str(spec.context), spec.pass_name, spec.precision, spec.compile, spec.checkpointing),
+        *(spec.model.name, str(spec.context), spec.pass_name, spec.precision, spec.attention, spec.optimizer),
+        *(spec.compile, spec.checkpointing),
         *(f"{memory.peak_bytes:,}", f"{memory.peak_bytes / GIB:.2f}", f"{predicted:,}"),
         f"{100 * (predicted / memory.peak_bytes - 1):+.3f} %",
         *(f"{memory.at_peak.get(category, 0) / GIB:.3f}" for category in MEMORY_CATEGORIES),
@@ -48,7 +49,7 @@ def main(records: str) -> None:
     runs = [run for run in decoded if isinstance(run, Run) and run.memory_profile and run.spec]
     print("| " + " | ".join(HEADER) + " |")
     print("|" + "---|" * len(HEADER))
-    for row in sorted(map(cells, runs), key=lambda row: (row[4], row[0], int(row[1]), *row[2:6])):
+    for row in sorted(map(cells, runs), key=lambda row: (row[6], row[0], int(row[1]), *row[2:8])):
         print("| " + " | ".join(row) + " |")
     print()
     print(verdict("Eager", (run for run in runs if run.spec and run.spec.compile == "off")))

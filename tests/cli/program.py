@@ -1,4 +1,8 @@
-"""The program as users run it: a real subprocess, with a store and a home of its own."""
+"""The program as users run it: a process of its own, with a store and a home of its own.
+
+Commands that run to their end are forked from a process that has imported everything (preloaded.py): that is most of
+their time. What is started to be interrupted, run under another program or given variables is started as from a shell.
+"""
 
 import fcntl
 import hashlib
@@ -11,11 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from tests.cli.preloaded import Preloaded
 
 import steplab
 
@@ -24,6 +30,11 @@ REPOSITORY = Path(__file__).parents[2]
 
 _OWN_VARIABLES = ("STEPLAB_", "XDG_")
 _DISPLAY_VARIABLES = ("CI", "COLUMNS", "FORCE_COLOR", "NO_COLOR", "TERM")
+OF_EVERY_COMMAND = {
+    "PYTHONPATH": str(SOURCES),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",  # two test processes share few cores
+}
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
@@ -66,10 +77,7 @@ class Program:
             "HOME": str(home),
             "XDG_DATA_HOME": str(home / "data"),
             "STEPLAB_STORE": str(self.store),
-            "PYTHONPATH": str(SOURCES),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",  # two test processes share few cores
-        }
+        } | OF_EVERY_COMMAND
 
     def __call__(
         self,
@@ -80,15 +88,24 @@ class Program:
         timeout_s: float = _COMMAND_TIMEOUT_S,
     ) -> Result:
         """Run a command to its end."""
-        finished = subprocess.run(
-            [*prefix, *command(arguments)],
-            input=stdin,
-            capture_output=True,
-            cwd=self.cwd,
-            env=self.environment | dict(variables or {}),
-            timeout=timeout_s,
-            check=False,
-        )
+        if prefix or variables:
+            finished = subprocess.run(
+                [*prefix, *command(arguments)],
+                input=stdin,
+                capture_output=True,
+                cwd=self.cwd,
+                env=self.environment | dict(variables or {}),
+                timeout=timeout_s,
+                check=False,
+            )
+        else:
+            finished = preloaded()(
+                [str(argument) for argument in arguments],
+                cwd=str(self.cwd),
+                environment=self.environment,
+                stdin=stdin,
+                timeout_s=timeout_s,
+            )
         stderr = remarks(finished.stderr.decode())
         return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=stderr)
 
@@ -126,6 +143,12 @@ class Program:
                 for victim in [*process.children(recursive=True), process]:
                     kill(victim)
             process.communicate()
+
+
+@cache
+def preloaded() -> Preloaded:
+    """The process that this test process's commands are forked from."""
+    return Preloaded(dict(os.environ) | OF_EVERY_COMMAND)
 
 
 def tiny(**changes: str) -> tuple[str, ...]:

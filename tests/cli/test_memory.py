@@ -1,11 +1,14 @@
 """steplab memory, as users type it."""
 
+import json
 import pickle
 from pathlib import Path
 
 import pytest
 from tests.cli.program import Program, Result, complaint, keep_result, kept_result, made_once, tiny
 from tests.cli.test_profile import stored
+
+from steplab.cli.app import main
 
 DYING = """
 import os
@@ -79,7 +82,23 @@ def test_the_snapshot_that_is_kept_is_the_raw_one(seen: Path) -> None:
     snapshot = pickle.loads((seen / "work" / "kept.pickle").read_bytes())
     assert {"segments", "device_traces"} <= set(snapshot)
     assert stored(Program(seen))["memory_profile"]["num_events"] == len(snapshot["device_traces"][0])
-    assert [path.name for path in (seen / "work").iterdir()] == ["kept.pickle"]
+    assert sorted(path.name for path in (seen / "work").iterdir()) == ["kept.marks.json", "kept.pickle"]
+
+
+def test_the_snapshot_that_is_kept_is_imported_with_its_owners(
+    seen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "store.db"))
+    assert main(["import-snapshot", str(seen / "work" / "kept.pickle"), "--format", "json"]) == 0
+    rows = {row["category"]: row["bytes"] for row in json.loads(capsys.readouterr().out)}
+    at_peak = stored(Program(seen))["memory_profile"]["at_peak"]
+    assert {name: size for name, size in rows.items() if size} == {n: size for n, size in at_peak.items() if size}
+    assert main(["list", "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert main(["show", row["id"]]) == 0
+    shown = capsys.readouterr().out
+    assert "kept (imported snapshot)" in shown
+    assert "from kept.pickle" in shown
 
 
 def test_the_timing_outlives_the_watched_step(steplab: Program) -> None:

@@ -172,7 +172,7 @@ def test_options_replace_the_fields_of_a_study(steplab: Program) -> None:
     assert all("context 32 " in line for line in replaced)
 
 
-@pytest.mark.parametrize("preset", ["quick", "sizes", "compiled", "warmup"])
+@pytest.mark.parametrize("preset", ["quick", "sizes", "compiled", "warmup", "attention"])
 def test_the_presets_that_the_help_names_exist(steplab: Program, preset: str) -> None:
     result = steplab("sweep", preset, "--dry-run")
     assert result.code == 0

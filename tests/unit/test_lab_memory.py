@@ -1,6 +1,7 @@
 """Watching a step from Python: what is kept when something fails, and what a run is set against."""
 
 import dataclasses
+import gzip
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.unit.memory_records import watched_run
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
 from steplab.lab.memory import counterparts, memory
+from steplab.lab.memory_import import import_snapshot
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
 from steplab.records.run import Run
@@ -75,7 +77,49 @@ def test_the_record_has_the_sizes_that_the_snapshot_has(tmp_path: Path, monkeypa
     assert peak is not None
     assert run.memory_profile.unwatched_peak_bytes == peak.peak_allocated_bytes
     assert stored(tmp_path / "store.db") == [run]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.pickle", "store.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.marks.json", "kept.pickle", "store.db"]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
+) -> None:
+    measuring(monkeypatch, make_run(FIELDS), pickle.dumps(SNAPSHOT))
+    kept = tmp_path / "kept.pickle"
+    measured = memory("small", store=tmp_path / "store.db", snapshot=kept)
+    if compressed:
+        packed = kept.with_suffix(".pickle.gz")
+        packed.write_bytes(gzip.compress(kept.read_bytes()))
+        kept = packed
+    imported = import_snapshot(kept, store=tmp_path / "store.db")
+    assert measured.memory_profile is not None
+    assert imported.memory_profile == dataclasses.replace(
+        measured.memory_profile, file=kept.name, unwatched_peak_bytes=None
+    )
+    assert (imported.name, imported.spec, imported.timing) == ("kept", None, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (b"{", "holds no marks of a memory snapshot"),
+        (b'{"schema": "steplab.memory_marks/2"}', "this version reads steplab.memory_marks/1"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, -30))), "a block's size is -30"),
+        (encode(MARKS).replace(b":4096", b":9223372036854775808"), "an address is 9223372036854775808"),
+        (encode(dataclasses.replace(MARKS, phases=(Stretch(name="step", start=-1, end=2),))), "a start is -1"),
+        (encode(MARKS).replace(b"parameters", b"mine"), "a category is 'mine'"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, 30, 8))), "of another snapshot: it counts 3 allocations"),
+    ],
+)  # fmt: skip
+def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path, written: bytes, why: str) -> None:
+    (tmp_path / "odd.pickle").write_bytes(pickle.dumps(SNAPSHOT))
+    (tmp_path / "odd.marks.json").write_bytes(written)
+    with pytest.raises(UserError) as caught:
+        import_snapshot(tmp_path / "odd.pickle", store=tmp_path / "store.db")
+    assert str(caught.value).startswith(f"{tmp_path / 'odd.marks.json'}: ")
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert stored(tmp_path / "store.db") == []
 
 
 @pytest.mark.parametrize("target", [None, "kept.pickle"])
@@ -90,6 +134,7 @@ def test_a_snapshot_that_is_not_understood_is_kept_and_so_is_the_timing(
     (kept,) = [path for path in tmp_path.iterdir() if path.suffix == ".pickle"]
     assert kept.name in str(caught.value)
     assert kept.read_bytes() == b"no pickle"
+    assert kept.with_suffix(".marks.json").read_bytes() == encode(MARKS)
     (record,) = stored(tmp_path / "store.db")
     assert (record.id, record.memory_profile) == (run.id, None)
 

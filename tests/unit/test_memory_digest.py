@@ -13,7 +13,7 @@ from tests.unit.allocator_model import KIB, MIB, Block, CachingAllocator
 from steplab.errors import SteplabError
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
-from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile
+from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, LeftOut, MemoryProfile
 from steplab.snapshots.building import build_history
 from steplab.snapshots.digest import digest
 from steplab.snapshots.made import without_numbers
@@ -276,6 +276,18 @@ def test_a_block_is_told_by_what_it_keeps_and_emits() -> None:
     assert (block.input_bytes, block.input_shape, block.input_dtype) == (2 * 3 * 2, (2, 3), "bfloat16")
     different = told(step.snapshot(), step.marks(saved=kept[:1], block_inputs=inputs))
     assert [b.saved_bytes for b in different.blocks] == [4 * MIB + 100, 0]
+    assert (different.saved_left_out, different.blocks_left_out) == (None, None)
+
+
+def test_what_the_lists_are_too_short_for_is_counted() -> None:
+    step = Step()
+    kept = tuple(saved(step, 64 * n, f"layers.{n // 10}.proj", (n, 1), 1000 + n) for n in range(130))  # at no address
+    inputs = {f"layers.{n}": ((2, 3), "bfloat16") for n in range(13)}
+    profile = told(step.snapshot(), step.marks(saved=kept, block_inputs=inputs))
+    sizes = sorted(1000 + n for n in range(130))
+    assert (len(profile.saved), profile.saved_left_out) == (100, LeftOut(count=30, num_bytes=sum(sizes[:30])))
+    beyond = sum(1000 + n for n in range(100, 130))  # the blocks from the eleventh on
+    assert (len(profile.blocks), profile.blocks_left_out) == (10, LeftOut(count=3, num_bytes=beyond))
 
 
 # --- without marks ------------------------------------------------------------------------------------------

@@ -82,7 +82,12 @@ def errors(runs: dict[Cell, Run], cells: list[Cell]) -> dict[str, float]:
     for cell in cells:
         spec = runs[cell].spec
         assert spec is not None
-        found[named(cell)] = predict_memory(spec).peak_bytes / memory_of(runs[cell]).peak_bytes - 1
+        predicted, measured = predict_memory(spec), memory_of(runs[cell])
+        found[named(cell)] = predicted.peak_bytes / measured.peak_bytes - 1
+        assert predicted.safe_device_bytes is not None
+        assert measured.reserved_bytes is not None
+        assert measured.outside_bytes is not None
+        assert predicted.safe_device_bytes >= measured.reserved_bytes + measured.outside_bytes
     return found
 
 

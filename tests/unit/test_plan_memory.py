@@ -1,13 +1,16 @@
 """The predicted peak: against peaks measured on the H200, against sums by hand, against what torch itself keeps."""
 
+import csv
 import gzip
+import io
 import itertools
-import json
+import re
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +22,7 @@ from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
 from steplab.model.transformer import SelfAttention, SwiGLU, rotary_table
 from steplab.ops.attention.api import attention_named
+from steplab.plan.cards import OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.attention import plain
 from steplab.plan.dry_run.fused_attention import flash
@@ -75,10 +79,12 @@ def golden() -> tuple[Run, ...]:
 
 
 def errors(run: Run) -> dict[str, float]:
-    """Of the predicted against the measured peak of each phase and of the step."""
+    """Of the predicted against the measured peak of each phase and of the step; what is said to be safe must be."""
     assert run.spec is not None
     assert run.memory is not None
     found = predict_memory(run.spec, device="NVIDIA H200")
+    assert found.safe_device_bytes is not None
+    assert found.safe_device_bytes >= max(p.peak_reserved_bytes for p in run.memory.peaks) + OUTSIDE_BYTES
     predicted = {"step": found.peak_bytes} | found.phase_peaks
     return {p.phase: predicted[p.phase] / p.peak_allocated_bytes - 1 for p in run.memory.peaks}
 
@@ -194,7 +200,9 @@ def test_a_size_for_planning_only_has_the_least_it_can_have() -> None:
     found = predict_memory(resolve_step({"model": "xxl"}))
     weights = 126 * 2 * 16384 * 53248
     assert found.at_peak == {"parameters": 4 * weights, "gradients": 4 * weights, "optimizer_state": 8 * weights}
-    assert "the least" in found.notes[0]
+    assert found.kind == "at_least"
+    assert "at least this" in found.notes[0]
+    assert {card.verdict for card in found.cards} == {"does not fit"}
     assert predict_memory(resolve_step({"model": "xxl", "pass": "forward"})).peak_bytes == 4 * weights
 
 
@@ -267,7 +275,29 @@ STEPS = st.fixed_dictionaries(
 )
 
 
-@given(STEPS)
+def is_served(fields: dict[str, Any]) -> bool:
+    """Whether torch's kernels take such a step on CUDA, as their own messages say."""
+    attention, half = fields["attention"], "16" in fields["precision"]
+    width = fields["model.d_model"] // fields["model.num_heads"]
+    if attention in ("sdpa_flash", "sdpa_cudnn") and not half:
+        return False
+    if attention == "sdpa_cudnn":
+        return bool(width % 8 == 0 and fields["context"] > 1)
+    return attention != "sdpa_efficient" or width % (8 if half else 4) == 0
+
+
+SERVED = STEPS.filter(is_served)
+
+
+@given(STEPS.filter(lambda fields: not is_served(fields)))
+def test_a_step_that_no_kernel_serves_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=r"on CUDA is not supported: that kernel takes .*; use --attention sdpa, "):
+        predict_memory(resolve_step(fields))
+    found = predict_memory(resolve_step(fields | {"attention": "sdpa"}))  # what is to be used instead
+    assert found.peak_bytes > 0
+
+
+@given(SERVED)
 def test_the_summands_sum_to_the_categories_and_those_to_the_peak(fields: dict[str, Any]) -> None:
     found = predict_memory(resolve_step(fields))
     assert sum(found.at_peak.values()) == found.peak_bytes == max(found.phase_peaks.values())
@@ -279,7 +309,7 @@ def test_the_summands_sum_to_the_categories_and_those_to_the_peak(fields: dict[s
     assert found.phase_peaks[found.peak_phase] == found.peak_bytes
 
 
-@given(STEPS, st.sampled_from(["batch", "context", "model.num_layers"]))
+@given(SERVED, st.sampled_from(["batch", "context", "model.num_layers"]))
 def test_twice_as_much_of_a_size_never_takes_less(fields: dict[str, Any], size: str) -> None:
     less = predict_memory(resolve_step(fields))
     more = predict_memory(resolve_step(fields | {size: 2 * fields[size]}))
@@ -333,7 +363,7 @@ def test_what_the_allocator_adds(asked: list[int], given_out: int) -> None:
         ({"model": "package.module:function"}, "measure it with `steplab memory`"),
         ({"device": "cpu"}, "leave --device out"),
         ({"device": "mps"}, "leave --device out"),
-        ({"model": "small", "model.num_layers": 10**9}, "take fewer"),
+        ({"model": "small", "model.num_layers": 10**9}, "take --model.num-layers 200 or fewer"),
     ],
 )
 def test_what_is_not_known_is_refused(fields: dict[str, object], said: str) -> None:
@@ -349,12 +379,19 @@ def test_another_card_has_another_workspace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
-    [({"compile": "default"}, "an estimate"), ({"compile": "max-autotune"}, "CUDA graphs"),
-     ({"attention": "sdpa"}, "a flash kernel"), ({"attention": "sdpa_cudnn"}, "cuDNN's workspace")],
+    ("fields", "kind", "said"),
+    [({"compile": "default"}, "estimate", "an estimate"), ({"compile": "max-autotune"}, "at_least", "CUDA graphs"),
+     ({"attention": "sdpa", "precision": "bf16"}, "dry_run", "the flash kernel"),
+     ({"attention": "sdpa"}, "dry_run", "the memory-efficient kernel"),
+     ({"attention": "sdpa", "model.num_heads": 16}, "dry_run", "torch's own composition"),
+     ({"attention": "sdpa_cudnn", "precision": "bf16"}, "estimate", "cuDNN's workspace"),
+     ({"checkpointing": "every_99"}, "dry_run", "of 3 blocks the first alone is recomputed; take N below 3"),
+     ({"checkpointing": "full", "pass": "forward"}, "dry_run", "checkpointing: changes nothing")],
 )  # fmt: skip
-def test_what_is_assumed_is_said(fields: dict[str, object], said: str) -> None:
-    assert any(said in note for note in predict(**fields).notes)
+def test_what_is_assumed_is_said(fields: dict[str, object], kind: str, said: str) -> None:
+    found = predict(**fields)
+    assert found.kind == kind
+    assert any(said in note for note in found.notes)
     assert not any(said in note for note in predict().notes)
 
 
@@ -381,18 +418,52 @@ def test_the_text_says_peak_summands_and_cards_at_every_width(width: int) -> Non
 
 def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "memory", "--model", "tiny", "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert sum(row["total_bytes"] for row in rows) == rows[0]["peak_bytes"]
-    assert {row["category"] for row in rows} <= set(MEMORY_CATEGORIES)
+    told = capsys.readouterr().out
+    record = msgspec.json.decode(told, type=MemoryPrediction)
+    assert record == predict_memory(resolve_step({"model": "tiny"}))
+    assert sum(record.at_peak.values()) == record.peak_bytes
+    assert main(["plan", "memory", "--model", "tiny", "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    sums = {
+        kind: sum(int(row["total_bytes"]) for row in rows if row["row"] == kind) for kind in ("category", "summand")
+    }
+    (peak,) = (int(row["total_bytes"]) for row in rows if row["row"] == "peak")
+    assert sums == {"category": peak, "summand": peak}
+    assert peak == record.peak_bytes
+    assert {row["category"] for row in rows if row["category"]} <= set(MEMORY_CATEGORIES)
+    assert {row["bound"] for row in rows} == {"dry_run"}
 
 
 @pytest.mark.parametrize(
-    ("format", "word"), [("csv", "category,what,formula"), ("md", "| 4 d f |"), ("latex", "toprule")]
+    ("format", "word"), [("csv", "row,category,what,formula"), ("md", "| 4 d f |"), ("latex", "toprule")]
 )
 def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:
     target = tmp_path / "plan"
     assert main(["plan", "memory", "--model", "tiny", "--format", format, "--output", str(target)]) == 0
     assert word in target.read_text()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_lower_bound_says_so_everywhere(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = resolve_step({"model": "xxl", "model.num_layers": 1, "pass": "forward"})
+    told = render_prediction(spec, predict_memory(spec), width=width)
+    assert "Peak at least 6.50 GiB" in told
+    assert re.search(r"peak, at least +6\.50 GiB", told)
+    assert re.search(r"RTX 5070 Ti +≈ 15\.4 GiB +not known", told)
+    assert not re.search(r"\bfits$", told, re.MULTILINE)
+    for written, sign in (("csv", ",at_least"), ("md", "bytes: at least")):
+        assert main(["plan", "memory", "--model", "xxl", "--format", written]) == 0
+        assert sign in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fields", [{"context": 10**9}, {"batch": 2**62, "model": "8b", "model.num_layers": 2}])
+def test_absurd_sizes_have_a_true_answer(fields: dict[str, object]) -> None:
+    found = predict_memory(resolve_step(fields))
+    assert sum(term.num_bytes * term.count for term in found.terms) == found.peak_bytes
+    assert {card.verdict for card in found.cards} == {"does not fit"}
+    spec = found.spec
+    assert spec is not None
+    assert f"{found.peak_bytes:,}" in render_prediction(spec, found, width=60).replace("\n", "")
 
 
 def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

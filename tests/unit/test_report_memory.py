@@ -21,13 +21,16 @@ from tests.unit.memory_records import (
 
 from steplab import units
 from steplab.errors import UserError
-from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
+from steplab.records.memory import Memory
+from steplab.records.memory_profile import Allocation, BlockMemory, LeftOut, MemoryProfile, SavedTensors
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.memory_compare import checkpointing_sentences, precision_sentences
-from steplab.report.memory_figures import at_peak, parts, peak_of
+from steplab.report.memory_figures import at_peak, error_text, parts, peak_of
+from steplab.report.memory_grids import largest_grid, saved_grid
+from steplab.report.memory_places import short_line, short_module
 from steplab.report.memory_rows import allocation_rows, category_rows, render_allocations, render_memory_rows
-from steplab.report.memory_tensors import derivation, what_it_is
+from steplab.report.memory_tensors import derivation, saved_by, what_it_is
 from steplab.report.memory_text import render_memory
 from steplab.report.memory_words import (
     around_sentences,
@@ -103,14 +106,30 @@ def test_the_moment_of_the_peak_is_told_as_far_as_it_is_known() -> None:
 
 
 def test_the_watched_peak_is_set_against_the_allocators_count_and_the_unwatched_steps() -> None:
-    profile = profile_of(FP32)
-    same = list(check_sentences(profile))
-    assert same == ["The allocator's own high-water mark over the watched step is the same, to the byte."]
+    profile, memory = profile_of(FP32), FP32.memory
+    assert memory is not None
+    assert list(check_sentences(profile, memory)) == [
+        "The allocator's own high-water mark over the watched step is the same, to the byte.",
+        "Each phase's peak is what the allocator counted over the timed steps, to the byte.",
+    ]
     off = replace(profile, counted_peak_bytes=profile.peak_bytes + 512, unwatched_peak_bytes=profile.peak_bytes - MIB)
-    counted, unwatched = check_sentences(off)
+    counted, unwatched = check_sentences(off, None)
     assert f"({profile.peak_bytes + 512:,} bytes), 512 B more" in counted
     assert f"({profile.peak_bytes - MIB:,} bytes), 1.00 MiB less" in unwatched
-    assert list(check_sentences(replace(profile, counted_peak_bytes=None, unwatched_peak_bytes=None))) == []
+    assert list(check_sentences(replace(profile, counted_peak_bytes=None, unwatched_peak_bytes=None), Memory())) == []
+
+
+def test_a_phase_that_peaked_otherwise_in_the_timed_steps_is_named() -> None:
+    profile = profile_of(FP32)
+    (forward, *others), memory = profile.phases, FP32.memory
+    assert memory is not None
+    lower = replace(forward, peak_bytes=forward.peak_bytes - 3 * MIB)
+    _, *told = check_sentences(replace(profile, phases=(lower, *others)), memory)
+    assert told == [
+        f"In forward the peak was {units.format_bytes(lower.peak_bytes)} as watched; over the timed steps the "
+        f"allocator counted {units.format_bytes(forward.peak_bytes)} ({forward.peak_bytes:,} bytes), 3.00 MiB more "
+        f"({100 * 3 * MIB / lower.peak_bytes:+.2f} %)."
+    ]
 
 
 def test_a_prediction_stands_beside_what_was_measured() -> None:
@@ -258,6 +277,12 @@ def test_the_largest_allocation_has_its_line_its_derivation_and_those_alike() ->
     assert "64.0 MiB: temporaries, made in backward by aten::mm (no line of Python: by the autograd engine)." in told
     (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(before,)))
     assert told.endswith("96.0 MiB: workspaces, made before the recording.")
+    since = replace(before, category="during")
+    (told,) = largest_sentences(IMPORTED, replace(profile_of(IMPORTED), largest=(since,)))
+    assert told.endswith("allocated during the history, by whom the history does not say.")
+    outside = replace(before, op="aten::empty")  # of no phase, and yet seen
+    (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(outside,)))
+    assert told.endswith("workspaces, made by aten::empty.")
     assert list(largest_sentences(FP32, replace(profile_of(FP32), largest=()))) == []
 
 
@@ -289,6 +314,80 @@ def test_the_five_largest_contributors_and_their_share() -> None:
     )
 
 
+def test_what_the_lists_were_too_short_for_is_counted_in_the_totals() -> None:
+    profile = replace(profile_of(BF16), saved_left_out=LeftOut(count=7, num_bytes=64 * MIB))
+    total = sum(saved.stored_bytes for saved in profile.saved) + 64 * MIB
+    assert next(saved_sentences(BF16, profile)).startswith(f"Autograd kept {units.format_bytes(total)} for")
+    rest = sum(sorted(saved.stored_bytes for saved in profile.saved)[:-3]) + 64 * MIB
+    grid = saved_grid(profile.saved, 3, left_out=profile.saved_left_out)
+    assert grid.caption == f"And {len(profile.saved) - 3 + 7} kinds more, {units.format_bytes(rest)}."
+    blocks = tuple(BlockMemory(module=f"blocks.{n}", saved_bytes=n * MIB) for n in range(10))
+    many = replace(profile, blocks=blocks, blocks_left_out=LeftOut(count=2, num_bytes=30 * MIB))
+    told = list(saved_sentences(BF16, many))[1:]
+    assert told[0] == "blocks.0 keeps nothing."
+    assert len(told) == 5
+    assert told[-1] == "There are 8 more kinds of block; one of each together keep 69.0 MiB."
+
+
+# --- tables: what looks alike, what a narrow terminal shows ---------------------------------------------------
+
+
+def made(mib: int, count: int, **fields: Any) -> Allocation:
+    values: dict[str, Any] = {"category": "gradients", "phase": "backward", "op": "aten::mm", "at_peak": True} | fields
+    return Allocation(requested_bytes=mib * MIB, block_bytes=mib * MIB, count=count, **values)
+
+
+def test_no_two_rows_look_alike_and_their_sums_stay() -> None:
+    groups = [made(10, 3, shape=(10, 20)), made(10, 4, shape=(20, 10)), made(5, 2), made(5, 1, at_peak=False)]
+    every = largest_grid(FP32, groups)
+    assert [row[1] for row in every.rows] == ["4", "3", "2", "1"]
+    fewer = largest_grid(FP32, groups, hidden=("shape",))
+    assert [row[:4] for row in fewer.rows] == [
+        ("10.0 MiB", "7", "70.0 MiB", "yes"), ("5.00 MiB", "2", "10.0 MiB", "yes"), ("5.00 MiB", "1", "5.00 MiB", "no")
+    ]  # fmt: skip
+    first = largest_grid(FP32, groups, hidden=("shape",), most=1)
+    assert first.caption == "And 2 kinds more, 15.0 MiB."
+    (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(made(9, 5), made(9, 2))))
+    assert "one of 7 alike" in told
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 100, 120])
+@pytest.mark.parametrize("run", ALL.values(), ids=ALL)
+def test_no_figure_is_broken_over_lines(run: Run, width: int) -> None:
+    prediction = prediction_of(profile_of(run))
+    text = render_memory(run, prediction=prediction, others=[FP32], width=width)
+    wide = render_memory(run, prediction=prediction, others=[FP32], width=1000)
+    long_figure = r"\d[\d,]*,\d{3}|\.py:\d+"
+    lines = "\n".join(made.source or "" for made in profile_of(run).largest)  # narrow, other rows come together and up
+    assert {*re.findall(long_figure, text)} <= {*re.findall(long_figure, wide + lines)}
+    assert not re.search(r"\d[,.:]?\n\s+(?:(?:[KMG]i)?B\b|%|ms\b)", text)
+    table = text.partition("Largest allocations")[2].partition("\n\n")[0].splitlines()
+    rows = [line for line in table[3:] if re.match(r" +[\d.]+ [KMG]?i?B ", line)]
+    assert len(rows) == len({*rows})
+
+
+@pytest.mark.parametrize(
+    ("most", "text"),
+    [(60, "a/steplab/model.py:81 in forward"), (30, "…/model.py:81 in forward"), (23, "model.py:81 in forward"),
+     (12, "model.py:81"), (8, "…l.py:81")],
+)  # fmt: skip
+def test_a_line_is_cut_from_the_left(most: int, text: str) -> None:
+    assert short_line("a/steplab/model.py:81 in forward", most) == text
+
+
+@pytest.mark.parametrize(
+    ("most", "text"), [(30, "blocks.*.attention.query"), (18, "….attention.query"), (9, "….query"), (4, "…ery")]
+)
+def test_a_module_is_cut_from_the_left(most: int, text: str) -> None:
+    assert short_module("blocks.*.attention.query", most) == text
+
+
+def test_an_error_that_rounds_away_is_told_from_none() -> None:
+    assert [error_text(error) for error in (0.0, 1e-6, -1e-6, 0.0125, -0.5)] == [
+        "exact", "±0.00 %", "±0.00 %", "+1.25 %", "-50.00 %"
+    ]  # fmt: skip
+
+
 # --- why a precision, or checkpointing, moves the peak ---------------------------------------------------------
 
 
@@ -311,6 +410,86 @@ def test_why_autocast_lowers_a_peak_by_category() -> None:
         "state stay at 1.46 GiB; activations shrink from 600 MiB to 400 MiB (0.67×, -200 MiB); autocast copies add "
         "100 MiB (+100 MiB); temporaries shrink from 100 MiB to 50.0 MiB (0.50×, -50.0 MiB); net -150 MiB."
     )
+
+
+@pytest.mark.parametrize(
+    ("after", "before", "words"),
+    [(4, 1000, "next to nothing is left"), (1000, 4, "next to nothing before"), (8, 1000, "0.0080×"),
+     (790, 1000, "0.79×"), (1500, 1000, "1.5×"), (4007, 100, "40×"), (12_345, 100, "120×")],
+)  # fmt: skip
+def test_a_ratio_has_two_digits_and_words_where_it_says_nothing(after: int, before: int, words: str) -> None:
+    (told,) = precision_sentences(
+        like(BF16, {"parameters": 1, "gradients": after}, saved=()), like(FP32, {"parameters": 1, "gradients": before})
+    )
+    assert f"({words}, " in told
+
+
+def test_a_ratio_that_rounds_to_one_is_left_out() -> None:
+    (told,) = precision_sentences(like(BF16, {"gradients": 1003}, saved=()), like(FP32, {"gradients": 1000}))
+    assert "grow from 1000 MiB to 1003 MiB (+3.00 MiB)" in told
+
+
+def test_what_checkpointing_keeps_is_named() -> None:
+    assert CHECKPOINTED.spec is not None
+    kept = SavedTensors(module="blocks.*", op="", shape=(1,), dtype="float32", count=1, stored_bytes=MIB)
+    assert saved_by(kept, CHECKPOINTED.spec) == "what checkpointing keeps in blocks.*"
+    assert saved_by(kept, FP32.spec) == "a tensor in blocks.*"
+    autocast = replace(CHECKPOINTED, spec=replace(CHECKPOINTED.spec, precision="bf16"))
+    told = next(precision_sentences(like(autocast, STATES | {"activations": 1}, saved=(kept,)), None))
+    assert "(most for what checkpointing keeps 1.00 MiB)" in told
+
+
+assert BF16.spec is not None
+COMPILED = replace(BF16, spec=replace(BF16.spec, compile="default"))
+
+
+def kept_by_a_graph(shape: tuple[int, ...], mib: int, dtype: str = "bfloat16") -> SavedTensors:
+    return SavedTensors(module="", op="CompiledFunctionBackward", shape=shape, dtype=dtype, count=1,
+                        stored_bytes=mib * MIB)  # fmt: skip
+
+
+def test_casts_of_weights_that_a_compiled_graph_keeps_are_no_activations() -> None:
+    kept = (
+        kept_by_a_graph((2048, 3072), 300),
+        kept_by_a_graph((3072, 768), 80),
+        kept_by_a_graph((768, 768), 20),
+        kept_by_a_graph((4, 512, 768), 50, "float32"),
+    )
+    told = list(precision_sentences(like(COMPILED, STATES | {"activations": 450}, saved=kept), None))
+    assert told == [
+        "The compiled graph keeps 100 MiB of bfloat16 casts of weights, as their shapes tell; in the table of the peak "
+        "they stand among the activations.",
+        "Of the 350 MiB of activations kept for backward 85.7 % is bfloat16; 50.0 MiB stay float32.",
+        "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 76.9 % of the peak.",
+        "Kept in float32 the low-precision activations would take 300 MiB more, and 100 MiB of weight copies, alive at "
+        "the peak, would not be there in fp32: autocast lowers this peak by 200 MiB at most, temporaries apart. The "
+        "same cell in fp32 would tell.",
+    ]
+    # 60 MiB of what was kept is gone by the peak: perhaps casts, so that the bound counts on 40 MiB of them alone.
+    *_, late = precision_sentences(like(COMPILED, STATES | {"activations": 390}, saved=kept), None)
+    assert "40.0 MiB of weight copies" in late
+    assert "by 260 MiB at most" in late
+
+
+def test_casts_that_their_shape_does_not_tell_are_said_to_be_counted_as_activations() -> None:
+    foreign = replace(COMPILED, spec=replace(resolve_step({"model": "examples.my_model:build", "precision": "bf16"}),
+                                             compile="default"))  # fmt: skip
+    square = resolve_step({"model": "small", "context": 192, "precision": "bf16"})  # 768 tokens, as wide as the stream
+    kept = (kept_by_a_graph((768, 768), 30),)
+    for run in (foreign, replace(COMPILED, spec=replace(square, compile="default"))):
+        unsure, total, *_ = precision_sentences(like(run, STATES | {"activations": 30}, saved=kept), None)
+        assert unsure.startswith("30.0 MiB of bfloat16 may be casts of weights or activations")
+        assert total.startswith("Of the 30.0 MiB of activations")
+
+
+def test_what_a_compiled_graph_keeps_is_told_by_shape() -> None:
+    kept = (kept_by_a_graph((2048, 3072), 300), kept_by_a_graph((3072, 768), 80), kept_by_a_graph((48, 512, 512), 70))
+    told = next(saved_sentences(COMPILED, replace(profile_of(BF16), saved=kept)))
+    assert "A compiled graph keeps it, of which shapes are known and no modules." in told
+    assert "2048 × 3072 bfloat16 (inner width of the feed-forward) 300 MiB" in told
+    assert "3072 × 768 bfloat16 (weights) 80.0 MiB" in told
+    assert "48 × 512 × 512 bfloat16 (attention scores) 70.0 MiB" in told
+    assert "CompiledFunction in" not in told
 
 
 def test_why_autocast_does_not_lower_a_peak() -> None:
@@ -358,12 +537,12 @@ def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() 
     alone = like(BF16, STATES | {"activations": 400, "autocast_copies": 100}, saved=kept)
     told = list(precision_sentences(alone, None))
     assert told == [
-        "Of the 400 MiB of activations kept for backward 75.0 % are bfloat16; 100 MiB stay float32 (most for Softmax "
+        "Of the 400 MiB of activations kept for backward 75.0 % is bfloat16; 100 MiB stay float32 (most for Softmax "
         "80.0 MiB, FusedRmsNorm 20.0 MiB).",
         "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 75.0 % of the peak.",
-        "Kept in float32 the low-precision ones would take 300 MiB more, and 100 MiB of weight copies, alive at the "
-        "peak, would not be there in fp32: autocast lowers this peak by 200 MiB at most, temporaries apart. The same "
-        "cell in fp32 would tell.",
+        "Kept in float32 the low-precision activations would take 300 MiB more, and 100 MiB of weight copies, alive at "
+        "the peak, would not be there in fp32: autocast lowers this peak by 200 MiB at most, temporaries apart. The "
+        "same cell in fp32 would tell.",
     ]
     late = like(BF16, STATES | {"gradients": 500}, saved=kept, peak_phase="optimizer")
     assert "the peak lies in the optimizer, when activations are gone" in list(precision_sentences(late, None))[-1]
@@ -391,7 +570,7 @@ def test_checkpointing_is_set_against_the_same_cell_without() -> None:
     lower = 100 * (1 - after.peak_bytes / before.peak_bytes)
     assert told[0].startswith(f"With checkpointing (full) the peak is {lower:.1f} % lower")
     shrunk = at_peak(after, "activations") / at_peak(before, "activations")
-    assert f"activations shrink from 2.26 GiB to 186 MiB ({shrunk:.2f}×" in told[0]
+    assert f"activations shrink from 2.26 GiB to 186 MiB ({shrunk:#.2g}×" in told[0]
     assert re.fullmatch(r"For that the step takes \S+ ms instead of \S+ ms \([+-]\S+ %\)\.", told[-1])
     assert list(checkpointing_sentences(FP32, FP32)) == []
     assert list(checkpointing_sentences(CHECKPOINTED, None)) == []

@@ -327,7 +327,7 @@ def test_the_bars_are_as_long_as_the_bytes_and_the_predicted_ones_are_hatched() 
             assert any(width * per_px == pytest.approx(size, abs=0.05 * per_px) for width in found), name
     assert sum(predicted.values()) * per_px == pytest.approx(prediction.peak_bytes, rel=1e-3)
     assert all(tip.endswith("+3.00 %") for tip in predicted)
-    assert f">{units.format_bytes(prediction.peak_bytes)} +3.0 %</text>" in svg
+    assert f">{units.format_bytes(prediction.peak_bytes)}, +3.0 %</text>" in svg
     assert_labels_fit(svg)
 
 

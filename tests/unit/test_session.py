@@ -553,7 +553,7 @@ def test_a_kernel_the_device_lacks_is_a_failure_that_names_the_choice() -> None:
     assert run.failure is not None
     assert run.failure.kind == "error"
     assert "sdpa_cudnn" in run.failure.message
-    assert "--attention sdpa" in run.failure.message
+    assert "choose sdpa" in run.failure.message
 
 
 def test_a_request_that_cannot_be_served_is_no_measurement() -> None:

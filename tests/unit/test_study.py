@@ -53,6 +53,7 @@ def test_a_study_without_cells_is_refused(grids: Sequence[Grid]) -> None:
 # --- what comes with steplab ------------------------------------------------------------------------------
 
 CELLS = {
+    "attention": 3 * (2 + 4) + 5,  # sizes x (plain eager and compiled, four fused), and five at a longer context
     "compiled": 5 * 2 * 3,  # sizes x contexts x passes
     "quick": 3 * 2 + 1,  # contexts x attentions, and one cell in bf16
     "sizes": 5 * 4 * 2 * 3,  # sizes x contexts x precisions x passes

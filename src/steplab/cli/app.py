@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from steplab import __version__
+from steplab.cli.attention import attention
 from steplab.cli.doctor import doctor
 from steplab.cli.explain import explain
 from steplab.cli.export import export
@@ -41,6 +42,7 @@ app.command(sweep)
 app.command(profile)
 app.command(memory)
 app.command(precision)
+app.command(attention)
 app.command(plan)
 app.command(explain)
 app.command(list_, name="list")

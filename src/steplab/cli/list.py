@@ -13,6 +13,9 @@ def list_(
     name: Annotated[str | None, Parameter(help="Only runs of this name")] = None,
     limit: Annotated[int, Parameter(help="The newest N")] = 40,
     studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
+    attention: Annotated[
+        bool, Parameter(help="List the benchmarks of attention instead of the runs", negative="")
+    ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> None:
     """List stored measurements, the newest first."""
@@ -28,7 +31,8 @@ def list_(
             rows, more = store.studies()[:limit], False
         else:
             study_id = store.study_id(study) if study else None
-            rows = store.rows(study=study_id, name=name, limit=limit + 1)
+            kind = "attention" if attention else "run"
+            rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
     chosen = chosen_format(out.format, out.output)
     emit(render_rows(rows, chosen, color=stdout_color() and out.output is None), out.output)

@@ -17,10 +17,13 @@ def memory(
     step: StepOptions = StepOptions(),
     snapshot: Annotated[
         Path | None,
-        Parameter(help="Keep the raw history, which pytorch.org/memory_viz shows, in this file (.pickle)"),
+        Parameter(
+            help="Keep the raw history, which pytorch.org/memory_viz shows, in this file (.pickle), and beside it in "
+            "FILE.marks.json whose memory it is: import-snapshot reads both again"
+        ),
     ] = None,
     predict: Annotated[
-        bool, Parameter(help="Set the peak against its prediction from closed forms", negative="")
+        bool, Parameter(help="Set the peak against its prediction, as `plan memory` makes it", negative="")
     ] = False,
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
     timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,

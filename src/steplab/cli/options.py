@@ -65,8 +65,9 @@ class StepOptions:
         str | None,
         _step(
             "--attention",
-            "plain (scores materialised), sdpa (torch chooses), sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math "
-            "[default: plain]",
+            "plain (scores materialised), sdpa (torch chooses), sdpa_flash, sdpa_cudnn, sdpa_efficient, sdpa_math, "
+            "flex, flash_triton (FlashAttention-2, steplab's own), flash_reference (the same in tiled PyTorch), "
+            "flash_attn_4 (that package's), auto (the fastest by a table of measurements) [default: plain]",
         ),
     ] = None
     checkpointing: Annotated[

@@ -15,13 +15,17 @@ plan = App(
 def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOptions()) -> None:
     """Predict what the peak of a step's memory is made of, on a CUDA device.
 
-    Nothing is allocated and nothing is stored: the step is run dry, and each summand is shown with its formula.
+    Nothing is allocated and nothing is stored: the step is run dry, operator
+    by operator, with a model of torch's allocator. Each summand is shown with
+    its formula, and at the end stands which GPUs the step fits. Besides the
+    sizes below there is xxl, of which a lower bound alone is known.
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
     from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.lab.planning import plan_memory
-    from steplab.report.plan_text import render_prediction, render_terms
+    from steplab.report.plan_rows import render_prediction_as
+    from steplab.report.plan_text import render_prediction
     from steplab.specs.resolve import resolve_step
 
     spec = resolve_step(step.fields())
@@ -30,4 +34,4 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
     if chosen == "table":
         emit(render_prediction(spec, prediction, color=stdout_color() and out.output is None), out.output)
     else:
-        emit(render_terms(prediction, chosen), out.output)
+        emit(render_prediction_as(prediction, chosen), out.output)

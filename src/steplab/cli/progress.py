@@ -85,6 +85,19 @@ class ProgressLine:
             self._stage = progress.stage
             say(f"{_STAGES.get(progress.stage, progress.stage)} …")
 
+    def alive(self, progress: Progress) -> None:
+        """One measurement of many that go on too fast for a line each: shown at a terminal alone."""
+        if self._bar:
+            self.within(progress)
+
+    def done(self, number: int, total: int, text: str) -> None:
+        """One of many has ended."""
+        line = f"[{number}/{total}] {text}"
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            say(f"{line}  ({format_clock(time.monotonic() - self._started_s)} elapsed)")
+
     def sweep(self, progress: SweepProgress) -> None:
         """A cell of a sweep: under way, or ended."""
         if progress.skipped and not self._stage:

@@ -24,7 +24,8 @@ def report(
 ) -> None:
     """Report runs as tables, or as one self-contained page with pictures.
 
-    Without ids or a study: the study that the newest run belongs to, or, if it belongs to none, all such runs.
+    Without ids or a study: the study that the newest run belongs to, or, if it belongs to none, all such runs. Ids may
+    be those of benchmarks of attention.
 
     For example: steplab report --output page.html
     """
@@ -32,6 +33,7 @@ def report(
     from steplab.cli.precision import render_audits
     from steplab.lab.reporting import runs_to_report
     from steplab.records.rows import run_row
+    from steplab.report.attention_text import render_attention
     from steplab.report.formats import render_rows
 
     selection = runs_to_report(ids, study=study, name=name, store=store.store)
@@ -46,8 +48,12 @@ def report(
             description=selection.description,
             predictions=predictions_of(selection.runs),
             numerics=selection.numerics,
+            attention=selection.attention,
         )
         emit(page, output)
+    elif not selection.runs and selection.attention:
+        color = stdout_color() and output is None
+        emit("\n\n".join(render_attention(run, chosen, color=color) for run in selection.attention), output)
     elif not selection.runs:
         emit(render_audits(selection.numerics, chosen, to_file=output is not None), output)
     else:

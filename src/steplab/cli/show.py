@@ -20,9 +20,11 @@ def show(
     from steplab.cli.output import emit, stdout_color
     from steplab.lab.keeping import open_store
     from steplab.lab.memory import counterparts
+    from steplab.records.attention import AttentionRun
     from steplab.records.codec import encode
     from steplab.records.numerics import Numerics
     from steplab.records.run import Run
+    from steplab.report.attention_text import render_attention
     from steplab.report.ceilings_text import render_ceilings
     from steplab.report.precision_text import render_numerics
     from steplab.report.run_text import render_run
@@ -36,5 +38,7 @@ def show(
         emit(render_run(record, others=others, color=stdout_color()), None)
     elif isinstance(record, Numerics):
         emit(render_numerics(record, color=stdout_color()), None)
+    elif isinstance(record, AttentionRun):
+        emit(render_attention(record, color=stdout_color()), None)
     else:
         emit(render_ceilings(record, color=stdout_color()), None)

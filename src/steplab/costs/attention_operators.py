@@ -1,4 +1,4 @@
-"""FLOPs and bytes of torch's fused attention operators.
+"""FLOPs and bytes of fused attention operators, torch's and steplab's own.
 
 FLOPs as for an attention that skips what its mask hides: 4 B H S K D forward for S queries and K keys, half of it if
 causal, and 2.5 times as much backward, whose five products are for two forward (Dao 2023, "FlashAttention-2", section
@@ -35,6 +35,10 @@ _FUSED = {
     "aten::_cudnn_attention_backward": _Fused(causal=14, backward=True),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _Fused(causal=4),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Fused(causal=7, backward=True),
+    "steplab::flash_triton_forward": _Fused(causal=3),
+    "steplab::flash_triton_backward": _Fused(causal=6, backward=True),
+    "steplab::flash_reference_forward": _Fused(causal=3),
+    "steplab::flash_reference_backward": _Fused(causal=6, backward=True),
 }
 FUSED_ATTENTION = frozenset(_FUSED)
 """Names of the operators whose cost depends on an argument that is no tensor."""

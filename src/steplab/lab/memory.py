@@ -1,20 +1,18 @@
 """See what the memory of a step is made of: measure it, then watch one step more; and what it was predicted to be."""
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from steplab.errors import Unsupported, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
+from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import OnProgress, Progress, measure_in_child
-from steplab.records.memory_marks import Marks
-from steplab.records.memory_profile import MemoryProfile
+from steplab.measurement.launch import OnProgress, measure_in_child
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
@@ -38,28 +36,35 @@ def memory(
         run = steplab.memory("small", context=256, precision="bf16")
         run.memory_profile.at_peak  # bytes by category
 
-    `snapshot` keeps the raw history, a pickle as torch.cuda.memory._dump_snapshot writes it, which
-    https://pytorch.org/memory_viz shows.
+    `snapshot` keeps the raw history, step.pickle as torch.cuda.memory._dump_snapshot writes it, which
+    https://pytorch.org/memory_viz shows, and beside it step.marks.json, which says whose memory it is:
+    `import_snapshot("step.pickle")` reads both again.
 
     A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`; so is one that failed only
     when it was watched: it has a note, and `run.memory_profile` is None. Raises UserError for a request that cannot be
     served, and SteplabError where the store or the snapshot cannot be written, or the snapshot not read: then the
-    measurement is stored, and the snapshot is kept.
+    measurement is stored, and the snapshot is kept with its marks.
     """
     asked, name = asked_step("memory", spec, fields), checked_name(name)
     target = Path(snapshot) if snapshot is not None else None
     if target and target.suffix not in (".pickle", ".pkl"):
         raise UserError(f"the snapshot is a pickle; call it {target.with_suffix('.pickle')}")
     with open_store(store, write=True) as opened, folder_for(target, "snapshot") as folder:
-        written, marks = folder / "step.pickle", folder / "marks.json"
+        written = folder / "step.pickle"
+        marks = marks_beside(written)
         run = measure_in_child(asked, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
         run = with_utilizations(dataclasses.replace(run, name=name), opened)
         try:
             if written.exists():
+                if target:
+                    marks.replace(marks_beside(target))
                 kept = written.replace(target) if target else written
-                run = dataclasses.replace(run, memory_profile=_read(kept, marks, run, on_progress))
+                unwatched = run.memory.peak("step") if run.memory else None
+                peak_bytes = unwatched.peak_allocated_bytes if unwatched else None
+                profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
+                run = dataclasses.replace(run, memory_profile=profile)
         except Exception as error:
-            where = rescue(written, "snapshot", run.id) if written.exists() else target
+            where = _rescue(written, marks, run.id) if written.exists() else target
             raise unread(error, run, "snapshot", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
             keep(opened, run)
@@ -78,7 +83,7 @@ def counterparts(run: Run, store: Path | str | None = None) -> tuple[Run, ...]:
 
 
 def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
-    """What the step's memory should be made of, from closed forms. Raises Unsupported for one that has none.
+    """What the step's memory should be made of, from a dry run. Raises Unsupported for one that cannot be run dry.
 
     device: the GPU's name as torch gives it; None: a Hopper. Whatever device the step is to run on, it is a CUDA device
     that is predicted, and a report of another says so.
@@ -89,8 +94,8 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
 
 
 def predictions_of(runs: Sequence[Run]) -> dict[str, MemoryPrediction]:
-    """What is predicted of the runs whose memory was watched on a CUDA device, by their ids; without those that have no
-    formulas."""
+    """What is predicted of the runs whose memory was watched on a CUDA device, by their ids; without those that cannot
+    be run dry."""
     found = {}
     for run in runs:
         if run.spec is not None and run.memory_profile is not None and run.memory_profile.source == "cuda allocator":
@@ -114,16 +119,8 @@ def _memory_fields(spec: StepSpec | None) -> StepSpec | None:
     return dataclasses.replace(spec, warmup=0, steps=1, seed=0) if spec else None
 
 
-def _read(snapshot: Path, marks: Path, run: Run, on_progress: OnProgress) -> MemoryProfile:
-    from steplab.snapshots.digest import digest
-    from steplab.snapshots.reading import read_snapshot
-
-    def tell(done_bytes: int, total_bytes: int) -> None:
-        on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
-
-    unwatched = run.memory.peak("step") if run.memory else None
-    return digest(
-        read_snapshot(snapshot, on_progress=tell),
-        msgspec.json.decode(marks.read_bytes(), type=Marks),
-        unwatched_peak_bytes=unwatched.peak_allocated_bytes if unwatched else None,
-    )
+def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:
+    kept = rescue(snapshot, "snapshot", run_id)
+    if kept and marks.exists():
+        shutil.move(marks, marks_beside(kept))
+    return kept

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
+from steplab.records.attention import AttentionRun
 from steplab.records.codec import Record
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
@@ -18,38 +19,44 @@ class Selection:
     """Runs, and what they have in common."""
 
     runs: tuple[Run, ...]
-    """In the order they were measured; at least one, unless there are audits."""
+    """In the order they were measured; at least one, unless there are audits or benchmarks."""
     title: str
     """The study's name, or what the selection is."""
     description: str
     """The study's description, if it has one."""
     numerics: tuple[Numerics, ...] = ()
     """Audits of precision that belong to it."""
+    attention: tuple[AttentionRun, ...] = ()
+    """Benchmarks of attention."""
 
 
 def runs_to_report(
     ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
 ) -> Selection:
     """The runs with these ids; else those of a name; else the study's; else the newest run's study; else the newest
-    runs of no study.
+    runs of no study; and where there is no run at all, the newest benchmark of attention.
 
     Raises UserError where there is nothing to report.
     """
     with open_store(store, write=False) as opened:
         if ids:
             records = opened.records(ids)
-            runs, numerics = _runs(records), _numerics(records)
-            if not runs and not numerics:
+            runs, numerics, attention = _runs(records), _numerics(records), _attention(records)
+            if not runs and not numerics and not attention:
                 raise UserError("none of these records is a run; `steplab list` shows the runs there are")
-            title = "Measured steps" if runs else "Precision"
-            return Selection(runs=runs, title=title, description="", numerics=numerics)
+            title = "Measured steps" if runs else "Precision" if numerics else "Attention"
+            return Selection(runs=runs, title=title, description="", numerics=numerics, attention=attention)
         if name is not None:
             records = list(opened.iterate(name=name))
-            runs, numerics = _runs(records), _numerics(records)
-            if not runs and not numerics:
+            runs, numerics, attention = _runs(records), _numerics(records), _attention(records)
+            if not runs and not numerics and not attention:
                 raise UserError(f"no run is called '{name}'; `steplab list` shows the names there are")
-            return Selection(runs=runs, title=name, description="", numerics=numerics)
+            return Selection(runs=runs, title=name, description="", numerics=numerics, attention=attention)
         newest = next(iter(opened.rows(limit=1)), None)
+        benchmark = next(iter(opened.rows(kind="attention", limit=1)), None)
+        if newest is None and study is None and benchmark is not None:
+            attention = _attention([opened.get(str(benchmark["id"]))])
+            return Selection(runs=(), title="Attention", description="", attention=attention)
         if newest is None:
             raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
         if study is None:
@@ -75,3 +82,7 @@ def _runs(records: Iterable[Record]) -> tuple[Run, ...]:
 
 def _numerics(records: Iterable[Record]) -> tuple[Numerics, ...]:
     return tuple(record for record in records if isinstance(record, Numerics))
+
+
+def _attention(records: Iterable[Record]) -> tuple[AttentionRun, ...]:
+    return tuple(record for record in records if isinstance(record, AttentionRun))

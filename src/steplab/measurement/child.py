@@ -1,8 +1,8 @@
 """The measuring process: one request in on standard input, messages out on a pipe, the record last.
 
-Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, or a
-device whose ceilings are wanted. Standard input stays open for as long as the parent lives: when it ends, however the
-parent died, this process ends too and frees the GPU.
+Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, cells
+of a benchmark of attention, or a device whose ceilings are wanted. Standard input stays open for as long as the parent
+lives: when it ends, however the parent died, this process ends too and frees the GPU.
 """
 
 import os
@@ -19,6 +19,7 @@ from steplab.errors import SteplabError
 from steplab.records.codec import encode
 from steplab.records.environment import Environment
 from steplab.records.run import Run
+from steplab.specs.attention_study import AttentionStudy
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ class Request(msgspec.Struct):
     """File for what that history does not know."""
     numerics: bool = False
     """Whether the step's types and losses are wanted in place of its time; without a step, sums on the device."""
+    attention: AttentionStudy | None = None
+    """A benchmark of attention, in place of a step; of its cells, by their numbers,"""
+    groups: list[list[int]] = []
+    """these are wanted, those of a group timed in turns."""
 
 
 def main() -> None:
@@ -73,7 +78,20 @@ def main() -> None:
         send("measured", run)
 
     try:
-        if request.numerics:
+        if request.attention is not None:
+            from steplab.measurement import compat
+            from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
+
+            compat.watch_refused_allocations()
+            told = AttentionObserver(
+                on_environment=on_environment,
+                on_stage=on_stage,
+                on_step=on_step,
+                on_cells=lambda cells: send("at", cells),
+                on_result=lambda cell, result: send("cell", [cell, result]),
+            )
+            send("end", measure_attention_here(request.attention, request.groups, told))
+        elif request.numerics:
             from steplab.measurement import compat
             from steplab.measurement.precision_session import numerics_here
             from steplab.measurement.session import Observer

@@ -16,20 +16,32 @@ _LAST_LINES = 12
 
 def failure_from(error: Exception, stage: str, spec: StepSpec, device: Device) -> Failure:
     """The failure that `error` is: out of memory with its sizes, or the error's own first line."""
-    message = _first_line(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(message)
-        return _out_of_memory(stage, requested_bytes, device.peak("step"))
-    if "DefaultCPUAllocator: can't allocate memory" in str(error):
-        refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
-        return _out_of_memory(stage, int(refused[1]) if refused else None, None)
-    if "No available kernel" in str(error) or "No viable backend" in str(error):
+    refused = refused_memory(error, stage, device)
+    if refused:
+        return refused
+    if has_no_kernel(error):
         message = (
             f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
             "choose --attention sdpa, or another precision"
         )
         return Failure(kind="error", message=message, phase=stage)
     return failure_of(error, stage)
+
+
+def refused_memory(error: Exception, stage: str, device: Device) -> Failure | None:
+    """The failure to get memory that `error` is, with its sizes; None: it is none."""
+    if isinstance(error, torch.OutOfMemoryError):
+        requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
+        return _out_of_memory(stage, requested_bytes, device.peak("step"))
+    if "DefaultCPUAllocator: can't allocate memory" in str(error):
+        refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
+        return _out_of_memory(stage, int(refused[1]) if refused else None, None)
+    return None
+
+
+def has_no_kernel(error: Exception) -> bool:
+    """Whether torch says that none of the attention kernels it may use takes these inputs."""
+    return "No available kernel" in str(error) or "No viable backend" in str(error)
 
 
 def failure_of(error: BaseException, stage: str | None) -> Failure:

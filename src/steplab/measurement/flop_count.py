@@ -19,7 +19,8 @@ _ALL_BACKENDS = [
 def count_flops(phases: Sequence[Phase], device: torch.device) -> float:
     """FLOPs of matmuls, convolutions and attention in one step, backward included; nothing elementwise.
 
-    Causal attention is counted as the whole square. Runs the step once more, slowly.
+    Causal attention is counted as the whole square, but for steplab's own operators, which count the pairs that their
+    mask leaves. Runs the step once more, slowly.
     """
     # The counter knows no formula for the fused attention of a CPU, and would count it as nothing.
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS

@@ -147,6 +147,20 @@ class _Answer:
 
 
 def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress, wrapper: Sequence[str] = ()) -> _Answer:
+    listener = Listener(on_progress)
+    failure = converse(request, listener, timeout_s, wrapper)
+    result = failure or listener.record
+    assert result is not None  # a child that said nothing has failed
+    return _Answer(result=result, environment=listener.environment, measured=listener.measured)
+
+
+def converse(
+    request: Request, listener: "Listener", timeout_s: float | None, wrapper: Sequence[str] = ()
+) -> Failure | None:
+    """Start a child, have `listener` hear it out, and give what became of it; None: it said its last word.
+
+    Raises the SteplabError that the child named. KeyboardInterrupt ends the child and passes on.
+    """
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
         child = subprocess.Popen(
@@ -160,7 +174,7 @@ def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress, wra
         os.close(write_fd)
         watchdog = _Watchdog(child, timeout_s)
         threading.Thread(target=_end_group_with, args=(child,), daemon=True).start()
-        listener = _Listener(on_progress)
+        listener.renew = watchdog.renew
         try:
             assert child.stdin is not None
             # A child that dies at once leaves nobody to read: its exit is what gets reported.
@@ -175,8 +189,7 @@ def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress, wra
         finally:
             watchdog.cancel()
             _end(child)
-        result = listener.result(child.returncode, watchdog, errors)
-        return _Answer(result=result, environment=listener.environment, measured=listener.measured)
+        return _failure(listener, child.returncode, watchdog, errors)
 
 
 class _Watchdog:
@@ -188,8 +201,14 @@ class _Watchdog:
         self.timeout_s = timeout_s
         self.fired = False
         self._child = child
-        self._timer = threading.Timer(timeout_s, self._fire) if timeout_s is not None else None
-        if self._timer:
+        self._timer: threading.Timer | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin the time anew."""
+        self.cancel()
+        if self.timeout_s is not None:
+            self._timer = threading.Timer(self.timeout_s, self._fire)
             self._timer.daemon = True
             self._timer.start()
 
@@ -202,8 +221,8 @@ class _Watchdog:
             self._timer.cancel()
 
 
-class _Listener:
-    """Reads the child's messages and keeps the last word on each matter."""
+class Listener:
+    """Hears the child's messages and keeps the last word on each matter."""
 
     def __init__(self, on_progress: OnProgress) -> None:
         self.on_progress = on_progress
@@ -212,30 +231,37 @@ class _Listener:
         self.measured: Run | None = None
         self.record: Record | None = None
         self.refusal: SteplabError | None = None
+        self.renew: Callable[[], None] = lambda: None
+        """Gives the child its whole time again."""
 
     def listen(self, pipe: IO[bytes]) -> None:
+        """Hear messages to the last."""
         self.on_progress(self.progress)
         for line in pipe:
             if not line.endswith(b"\n"):
                 return  # the child died in the middle of a message
             message = msgspec.json.decode(line, type=_Message)
-            if message.kind == "stage":
-                stage, total = msgspec.json.decode(message.value, type=tuple[str, int])
-                self._tell(Progress(stage=stage, done=0, total=total))
-            elif message.kind == "step":
-                done = msgspec.json.decode(message.value, type=int)
-                self._tell(Progress(stage=self.progress.stage, done=done, total=self.progress.total))
-            elif message.kind == "environment":
-                self.environment = msgspec.json.decode(message.value, type=Environment)
-            elif message.kind == "measured":
-                self.measured = msgspec.json.decode(message.value, type=Run)
-            elif message.kind == "record":
-                self.record = decode(bytes(message.value))
+            self.hear(message.kind, message.value)
+            if self.answered:
                 return
-            elif message.kind == "refused":
-                exit_code, text = msgspec.json.decode(message.value, type=tuple[int, str])
-                self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
-                return
+
+    def hear(self, kind: str, value: msgspec.Raw) -> None:
+        """One message."""
+        if kind == "stage":
+            stage, total = msgspec.json.decode(value, type=tuple[str, int])
+            self._tell(Progress(stage=stage, done=0, total=total))
+        elif kind == "step":
+            done = msgspec.json.decode(value, type=int)
+            self._tell(Progress(stage=self.progress.stage, done=done, total=self.progress.total))
+        elif kind == "environment":
+            self.environment = msgspec.json.decode(value, type=Environment)
+        elif kind == "measured":
+            self.measured = msgspec.json.decode(value, type=Run)
+        elif kind == "record":
+            self.record = decode(bytes(value))
+        elif kind == "refused":
+            exit_code, text = msgspec.json.decode(value, type=tuple[int, str])
+            self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
 
     @property
     def answered(self) -> bool:
@@ -246,16 +272,19 @@ class _Listener:
         self.progress = progress
         self.on_progress(progress)
 
-    def result(self, returncode: int, watchdog: _Watchdog, errors: IO[bytes]) -> Record | Failure:
-        if self.refusal is not None:
-            raise self.refusal
-        if self.record is not None:
-            return self.record
-        if watchdog.fired:
-            assert watchdog.timeout_s is not None
-            message = f"did not end within {format_time(watchdog.timeout_s)}"
-            return Failure(kind="timeout", message=message, phase=self.progress.stage, last_lines=_tail(errors))
-        return _crash(returncode, self.progress.stage, _tail(errors))
+
+def _failure(listener: Listener, returncode: int, watchdog: _Watchdog, errors: IO[bytes]) -> Failure | None:
+    """What became of a child without a last word; raises its refusal."""
+    if listener.refusal is not None:
+        raise listener.refusal
+    if listener.answered:
+        return None
+    stage = listener.progress.stage
+    if watchdog.fired:
+        assert watchdog.timeout_s is not None
+        message = f"did not end within {format_time(watchdog.timeout_s)}"
+        return Failure(kind="timeout", message=message, phase=stage, last_lines=_tail(errors))
+    return _crash(returncode, stage, _tail(errors))
 
 
 def _crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from steplab import __version__
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_from, failure_of
@@ -25,6 +25,8 @@ from steplab.records.environment import Environment
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.run import Failure, ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing
+from steplab.specs.attention_kernels import refuse_unserved_attention
+from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec
 
 
@@ -49,14 +51,19 @@ def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None)
     """
     device = open_device(spec.device)
     refuse_unserved(spec.precision, device.torch_device)
+    if device.torch_device.type == "cuda":
+        refuse_unserved_attention(spec)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
     watcher = open_watcher(watch, spec, device) if watch else None
     cell = _Cell(spec, device, environment, observer)
     try:
         return cell.measure(watcher)
-    except SteplabError:
-        raise
+    except SteplabError as error:
+        if not isinstance(error, Unsupported) or cell.stage == "build":
+            raise
+        # An operation that found only in the step that it does not serve the tensors it got: a result like any other.
+        return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))
     except Exception as error:
         failure = failure_from(error, cell.stage, spec, device)
         return cell.record(failure=failure)
@@ -73,12 +80,15 @@ class _Cell:
 
     def measure(self, watcher: Watcher | None) -> Run:
         spec, device, on_step = self.spec, self.device, self.observer.on_step
-        if spec.checkpointing != "none" and spec.pass_name == "forward":
-            self.notes.append("checkpointing: changes nothing, for without gradients no activation is kept")
+        layers = spec.model.shape.num_layers if spec.model.shape else None
+        gradients = spec.pass_name != "forward"
+        if remark := checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=gradients):
+            self.notes.append(remark)
         self.begin("build", 0)
         marked = {"span": watcher.span} if watcher else {}
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
+        self.notes += workload.notes
         step = make_step(workload, spec, device.torch_device)
         phases = step.phases
         first_step_s = self.compile(phases) if spec.compile != "off" else None

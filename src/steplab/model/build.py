@@ -9,9 +9,13 @@ from torch.nn.functional import cross_entropy
 from steplab.errors import Unsupported
 from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
+from steplab.ops.attention.choice import Choice, choose, device_name
 from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.model import PLANNING_ONLY
 from steplab.specs.step import StepSpec
+
+_ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
+"""Type of queries, keys and values at a precision; float32 at any other."""
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
@@ -45,11 +49,13 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
             "it is a size for planning only, feed-forward blocks without attention",
             f"choose a model other than {', '.join(PLANNING_ONLY)}",
         )
+    choice = _choose_attention(spec, shape.head_dim, device) if spec.attention == "auto" else None
+    attention = choice.implementation if choice else spec.attention
     with device:
         module = Transformer(
             shape,
             context=spec.context,
-            attention=attention_named(spec.attention, span=span),
+            attention=attention_named(attention, span=span),
             loss=cross_entropy if span is no_span else partial(_marked_loss, span),
             call_block=block_caller(spec.checkpointing if spec.checkpoints_apply else "none"),
         )
@@ -58,6 +64,19 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
         make_batch=lambda: tuple(random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)),
         num_layers=shape.num_layers,
         attention_width=shape.num_heads * shape.head_dim,
+        notes=(f"attention auto: {choice.implementation}, {choice.reason}",) if choice else (),
+    )
+
+
+def _choose_attention(spec: StepSpec, head_dim: int, device: torch.device) -> Choice:
+    """Before anything runs, so that the record can say it, and a compiled model is built on the choice."""
+    return choose(
+        device=device_name(device),
+        dtype=_ATTENTION_DTYPE.get(spec.precision, "float32"),
+        head_dim=head_dim,
+        num_queries=spec.context,
+        num_keys=spec.context,
+        causal=True,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steplab.model.transformer import BlockCaller, call_plainly
+from steplab.ops.attention.operators import REFERENCE, TRITON
 from steplab.specs.checkpointing import is_recomputed
 
 _aten = torch.ops.aten
@@ -24,6 +25,8 @@ KEPT_BY_SELECTIVE = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    REFERENCE.forward,
+    TRITON.forward,
 ]
 """Operators whose outputs selective checkpointing keeps: what is dear to compute for the bytes it yields."""
 

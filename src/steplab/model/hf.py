@@ -13,6 +13,8 @@ from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.sdpa import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
 
+_SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
+"""StepSpec's attention, as far as transformers has it: as written, or through torch's."""
 _LONGEST_REASON = 300
 """Characters: for an unknown model_type transformers lists every one it knows."""
 
@@ -24,6 +26,9 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = dict(spec.model.hf_config or {})
+    if spec.attention not in _SERVED:
+        what = f"attention '{spec.attention}' for {spec.model.name}"
+        raise Unsupported(what, "transformers computes its models' attention", f"choose one of {', '.join(_SERVED)}")
     attention = "eager" if spec.attention == "plain" else "sdpa"
     try:
         config = AutoConfig.for_model(content.pop("model_type"), **content)

@@ -24,6 +24,8 @@ class Workload:
     """Attention layers, for the FLOP count; None: not known."""
     attention_width: int | None = None
     """Query heads x head dimension; None: not known."""
+    notes: tuple[str, ...] = ()
+    """What was chosen while it was built, in words for the record."""
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:

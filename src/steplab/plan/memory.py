@@ -10,10 +10,13 @@ from collections import Counter
 
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
+from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
 from steplab.plan.dry_run.memory import Peak, Piece
 from steplab.plan.dry_run.step import run_dry
 from steplab.records.memory_profile import MEMORY_CATEGORIES
-from steplab.records.prediction import MemoryPrediction, Term
+from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
+from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
+from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec
 from steplab.units import MIB, format_bytes
 
@@ -21,8 +24,23 @@ HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 2 * 4 * MIB + 8 * 16 * 1024
 """Of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default for Hopper, and for any other card."""
 
-_MOST_LAYERS = 1_000
-"""A few seconds."""
+_MOST_LAYERS = 200
+"""A second or two."""
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+_CHOSEN = {
+    "sdpa_flash": "taken to be the flash kernel; where torch prefers cuDNN's, its workspace is not known",
+    "sdpa_efficient": "taken to be the memory-efficient kernel, the first of torch's that takes this step",
+    "sdpa_math": "taken to be torch's own composition, for no fused kernel takes heads of this width",
+}
+_WORKSPACES = {
+    "sdpa_cudnn": "cuDNN's workspace is not known, and taken to be that of the flash kernel",
+    "flex": "its workspace is taken to be one number a row of scores",
+    "flash_triton": "its workspace is taken to be one number a row of scores",
+    "flash_reference": "its tiles, which pass, are not followed",
+    "flash_attn_4": "its workspace is not known, and taken to be that of torch's flash kernel",
+    "auto": "taken to keep what every fused kernel does, with the workspace of torch's flash kernel",
+}
+"""Attention whose memory beyond what it keeps is an estimate."""
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -30,9 +48,11 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it; None: a Hopper, such as the H200. Raises Unsupported for a step that
-    does not run on CUDA, and for a model other than a built-in size, whose operators are not known.
+    does not run on CUDA, and for a model other than a built-in size, whose operators are not known. For a size for
+    planning only, and with CUDA graphs, it is a lower bound: `kind` says so.
     """
     _refuse_what_is_not_known(spec)
+    refuse_unserved_attention(spec)
     shape = spec.model.shape
     assert shape is not None
     if shape.num_heads == 0:
@@ -41,7 +61,9 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
     workspace_bytes = HOPPER_WORKSPACE_BYTES if on_hopper else WORKSPACE_BYTES
     ledger = run_dry(spec, workspace_bytes=workspace_bytes)
     peak = ledger.peak()
-    terms = _terms(peak)
+    terms, kind = _terms(peak), _kind(spec)
+    least = least_device_bytes(peak.num_bytes)
+    safe = None if kind == "at_least" else safe_device_bytes(ledger.reserved_bytes)
     return MemoryPrediction(
         peak_bytes=peak.num_bytes,
         at_peak=_by_category(terms),
@@ -50,7 +72,19 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
         terms=terms,
         phase_peaks=dict(ledger.phase_peaks),
         notes=tuple(_notes(spec, workspace_bytes, device)),
+        kind=kind,
+        reserved_bytes=ledger.reserved_bytes,
+        least_device_bytes=least,
+        safe_device_bytes=safe,
+        cards=fits_of(kind, least, safe),
+        spec=spec,
     )
+
+
+def _kind(spec: StepSpec) -> PredictionKind:
+    if spec.compile in _CUDA_GRAPHS:
+        return "at_least"
+    return "estimate" if spec.compile != "off" or spec.attention in _WORKSPACES else "dry_run"
 
 
 def _refuse_what_is_not_known(spec: StepSpec) -> None:
@@ -63,7 +97,7 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
         raise Unsupported(what, why, "leave --device out")
     if shape.num_heads and shape.num_layers > _MOST_LAYERS:
         why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
-        raise Unsupported(what, why, "take fewer: from the second on, each adds the same")
+        raise Unsupported(what, why, f"take --model.num-layers {_MOST_LAYERS} or fewer; each further one adds the same")
 
 
 def _terms(peak: Peak) -> tuple[Term, ...]:
@@ -75,8 +109,8 @@ def _terms(peak: Peak) -> tuple[Term, ...]:
     ]
     terms.sort(key=lambda term: (MEMORY_CATEGORIES.index(term.category), -term.num_bytes * term.count, term.what))
     rounding = peak.num_bytes - sum(piece.num_bytes for piece in peak.pieces)
-    what = "blocks of 512 bytes; remainders up to 1 MiB that are not split off"
-    return (*terms, Term(category="rounding", what=what, formula="blocks - bytes asked for", num_bytes=rounding))
+    what = "up to 512 bytes, or up to 1 MiB not split off"
+    return (*terms, Term(category="rounding", what=what, formula="blocks - asked", num_bytes=rounding))
 
 
 def _named(piece: Piece) -> str:
@@ -114,15 +148,21 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
         )
         for category, count in kept.items()
     )
-    why = f"'{spec.model.name}' is a size for planning only: its activations are not defined, so this is the least"
+    why = f"at least this: '{spec.model.name}' is a size for planning only, whose activations are not defined"
     total = _by_category(terms)
+    peak_bytes = sum(total.values())
+    least = least_device_bytes(peak_bytes)
     return MemoryPrediction(
-        peak_bytes=sum(total.values()),
+        peak_bytes=peak_bytes,
         at_peak=total,
         peak_phase={"forward": "forward", "forward_backward": "backward"}.get(spec.pass_name, "optimizer"),
         peak_where="weights and what training keeps for each",
         terms=terms,
         notes=(why,),
+        kind="at_least",
+        least_device_bytes=least,
+        cards=fits_of("at_least", least, None),
+        spec=spec,
     )
 
 
@@ -138,10 +178,12 @@ def _notes(spec: StepSpec, workspace_bytes: int, device: str | None) -> list[str
             "compiled: an estimate, from what the compiler of torch 2.13 chose to keep of these blocks; what passes "
             "between is not followed"
         )
-        if spec.compile in ("reduce-overhead", "max-autotune"):
-            notes.append("CUDA graphs keep a pool of their own, which is not counted")
+        if spec.compile in _CUDA_GRAPHS:
+            notes.append("CUDA graphs keep a pool of their own, which is not counted: the peak is at least this")
     if spec.attention == "sdpa":
-        notes.append("attention sdpa: taken to be a flash kernel in half precision, the memory-efficient one in fp32")
-    if spec.attention == "sdpa_cudnn":
-        notes.append("attention sdpa_cudnn: cuDNN's workspace is not known, and taken to be that of the flash kernel")
-    return notes
+        notes.append(f"attention sdpa: {_CHOSEN[chosen_attention(spec)]}")
+    if spec.attention in _WORKSPACES:
+        notes.append(f"attention {spec.attention}: {_WORKSPACES[spec.attention]}")
+    layers = spec.model.shape.num_layers if spec.model.shape else None
+    remark = checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=spec.pass_name != "forward")
+    return [*notes, remark] if remark else notes

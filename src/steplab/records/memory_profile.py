@@ -121,6 +121,16 @@ class BlockMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """What a list of this record was too long to hold."""
+
+    count: int
+    """How many."""
+    num_bytes: int
+    """What they hold together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryProfile:
     """The memory of one watched step."""
 
@@ -157,8 +167,12 @@ class MemoryProfile:
     """The largest groups of allocations alive at the peak, then others large, largest first."""
     saved: tuple[SavedTensors, ...] = ()
     """What autograd kept, most bytes first; empty where it kept nothing or could not be asked."""
+    saved_left_out: LeftOut | None = None
+    """The kinds of saved tensors beyond those; None: none."""
     blocks: tuple[BlockMemory, ...] = ()
     """The first Transformer block, and any that differs from it."""
+    blocks_left_out: LeftOut | None = None
+    """The kinds of block beyond those, and what one of each keeps; None: none."""
     num_events: int = 0
     """Allocations and releases recorded."""
     device: str | None = None

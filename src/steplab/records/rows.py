@@ -2,6 +2,7 @@
 
 from statistics import median
 
+from steplab.records.attention import AttentionRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
@@ -69,6 +70,21 @@ def numerics_row(numerics: Numerics) -> Row:
         "precision": spec.precision if spec else None,
         "device": numerics.environment.device.name if numerics.environment else None,
         "failure": numerics.failure.message if numerics.failure else None,
+    }
+
+
+def attention_run_row(run: AttentionRun) -> Row:
+    """One row that names a benchmark of attention."""
+    return {
+        "id": run.id,
+        "created_utc": run.created_utc,
+        "name": run.name,
+        "description": run.study.name,
+        "num_cells": len(run.cells),
+        "num_ok": sum(cell.failure is None for cell in run.cells),
+        "num_failed": sum(cell.failure is not None for cell in run.cells),
+        "device": run.device_name,
+        "status": run.status,
     }
 
 

@@ -92,6 +92,22 @@ def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
     return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
 
 
+def count_scale(values: Iterable[float]) -> Scale:
+    """Counts, or rates whose unit is said elsewhere, from zero: 600 T."""
+    high = max(values)
+    return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
+
+
+def log_bytes_scale(values: Iterable[float]) -> Scale:
+    """Bytes on a logarithmic axis, its rules at powers of two."""
+    low, high = min(values := list(values)), max(values)
+    bottom, top = 0.6 * low, 2.0 * high
+    apart = max(1, math.ceil(math.log2(top / bottom) / 7))
+    first = math.ceil(math.log2(bottom) / apart)
+    ticks = tuple(2.0 ** (apart * index) for index in range(first, math.floor(math.log2(top) / apart) + 1))
+    return Scale(low=bottom, high=top, log=True, ticks=ticks, show=units.format_bytes)
+
+
 def percent_scale(values: Iterable[float]) -> Scale:
     """Shares from zero."""
     high = max(values)

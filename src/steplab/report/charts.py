@@ -19,9 +19,9 @@ from steplab.report.svg import INK, MUTED, SERIES, Drawing, drawing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
-_AXES_HEIGHT = 224
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
+AXES_HEIGHT = 224
 _LABEL_PX = 48  # a figure beside a mark needs so much room
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
 
@@ -78,7 +78,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
             lines.setdefault(group, []).append((x, summary.median))
             color, show = SERIES[series % len(SERIES)], units.format_time
             axes.plot([x, x], [summary.low, summary.high], color=color, linewidth=2)
-            marker = _MARKERS[series % len(_MARKERS)]
+            marker = MARKERS[series % len(MARKERS)]
             (mark,) = axes.plot([x], [summary.median], color=color, marker=marker, markersize=7, markeredgewidth=0)
             interval = f"[{show(summary.low)}, {show(summary.high)}]"
             picture.tip(mark, f"{label(cell, fields)}: {show(summary.median)} {interval}, n = {summary.count}")
@@ -97,7 +97,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
 
     note = "Median step time; whiskers are the 95 % bootstrap interval of the median, often narrower than the "
     note += f"mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
-    return Chart(pictures=_panels(layout, "step time", paint), legend=_legend(layout, _GLYPHS), note=note)
+    return Chart(pictures=_panels(layout, "step time", paint), legend=_legend(layout, GLYPHS), note=note)
 
 
 def peak_memory(cells: Sequence[Cell]) -> Chart | None:
@@ -190,7 +190,7 @@ def _panels(layout: Layout, name: str, paint: Callable[[Drawing, Panel, ax.Place
     for panel in layout.panels:
         title = f"{name}, {panel.title}" if panel.title else name
         place = ax.places(layout, width)
-        with drawing(width, _AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
+        with drawing(width, AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
             paint(picture, panel, place)
             pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
     return tuple(pictures)

@@ -19,6 +19,8 @@ class Grid:
     """What all rows share."""
     bad_rows: frozenset[int] = field(default=frozenset())
     """Indices of rows about failures."""
+    whole: frozenset[str] = field(default=frozenset())
+    """Headings of the columns of text whose texts stay on one line of a terminal."""
     open_rows: int = _OPEN_ROWS
     """With how many rows at most it starts open on a page."""
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from steplab import stats, units
+from steplab.records.attention import AttentionRun
 from steplab.records.environment import Environment
 from steplab.records.numerics import Numerics
 from steplab.records.prediction import MemoryPrediction
@@ -12,6 +13,8 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import curve
 from steplab.report import charts
+from steplab.report.attention_page import attention_sections
+from steplab.report.attention_steps import attention_step_grid
 from steplab.report.cells import Cell, cells_of, label, varying
 from steplab.report.columns import ABSENT, make_sheet, reason
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
@@ -40,10 +43,12 @@ def render_page(
     description: str = "",
     predictions: Mapping[str, MemoryPrediction] | None = None,
     numerics: Sequence[Numerics] = (),
+    attention: Sequence[AttentionRun] = (),
 ) -> str:
     """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured.
 
-    `numerics` are what was seen of the same steps' precision, and may stand without any run.
+    `numerics` are what was seen of the same steps' precision, and may stand without any run; so may `attention`,
+    benchmarks of it alone.
 
     The same runs always give the same page.
     """
@@ -64,7 +69,7 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         title=title,
         description=description,
-        subtitle=" · ".join(part for part in _subtitle(runs, numerics) if part and part not in shared),
+        subtitle=" · ".join(part for part in _subtitle(runs, numerics, attention) if part and part not in shared),
         shared=shared,
         facts=facts(cells),
         step_times=charts.step_times(cells),
@@ -76,12 +81,14 @@ def render_page(
         memory=charts.peak_memory(cells),
         watched=memory_part(cells, predictions or {}),
         precision=precision_part(runs, numerics),
+        attention=attention_sections(attention),
+        attention_steps=attention_step_grid([cell.run for cell in cells]),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
         runs=runs_table,
         doubts=_told_once(cells, doubts),
         missing=_told_once(cells, _missing),
-        environments=_environments([cell.run for cell in cells] or numerics),
+        environments=_environments([*(cell.run for cell in cells), *attention] or numerics),
     )
 
 
@@ -90,16 +97,17 @@ def _unbroken(text: str) -> str:
     return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=] )|(?<==) ", "\u00a0", text)
 
 
-def _subtitle(runs: Sequence[Run], numerics: Sequence[Numerics]) -> list[str]:
-    """How many runs and audits, where, when, and with which version."""
-    records: list[Run | Numerics] = [*runs, *numerics]
-    named = (r.device_name if isinstance(r, Run) else r.environment and r.environment.device.name for r in records)
+def _subtitle(runs: Sequence[Run], numerics: Sequence[Numerics], attention: Sequence[AttentionRun]) -> list[str]:
+    """How many runs, audits and benchmarks, where, when, and with which version."""
+    records: list[Run | Numerics | AttentionRun] = [*runs, *numerics, *attention]
+    named = (r.environment and r.environment.device.name if isinstance(r, Numerics) else r.device_name for r in records)
     devices = list(dict.fromkeys(name for name in named if name))
     days = sorted({record.created_utc[:10] for record in records})
     made = sorted({record.steplab_version for record in records})
     audits = sum(record.spec is not None for record in numerics)
     parts = [units.counted(len(runs), "run")] if runs else []
     parts += [units.counted(audits, "audit")] if audits else []
+    parts += [units.counted(len(attention), "benchmark") + " of attention"] if attention else []
     parts += [", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     parts += [f"steplab {', '.join(made)}"] if made else []
@@ -197,7 +205,7 @@ def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[
     return [(text, ["all runs"] if len(names) == len(cells) > 1 else names) for text, names in found.items()]
 
 
-def _environments(records: Sequence[Run | Numerics]) -> list[tuple[int, list[tuple[str, str]]]]:
+def _environments(records: Sequence[Run | Numerics | AttentionRun]) -> list[tuple[int, list[tuple[str, str]]]]:
     """Each environment once, with the number of records made in it and the range of what moved meanwhile."""
     groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
     for record in records:

@@ -9,7 +9,7 @@ from steplab.report.cells import Cell, label, varying
 from steplab.report.charts import Chart, Picture
 from steplab.report.labels import LINE, fit_all, text_width, wrap
 from steplab.report.memory_cells import named, watched
-from steplab.report.memory_figures import Part, parts, whole
+from steplab.report.memory_figures import Part, error_text, parts, whole
 from steplab.report.memory_shapes import LETTERS, bar, color_of, legend_of, picture, text_at, titled
 from steplab.report.memory_words import category_word
 from steplab.report.shares import format_share
@@ -119,12 +119,12 @@ def _predicted(row: Row, prediction: MemoryPrediction, left: float, top: float, 
     for part in _parts(row):
         width = (part.predicted_bytes or 0) / per_px
         tip = f"{row.name}: {category_word(part.category)} predicted {units.format_bytes(part.predicted_bytes or 0)}"
-        tip += "" if part.error is None else f", {100 * part.error:+.2f} %"
+        tip += "" if part.error is None else f", {error_text(part.error)}"
         if width > 0:
             yield titled(tip, bar(x, top, width, _PREDICTED_PX, color_of(part.category), hatched=True))
         x += width
     profile = row.cell.run.memory_profile
     error = whole(profile, prediction).error if profile else None
-    off = "" if error is None else f" {100 * error:+.1f} %"
+    off = "" if error is None else f", {error_text(error, 1)}"
     text = f"{units.format_bytes(prediction.peak_bytes)}{off}"
     yield text_at(x + 8, top + _PREDICTED_PX / 2 + 4, text, MUTED)

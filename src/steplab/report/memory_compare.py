@@ -9,12 +9,14 @@ from steplab.report import memory_figures as figures
 from steplab.report.cells import Cell
 from steplab.report.figures import step_median
 from steplab.report.memory_cells import counterpart
+from steplab.report.memory_tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.memory_words import category_word
 
 AUTOCAST = ("bf16", "fp16")
 _SAME = 0.001  # a category that moves by less is said to stay
 _STATES = ("parameters", "gradients", "optimizer_state")
 _NAMED = 3
+_NEXT_TO_NOTHING = 0.005  # of what was there
 
 
 def comparison_sentences(cell: Cell, cells: Sequence[Cell]) -> Iterator[str]:
@@ -40,7 +42,7 @@ def precision_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
         yield _change(name, "fp32", profile, baseline.memory_profile)
         yield from _moments(name, "fp32", profile, baseline.memory_profile)
     if run.spec.precision in AUTOCAST:
-        yield from _kept(profile, alone=baseline is None or baseline.memory_profile is None)
+        yield from _kept(run, profile, alone=baseline is None or baseline.memory_profile is None)
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
@@ -97,7 +99,19 @@ def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
         else:
             verb = ("shrink" if now < then else "grow") + ("s" if category == "rounding" else "")
             sizes = f"from {units.format_bytes(then)} to {units.format_bytes(now)}"
-            yield f"{word} {verb} {sizes} ({now / then:.2f}×, {change})"
+            yield f"{word} {verb} {sizes} ({', '.join(filter(None, (_times(now / then), change)))})"
+
+
+def _times(ratio: float) -> str:
+    """0.79×, 1.9×, 40×; words where a factor says nothing, and none where it rounds to one."""
+    if ratio < _NEXT_TO_NOTHING:
+        return "next to nothing is left"
+    if ratio > 1 / _NEXT_TO_NOTHING:
+        return "next to nothing before"
+    digits = float(f"{ratio:.2g}")
+    if digits == 1:
+        return ""
+    return f"{digits:.0f}×" if digits >= 10 else f"{digits:#.2g}×"
 
 
 def _is_same(now: int, then: int) -> bool:
@@ -118,17 +132,31 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
         yield f"The peaks are not the same moment: {other} peaks in {before.peak_phase}, {name} in {after.peak_phase}."
 
 
-def _kept(profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
+def _kept(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
     """What autocast did to the tensors kept for backward, and what it could not touch."""
-    saved = figures.saved_activations(profile)
+    every = figures.saved_activations(profile)
+    casts = [tensors for tensors in every if _is_cast(tensors, run)]
+    unsure = [tensors for tensors in every if _is_cast(tensors, run) is None]
+    saved = [tensors for tensors in every if tensors not in casts]
+    if casts:
+        yield (
+            f"The compiled graph keeps {units.format_bytes(figures.saved_bytes(casts))} of {_dtypes(casts)} casts of "
+            f"weights, as their shapes tell; in the table of the peak they stand among the activations."
+        )
+    if unsure:
+        yield (
+            f"{units.format_bytes(figures.saved_bytes(unsure))} of {_dtypes(unsure)} may be casts of weights or "
+            "activations: their shapes do not tell. They are counted as activations here."
+        )
     low = [tensors for tensors in saved if tensors.dtype in figures.LOW_PRECISION]
     full = [tensors for tensors in saved if tensors.dtype == "float32"]
     total, low_bytes = figures.saved_bytes(saved), figures.saved_bytes(low)
     if total:
-        share = f"{units.format_percent(low_bytes / total)} are {_dtypes(low)}" if low else "nothing is low precision"
-        yield f"Of the {units.format_bytes(total)} of activations kept for backward {share}{_still_full(full)}."
+        share = f"{units.format_percent(low_bytes / total)} is {_dtypes(low)}" if low else "nothing is low precision"
+        yield f"Of the {units.format_bytes(total)} of activations kept for backward {share}{_still_full(full, run)}."
     states = figures.at_peak(profile, *_STATES)
-    copies = figures.at_peak(profile, "autocast_copies")
+    gone = max(figures.saved_bytes(every) - figures.at_peak(profile, "activations"), 0)  # by the time of the peak
+    copies = figures.at_peak(profile, "autocast_copies") + max(figures.saved_bytes(casts) - gone, 0)
     if alone:
         yield (
             f"Autocast leaves parameters, gradients and optimizer state as they are: {units.format_bytes(states)}, "
@@ -138,29 +166,42 @@ def _kept(profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
             yield _balance(profile, low_bytes, copies)
 
 
+def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
+    """Whether these are weights that a compiled graph cast, which only their shape tells; None where it does not. An
+    eager step's casts are known, as autocast copies."""
+    if tensors.dtype not in figures.LOW_PRECISION or not is_compiled(tensors):
+        return False
+    if run.spec is None or run.spec.model.shape is None:
+        return None
+    return is_weight_shape(tensors.shape, run.spec)
+
+
 def _dtypes(saved: Sequence[SavedTensors]) -> str:
     return " and ".join(dict.fromkeys(tensors.dtype for tensors in saved))
 
 
-def _still_full(full: Sequence[SavedTensors]) -> str:
+def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
     """Whom the float32 tensors belong to, the largest first."""
     if not full:
         return ""
     by_node: dict[str, int] = {}
+    nobody = "what checkpointing keeps" if is_checkpointed(run.spec) else "no operator"
     for tensors in full:
-        node = tensors.op.removesuffix("0").removesuffix("Backward") or "no operator"
+        node = "the compiled graph" if is_compiled(tensors) else node_name(tensors.op) or nobody
         by_node[node] = by_node.get(node, 0) + tensors.stored_bytes
     most = sorted(by_node, key=lambda node: -by_node[node])[:_NAMED]
     names = ", ".join(f"{node} {units.format_bytes(by_node[node])}" for node in most)
-    return f"; {units.format_bytes(figures.saved_bytes(full))} stay float32 (most for {names})"
+    who = "" if all(map(is_compiled, full)) else f" (most for {names})"
+    return f"; {units.format_bytes(figures.saved_bytes(full))} stay float32{who}"
 
 
 def _balance(profile: MemoryProfile, low_bytes: int, copies: int) -> str:
     """What can be said of one record alone: kept in float32, low-precision tensors would take twice as much."""
     size = units.format_bytes
-    saved = f"Kept in float32 the low-precision ones would take {size(low_bytes)} more" if low_bytes else ""
+    saved = f"kept in float32 the low-precision activations would take {size(low_bytes)} more" if low_bytes else ""
     copied = f"{size(copies)} of weight copies, alive at the peak, would not be there in fp32" if copies else ""
     text = ", and ".join(filter(None, (saved, copied)))
+    text = text[0].upper() + text[1:]
     if profile.peak_phase == "optimizer":
         return f"{text}; but the peak lies in the optimizer, when activations are gone, so that neither moves it."
     net = low_bytes - copies

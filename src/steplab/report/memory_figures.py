@@ -4,7 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile, SavedTensors
+from steplab.records.memory_profile import (
+    MEMORY_CATEGORIES,
+    UNNAMED_CATEGORIES,
+    Allocation,
+    MemoryProfile,
+    SavedTensors,
+)
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 
@@ -40,6 +46,14 @@ class Part:
         if self.predicted_bytes is None or not self.num_bytes:
             return None
         return self.predicted_bytes / self.num_bytes - 1
+
+
+def error_text(error: float, decimals: int = 2) -> str:
+    """+1.25 %; 'exact' where nothing is off, and '±0.00 %' where what is off rounds away."""
+    if not error:
+        return "exact"
+    text = f"{100 * error:+.{decimals}f} %"
+    return text if any(digit in text for digit in "123456789") else f"±{text[1:]}"
 
 
 def in_order(categories: Iterable[str]) -> list[str]:
@@ -109,6 +123,22 @@ def residual(profile: MemoryProfile) -> Residual | None:
             if size:
                 return Residual(shape=block.input_shape, dtype=block.input_dtype, num_bytes=size)
     return None
+
+
+def allocated_bytes(allocations: Iterable[Allocation]) -> int:
+    """What these groups of allocations asked for, together."""
+    return sum(made.requested_bytes * made.count for made in allocations)
+
+
+def untold_at_peak(profile: MemoryProfile) -> int:
+    """What was asked for and alive at the peak, and is in none of the groups of the record."""
+    asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
+    return asked - allocated_bytes(made for made in profile.largest if made.at_peak)
+
+
+def kept_bytes(profile: MemoryProfile) -> int:
+    """What autograd kept, also of the kinds that the record was too short for."""
+    return saved_bytes(profile.saved) + (profile.saved_left_out.num_bytes if profile.saved_left_out else 0)
 
 
 def saved_bytes(saved: Iterable[SavedTensors]) -> int:

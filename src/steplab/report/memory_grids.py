@@ -1,17 +1,39 @@
 """Tables of a memory profile, as texts, for the terminal and for the page."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from steplab import units
-from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
+from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, SavedTensors
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.columns import ABSENT
 from steplab.report.grid import Grid
-from steplab.report.memory_figures import Part, parts, saved_bytes, whole
-from steplab.report.memory_tensors import what_it_is
+from steplab.report.memory_figures import Part, allocated_bytes, error_text, parts, saved_bytes, whole
+from steplab.report.memory_tensors import node_name, what_it_is
 from steplab.report.memory_words import category_word
 from steplab.report.shares import format_share
+
+_Item = TypeVar("_Item")
+_ALLOCATION_HEADERS = (
+    "size",
+    "count",
+    "together",
+    "at peak",
+    "category",
+    "what it is",
+    "module",
+    "line",
+    "phase",
+    "op",
+    "shape",
+    "dtype",
+)
+_SAVED_HEADERS = ("module", "saved by", "shape", "dtype", "count", "memory", "share", "category")
+_SUMS = ("count", "together", "memory", "share")
+"""What rows that look alike add up in."""
+_WHOLE = frozenset({"category", "phase", "line", "module", "op", "saved by", "shape", "dtype"})
 
 
 def category_grid(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Grid:
@@ -32,7 +54,7 @@ def _part_row(part: Part, *, predicted: bool) -> tuple[str, ...]:
     row = (category_word(part.category), *sizes, format_share(part.share))
     if not predicted or part.predicted_bytes is None:
         return row
-    error = ABSENT if part.error is None else f"{100 * part.error:+.2f} %"
+    error = ABSENT if part.error is None else error_text(part.error)
     return (*row, units.format_bytes(part.predicted_bytes), f"{part.predicted_bytes:,}", error)
 
 
@@ -52,42 +74,64 @@ def phase_grid(run: Run, profile: MemoryProfile) -> Grid | None:
     return grid if any(phase.name in counted for phase in profile.phases) else grid.without("unwatched, bytes")
 
 
-def largest_grid(run: Run, allocations: Sequence[Allocation]) -> Grid:
-    """Allocations, each with all that is known of it; columns nobody has anything for are left out."""
-    rows = tuple(
-        (
-            units.format_bytes(made.requested_bytes),
-            str(made.count),
-            units.format_bytes(made.requested_bytes * made.count),
-            "yes" if made.at_peak else "no",
-            category_word(made.category),
-            made.phase or ABSENT,
-            made.source or ABSENT,
-            what_it_is(made, run.spec) or ABSENT,
-            made.module or ABSENT,
-            made.op or ABSENT,
-            shape_text(made.shape) if made.shape is not None else ABSENT,
-            made.dtype or ABSENT,
-        )
-        for made in allocations
+def largest_grid(
+    run: Run,
+    allocations: Sequence[Allocation],
+    *,
+    hidden: Sequence[str] = (),
+    line: Callable[[str], str] = str,
+    most: int | None = None,
+) -> Grid:
+    """Allocations without the hidden columns, those together that look alike in the others: first what was alive at the
+    peak, most bytes first, and of that only so many rows as `most` says.
+
+    `line` shortens source lines. Columns nobody has anything for are left out, those not shown are told in the caption.
+    """
+    looks = [_allocation_look(made, run, line) for made in allocations]
+    empty = [name for name in _ALLOCATION_HEADERS if looks and all(look.get(name) == ABSENT for look in looks)]
+    shown = [name for name in _ALLOCATION_HEADERS if name not in (*hidden, *empty)]
+    groups = _alike(allocations, looks, [name for name in ("at peak", *shown) if name not in _SUMS])
+    ordered = sorted(groups, key=lambda group: (not group[1][0].at_peak, -allocated_bytes(group[1])))
+    rows = []
+    for look, made in ordered[:most]:
+        sums = {"count": f"{sum(one.count for one in made):,}", "together": units.format_bytes(allocated_bytes(made))}
+        rows.append(tuple((look | sums)[name] for name in shown))
+    left = [one for _, made in ordered[most:] for one in made] if most is not None else []
+    more = f"And {units.counted(len(ordered) - len(rows), 'kind')} more, {units.format_bytes(allocated_bytes(left))}."
+    return Grid(
+        headers=tuple(shown),
+        rows=tuple(rows),
+        numeric=tuple(name in ("size", "count", "together") for name in shown),
+        whole=_WHOLE,
+        caption=more if left else "",
     )
-    headers = (
-        "size",
-        "count",
-        "together",
-        "at peak",
-        "category",
-        "phase",
-        "line",
-        "what it is",
-        "module",
-        "op",
-        "shape",
-        "dtype",
-    )
-    grid = Grid(headers=headers, rows=rows, numeric=(True, True, True, *(False for _ in headers[3:])))
-    empty = [name for i, name in enumerate(headers) if all(row[i] == ABSENT for row in rows)]
-    return grid.without(*empty) if rows else grid
+
+
+def _allocation_look(made: Allocation, run: Run, line: Callable[[str], str]) -> dict[str, str]:
+    return {
+        "size": units.format_bytes(made.requested_bytes),
+        "at peak": "yes" if made.at_peak else "no",
+        "category": category_word(made.category),
+        "phase": made.phase or ABSENT,
+        "line": line(made.source) if made.source else ABSENT,
+        "what it is": (what_it_is(made, run.spec) or ABSENT).removeprefix("a tensor of the "),
+        "module": made.module or ABSENT,
+        "op": made.op or ABSENT,
+        "shape": shape_text(made.shape) if made.shape is not None else ABSENT,
+        "dtype": made.dtype or ABSENT,
+    }
+
+
+def _alike(
+    items: Iterable[_Item], looks: Sequence[dict[str, str]], columns: Sequence[str]
+) -> list[tuple[dict[str, str], list[_Item]]]:
+    """The items that look alike in these columns, together, with their look."""
+    found = defaultdict[tuple[str, ...], tuple[dict[str, str], list[_Item]]](lambda: ({}, []))
+    for item, look in zip(items, looks, strict=True):
+        first, group = found[tuple(look[name] for name in columns)]
+        first |= {} if first else look
+        group.append(item)
+    return list(found.values())
 
 
 def shape_text(shape: Sequence[int]) -> str:
@@ -95,28 +139,46 @@ def shape_text(shape: Sequence[int]) -> str:
     return " × ".join(str(n) for n in shape) or "scalar"
 
 
-def saved_grid(saved: Sequence[SavedTensors], most: int) -> Grid:
-    """Saved tensors, most bytes first, and how many kinds more there are."""
-    total = saved_bytes(saved)
-    ordered = sorted(saved, key=lambda tensors: -tensors.stored_bytes)
-    rows = tuple(
-        (
-            tensors.module or ABSENT,
-            tensors.op or ABSENT,
-            shape_text(tensors.shape),
-            tensors.dtype,
-            str(tensors.count),
-            units.format_bytes(tensors.stored_bytes),
-            format_share(tensors.stored_bytes / total) if total else ABSENT,
-            category_word(tensors.category),
-        )
-        for tensors in ordered[:most]
-    )
-    left = len(saved) - len(rows)
-    left_bytes = units.format_bytes(saved_bytes(ordered[most:]))
+def saved_grid(
+    saved: Sequence[SavedTensors],
+    most: int,
+    *,
+    left_out: LeftOut | None = None,
+    hidden: Sequence[str] = (),
+    module: Callable[[str], str] = str,
+) -> Grid:
+    """Saved tensors without the hidden columns, those together that look alike in the others; most bytes first, and how
+    many kinds more there are, of which `left_out` are not in the record. `module` shortens modules' names."""
+    looks = [_saved_look(tensors, module) for tensors in saved]
+    empty = [name for name in ("module", "saved by") if all(look[name] == ABSENT for look in looks)]
+    shown = [name for name in _SAVED_HEADERS if name not in (*hidden, *empty)]
+    groups = _alike(saved, looks, [name for name in shown if name not in _SUMS])
+    ordered = sorted(groups, key=lambda group: -saved_bytes(group[1]))
+    beyond = left_out.num_bytes if left_out else 0
+    total = saved_bytes(saved) + beyond
+    rows = []
+    for look, tensors in ordered[:most]:
+        size = saved_bytes(tensors)
+        sums = {"count": f"{sum(one.count for one in tensors):,}", "memory": units.format_bytes(size)}
+        sums["share"] = format_share(size / total) if total else ABSENT
+        rows.append(tuple((look | sums)[name] for name in shown))
+    left = len(ordered) - len(rows) + (left_out.count if left_out else 0)
+    left_bytes = saved_bytes(one for _, tensors in ordered[most:] for one in tensors) + beyond
+    holding = units.format_bytes(left_bytes) if left_bytes else "which hold no memory of their own"
     return Grid(
-        headers=("module", "saved by", "shape", "dtype", "count", "memory", "share", "category"),
-        rows=rows,
-        numeric=(False, False, False, False, True, True, True, False),
-        caption=f"and {units.counted(left, 'kind')} more, {left_bytes}" if left else "",
+        headers=tuple(shown),
+        rows=tuple(rows),
+        numeric=tuple(name in _SUMS for name in shown),
+        whole=_WHOLE,
+        caption=f"And {units.counted(left, 'kind')} more, {holding}." if left else "",
     )
+
+
+def _saved_look(tensors: SavedTensors, module: Callable[[str], str]) -> dict[str, str]:
+    return {
+        "module": module(tensors.module) if tensors.module else ABSENT,
+        "saved by": node_name(tensors.op) or ABSENT,
+        "shape": shape_text(tensors.shape),
+        "dtype": tensors.dtype,
+        "category": category_word(tensors.category),
+    }

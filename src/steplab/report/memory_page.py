@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import Run
 from steplab.report import memory_words as words
 from steplab.report.cells import Cell, label, said, varying
 from steplab.report.figures import spread
@@ -15,12 +17,14 @@ from steplab.report.memory_compare import comparison_sentences
 from steplab.report.memory_figures import capacity
 from steplab.report.memory_grids import category_grid, largest_grid, phase_grid, saved_grid
 from steplab.report.memory_picture import Shown, memory_timelines
+from steplab.report.memory_places import short_line
 from steplab.report.memory_tradeoff import checkpointing_tradeoff
 from steplab.report.profile_page import Block, ProfileSection
 
 _MOST_OPEN = 6
 _MOST_ROWS, _OPEN_ALLOCATIONS = 40, 8
 _MOST_BESIDE = 6
+_LINE_LETTERS = 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +82,7 @@ def _told(
 ) -> Iterator[str]:
     yield words.peak_sentence(profile)
     yield words.parts_sentence(profile)
-    yield from words.check_sentences(profile)
+    yield from words.check_sentences(profile, cell.run.memory)
     if prediction:
         yield words.prediction_sentence(profile, prediction)
     yield from comparison_sentences(cell, cells)
@@ -95,14 +99,27 @@ def _blocks(cell: Cell, profile: MemoryProfile, prediction: MemoryPrediction | N
     yield Block(title="Peak by category", grid=category_grid(profile, prediction))
     if phases := phase_grid(cell.run, profile):
         yield Block(title="Peaks by phase", grid=phases)
-    if profile.largest:
-        grid = largest_grid(cell.run, profile.largest[:_MOST_ROWS])
-        yield from _shown_and_folded(grid, "Largest allocations", _OPEN_ALLOCATIONS)
+    yield from _allocations(cell.run, profile)
     if profile.saved:
-        yield from _shown_and_folded(saved_grid(profile.saved, _MOST_ROWS), "Kept for backward", words.MOST_SAVED)
+        kept = saved_grid(profile.saved, _MOST_ROWS, left_out=profile.saved_left_out)
+        yield from _shown_and_folded(kept, "Kept for backward", words.MOST_SAVED)
     notes = (*profile.notes, *(f"prediction: {note}" for note in (prediction.notes if prediction else ())))
     if notes:
         yield Block(title="Notes on this memory", notes=notes)
+
+
+def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Block]:
+    """Those alive at the peak, and closed those that were not."""
+    line = partial(short_line, most=_LINE_LETTERS)
+    alive = [made for made in profile.largest if made.at_peak]
+    others = [made for made in profile.largest if not made.at_peak]
+    if alive:
+        grid = largest_grid(run, alive, hidden=("at peak",), most=_MOST_ROWS, line=line)
+        grid = grid.remarking(words.untold_sentence(profile) or "")
+        yield from _shown_and_folded(grid, "Largest allocations alive at the peak", _OPEN_ALLOCATIONS)
+    if others:
+        grid = largest_grid(run, others, hidden=("at peak",), most=_MOST_ROWS, line=line)
+        yield Block(title="Large allocations not alive at the peak", grid=replace(grid, open_rows=0))
 
 
 def _shown_and_folded(grid: Grid, title: str, num_open: int) -> Iterator[Block]:

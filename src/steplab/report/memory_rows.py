@@ -6,7 +6,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import Column, figure_column
 from steplab.report.formats import render_rows
-from steplab.report.memory_figures import parts
+from steplab.report.memory_figures import error_text, parts
 from steplab.report.memory_words import category_word
 from steplab.report.shares import format_share
 
@@ -20,7 +20,7 @@ def _share(value: Scalar) -> str:
 
 
 def _error(value: Scalar) -> str:
-    return f"{100 * value:+.2f} %" if isinstance(value, (int, float)) else str(value)
+    return error_text(value) if isinstance(value, (int, float)) else str(value)
 
 
 def _word(value: Scalar) -> str:

@@ -131,12 +131,59 @@ def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
     return [*tokens, width] if width else None
 
 
+def node_name(op: str) -> str:
+    """A backward node by its operator: SoftmaxBackward0 is Softmax; '' where no node kept it."""
+    return op.rstrip("0123456789").removesuffix("Backward")
+
+
+def is_checkpointed(spec: StepSpec | None) -> bool:
+    """Whether a step recomputes, so that what no node keeps is kept for that."""
+    return spec is not None and spec.checkpointing != "none" and spec.checkpoints_apply
+
+
+def is_compiled(tensors: SavedTensors) -> bool:
+    """Whether a compiled graph kept them, of which neither modules nor operators are known."""
+    return node_name(tensors.op) == "CompiledFunction"
+
+
+def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
+    """Whether a tensor has the shape of one of the model's weights, either way round; None where it cannot be told from
+    that of an activation, and of a model whose sizes nobody stated."""
+    sizes = spec.model.shape if spec else None
+    if spec is None or sizes is None:
+        return None
+    weights = [{sizes.d_model, other} for other in (sizes.d_ff, sizes.d_model, sizes.vocab_size)]
+    if len(shape) != 2 or set(shape) not in weights:
+        return False
+    return None if spec.tokens in shape else True
+
+
+def shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
+    """Of tensors of which the shape alone is known: what has that shape; None where several things have, or none."""
+    sizes = spec.model.shape if spec else None
+    if spec is None or sizes is None:
+        return None
+    if is_scores(tensors.shape, spec, sizes):
+        return "attention scores"
+    if is_weight_shape(tensors.shape, spec):
+        return "weights"
+    if len(tensors.shape) < 2 or prod(tensors.shape[:-1]) != spec.tokens:
+        return None
+    names = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
+    width = _width_name(tensors.shape[-1], sizes)
+    return "logits" if _is_logits(tensors.shape, spec, sizes) else names.get(width or "")
+
+
 def saved_by(tensors: SavedTensors, spec: StepSpec | None) -> str:
-    """Saved tensors in a few words: 'softmax in blocks.*.attention'."""
-    node = tensors.op.removesuffix("0").removesuffix("Backward") or "a tensor"
-    where = tensors.module or "no module"
+    """Saved tensors in a few words: 'Mul in blocks.*.feed_forward', 'Embedding outside modules'."""
+    node = node_name(tensors.op) or ("what checkpointing keeps" if is_checkpointed(spec) else "a tensor")
+    if is_compiled(tensors):
+        words = shape_words(tensors, spec)
+        size = " × ".join(map(str, tensors.shape)) or "scalar"
+        return f"{size} {tensors.dtype}{f' ({words})' if words else ''}"
+    where = f"in {tensors.module}" if tensors.module else "outside of modules"
     where += f" ({tensors.category.replace('_', ' ')})" if tensors.category != "activations" else ""
     shape = spec.model.shape if spec else None
     if spec and shape and node == "Softmax" and is_scores(tensors.shape, spec, shape):
-        return f"attention weights in {where}"
-    return f"{node} in {where}"
+        return f"attention weights {where}"
+    return f"{node} {where}"

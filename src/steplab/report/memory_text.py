@@ -1,6 +1,7 @@
 """Where the memory goes, on a terminal: the peak by category and its moment, allocations, what autograd kept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from steplab.errors import UserError
@@ -10,18 +11,24 @@ from steplab.records.run import Run
 from steplab.report import memory_words as words
 from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.cells import cells_of
+from steplab.report.fitting import first_fitting, fit, flowed
+from steplab.report.grid import Grid
 from steplab.report.memory_compare import comparison_sentences
 from steplab.report.memory_grids import category_grid, largest_grid, phase_grid, saved_grid
+from steplab.report.memory_places import short_line, short_module
 from steplab.report.terminal import draw, plain, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.text import Text
 
 _TOP = 10
 _MOST_SAVED = 8
-_WIDTHS = ((180, ("op",)), (160, ("shape", "dtype")), (130, ("module", "at peak")), (90, ("phase", "together")))
-"""Below that many columns these go from the table of allocations, one after the other."""
+_ALLOCATIONS_HIDE = ("op", "dtype", "shape", "module", "phase", "together", "count", "line")
+_ALLOCATION_FORMS = ((0, 60), (0, 31), (1, 31), (2, 31), (3, 31), (4, 31), (5, 31), (5, 20), (6, 20), (7, 16), (8, 0))
+"""How many of the columns above are hidden, and how many letters a source line may have: the widest form first."""
+_SAVED_HIDE = ("category", "dtype", "count", "share", "module")
+_SAVED_FORMS = ((0, 60), (0, 26), (1, 26), (2, 26), (3, 26), (4, 26), (4, 19), (5, 0))
+"""Likewise, with the letters that a module's name may have."""
 
 
 def render_memory(
@@ -55,29 +62,37 @@ def memory_parts(
     """The parts of the text, one under the other, for a terminal of `width` columns."""
     from rich.text import Text
 
+    def lines(*sentences: str | None, style: str = "", inside: int = INDENT) -> "list[Text]":
+        return [Text(flowed(plain(told), width - inside), style=style) for told in sentences if told]
+
     yield Text("Where the memory goes", style="bold")
-    yield _text(words.heading(run, profile))
+    yield from lines(words.heading(run, profile), inside=0)
     yield Text()
-    yield _text(words.peak_sentence(profile))
-    yield from _lines(*words.check_sentences(profile), *words.around_sentences(profile))
+    yield from lines(words.peak_sentence(profile), inside=0)
+    yield from lines(*words.check_sentences(profile, run.memory), *words.around_sentences(profile), inside=0)
     told = [words.prediction_sentence(profile, prediction)] if prediction else []
-    grid = category_grid(profile, prediction)
-    grid = grid.without("predicted bytes") if width < _WIDTHS[2][0] else grid
+    grid = fit(category_grid(profile, prediction), width - INDENT, "predicted bytes", "share", "bytes")
     yield from section(
-        "Peak by category", grid_table(grid, width - INDENT), *_lines(grid.caption, style="dim"), *_lines(*told)
+        "Peak by category", grid_table(grid, width - INDENT), *lines(grid.caption, style="dim"), *lines(*told)
     )
     if phases := phase_grid(run, profile):
-        yield from section("Phases", grid_table(phases, width - INDENT))
+        phases = fit(phases, width - INDENT, "bytes", "unwatched, bytes")
+        yield from section("Phases", grid_table(phases, width - INDENT), *lines(phases.caption, style="dim"))
     if why := [*_comparisons(run, others)]:
-        yield from section("Why", *_lines(*why))
-    sizes = _lines(words.residual_sentence(run, profile), *words.largest_sentences(run, profile))
-    yield from section("Largest allocations", *_largest(run, profile, width), *sizes)
+        yield from section("Why", *lines(*why))
+    if profile.largest:
+        grid = _allocations(run, profile, width - INDENT)
+        sizes = lines(words.residual_sentence(run, profile), *words.largest_sentences(run, profile))
+        table, caption = grid_table(grid, width - INDENT), lines(grid.caption, style="dim")
+        yield from section("Largest allocations alive at the peak", table, *caption, Text(), *sizes)
     if profile.saved:
-        yield from section("Kept for backward", *_saved(run, profile, width))
+        grid = _saved(profile, width - INDENT)
+        table, caption = grid_table(grid, width - INDENT), lines(grid.caption, style="dim")
+        yield from section("Kept for backward", *lines(*words.saved_sentences(run, profile)), Text(), table, *caption)
     if profile.notes:
-        yield from section("Notes", *_lines(*(f"- {note}" for note in profile.notes)))
+        yield from section("Notes", *lines(*(f"- {note}" for note in profile.notes)))
     if prediction and prediction.notes:
-        yield from section("Notes on the prediction", *_lines(*(f"- {note}" for note in prediction.notes)))
+        yield from section("Notes on the prediction", *lines(*(f"- {note}" for note in prediction.notes)))
 
 
 def _comparisons(run: Run, others: Sequence[Run]) -> Iterator[str]:
@@ -87,31 +102,38 @@ def _comparisons(run: Run, others: Sequence[Run]) -> Iterator[str]:
     return comparison_sentences(own, cells)
 
 
-def _text(sentence: str, style: str = "") -> "Text":
-    from rich.text import Text
+def _allocations(run: Run, profile: MemoryProfile, width: int) -> Grid:
+    """The largest groups of allocations alive at the peak, with as many columns as there is room for."""
+    alive = [made for made in profile.largest if made.at_peak]
+    untold = words.untold_sentence(profile)
 
-    return Text(plain(sentence), style=style)
+    def grid(hidden: Sequence[str], most_letters: int) -> Grid:
+        line = partial(short_line, most=most_letters)
+        found = largest_grid(run, alive, hidden=("at peak", "what it is", *hidden), line=line, most=_TOP)
+        return found.remarking(untold) if untold else found
 
-
-def _lines(*sentences: str | None, style: str = "") -> "list[Text]":
-    return [_text(sentence, style) for sentence in sentences if sentence]
-
-
-def _largest(run: Run, profile: MemoryProfile, width: int) -> "Iterator[RenderableType]":
-    if not profile.largest:
-        return
-    grid = largest_grid(run, profile.largest[:_TOP]).without("what it is")
-    for columns, left_out in _WIDTHS:
-        grid = grid.without(*left_out) if width < columns else grid
-    yield grid_table(grid, width - INDENT)
-    yield _text("")
+    return _widest(grid, _ALLOCATIONS_HIDE, _ALLOCATION_FORMS, width)
 
 
-def _saved(run: Run, profile: MemoryProfile, width: int) -> "Iterator[RenderableType]":
-    grid = saved_grid(profile.saved, _MOST_SAVED)
-    grid = grid.without("category") if width < _WIDTHS[2][0] else grid
-    grid = grid.without("count", "dtype") if width < _WIDTHS[3][0] else grid
-    yield from _lines(*words.saved_sentences(run, profile))
-    yield _text("")
-    yield grid_table(grid, width - INDENT)
-    yield from _lines(grid.caption, style="dim")
+def _saved(profile: MemoryProfile, width: int) -> Grid:
+    """What autograd kept, with as many columns as there is room for."""
+
+    def grid(hidden: Sequence[str], most_letters: int) -> Grid:
+        module = partial(short_module, most=most_letters)
+        return saved_grid(profile.saved, _MOST_SAVED, left_out=profile.saved_left_out, hidden=hidden, module=module)
+
+    return _widest(grid, _SAVED_HIDE, _SAVED_FORMS, width)
+
+
+def _widest(
+    grid: Callable[[Sequence[str], int], Grid], hide: Sequence[str], forms: Sequence[tuple[int, int]], width: int
+) -> Grid:
+    """The first form of a table that fits; its caption says which columns went."""
+    every = grid((), 0).headers
+
+    def shown(num_hidden: int, most_letters: int) -> Grid:
+        gone = [name for name in hide[:num_hidden] if name in every]
+        found = grid(hide[:num_hidden], most_letters)
+        return found.remarking(f"Left out for want of width: {', '.join(gone)}.") if gone else found
+
+    return first_fitting((shown(*form) for form in forms), width)

@@ -1,13 +1,15 @@
 """What a memory profile says, in sentences: the same on a terminal and on a page."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from steplab import units
+from steplab.records.memory import Memory
 from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_figures as figures
-from steplab.report.memory_tensors import derivation, saved_by, what_it_is
+from steplab.report.memory_tensors import derivation, is_compiled, saved_by, what_it_is
 from steplab.report.shares import format_share
 
 _SOURCES = {
@@ -21,6 +23,7 @@ _WORDS = {
     "during": "allocated during the history",
 }
 MOST_SAVED = 5
+_MOST_BLOCKS = 4
 _TOLD = 0.01  # a category with less of the peak is told together with the others
 
 
@@ -41,7 +44,8 @@ def heading(run: Run, profile: MemoryProfile) -> str:
         parts = ["a snapshot" + (f", {profile.file}" if profile.file else ""), profile.device, profile.device_name]
         return ", ".join([*filter(None, parts), events])
     device = f" on {run.device_name}" if run.device_name else ""
-    return f"one step{device}, {_SOURCES.get(profile.source, f'by {profile.source}')}, {events}"
+    file = f", from {profile.file}" if profile.file else ""
+    return f"one step{device}, {_SOURCES.get(profile.source, f'by {profile.source}')}{file}, {events}"
 
 
 def peak_sentence(profile: MemoryProfile) -> str:
@@ -76,8 +80,9 @@ def parts_sentence(profile: MemoryProfile) -> str:
     return f"It is made of {', '.join(texts)}."
 
 
-def check_sentences(profile: MemoryProfile) -> Iterator[str]:
-    """The watched peak against the allocator's own count of the same step, and of steps that nobody watched."""
+def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
+    """The watched peak against the allocator's own count of the same step, and of steps that nobody watched; so each
+    phase's, of which `memory` has the counts."""
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
         text = "The allocator's own high-water mark over the watched step "
@@ -85,6 +90,20 @@ def check_sentences(profile: MemoryProfile) -> Iterator[str]:
         yield text + ("is the same, to the byte." if same else f"is {_against(counted, profile.peak_bytes)}.")
     if unwatched is not None and unwatched != (profile.peak_bytes if counted is None else counted):
         yield f"Over the timed steps, which nobody watched, it was {_against(unwatched, profile.peak_bytes)}."
+    yield from _phase_check(profile, memory)
+
+
+def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
+    counts = {phase: memory.peak(phase) for phase in (phase.name for phase in profile.phases)} if memory else {}
+    pairs = [(phase, count.peak_allocated_bytes) for phase in profile.phases if (count := counts.get(phase.name))]
+    off = [(phase, size) for phase, size in pairs if size != phase.peak_bytes]
+    if len(pairs) > 1 and not off:
+        yield "Each phase's peak is what the allocator counted over the timed steps, to the byte."
+    for phase, size in off:
+        yield (
+            f"In {phase.name} the peak was {units.format_bytes(phase.peak_bytes)} as watched; over the timed steps the "
+            f"allocator counted {_against(size, phase.peak_bytes)}."
+        )
 
 
 def _against(size: int, other: int) -> str:
@@ -126,17 +145,24 @@ def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
     alive = [made for made in profile.largest if made.at_peak]
     if not alive:
         return
-    first = max(alive, key=lambda made: made.requested_bytes)
-    alike = f", one of {first.count} alike" if first.count > 1 else ""
-    yield (
-        f"The largest allocation alive at the peak is {units.format_bytes(first.requested_bytes)}{alike}: "
-        f"{allocation_words(first, run)}."
-    )
-    most = max(alive, key=lambda made: made.requested_bytes * made.count)
-    if most.count > 1 and most is not first:
-        together = units.format_bytes(most.requested_bytes * most.count)
-        size = units.format_bytes(most.requested_bytes)
-        yield f"Alike ones that hold most together: {most.count} × {size} = {together}, {allocation_words(most, run)}."
+    told_alike = defaultdict[tuple[int, str], int](int)
+    for made in alive:
+        told_alike[made.requested_bytes, allocation_words(made, run)] += made.count
+    first = max(told_alike, key=lambda told: told[0])
+    num_alike = told_alike[first]
+    alike = f", one of {num_alike} alike" if num_alike > 1 else ""
+    yield f"The largest allocation alive at the peak is {units.format_bytes(first[0])}{alike}: {first[1]}."
+    most = max(told_alike, key=lambda told: told[0] * told_alike[told])
+    count, size = told_alike[most], most[0]
+    if count > 1 and most != first:
+        together = f"{count} × {units.format_bytes(size)} = {units.format_bytes(size * count)}"
+        yield f"Alike ones that hold most together: {together}, {most[1]}."
+
+
+def untold_sentence(profile: MemoryProfile) -> str | None:
+    """What else was alive at the peak, and is in none of the groups of the record; None: nothing."""
+    untold = figures.untold_at_peak(profile)
+    return f"Smaller ones alive then hold {units.format_bytes(untold)} together." if untold > 0 else None
 
 
 def allocation_words(made: Allocation, run: Run) -> str:
@@ -149,8 +175,9 @@ def allocation_words(made: Allocation, run: Run) -> str:
 
 def maker(made: Allocation) -> str:
     """Who made it: phase, operator, module, line; as far as they are known."""
-    if made.phase is None and made.source is None:
-        return "made before the recording"
+    if (made.phase, made.source, made.op, made.module) == (None, None, None, None):
+        during = made.category == "during"  # of an imported history, which has no phases
+        return "by whom the history does not say" if during else "made before the recording"
     again = made.phase == "backward" and made.module is not None  # a module's forward pass, inside the backward pass
     words = ["made again" if again else "made", f"in {made.phase}" if made.phase else ""]
     words.append(f"by {made.op}" if made.op else "")
@@ -162,35 +189,50 @@ def maker(made: Allocation) -> str:
 
 def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
     """What autograd kept: the total, the five largest contributors with their share, what a block keeps and emits."""
-    total = figures.saved_bytes(profile.saved)
-    if total:
+    total = figures.kept_bytes(profile)
+    if total and profile.saved:
         first = sorted(profile.saved, key=lambda tensors: -tensors.stored_bytes)[:MOST_SAVED]
         share = units.format_percent(figures.saved_bytes(first) / total)
         names = "; ".join(_contributor(tensors, total, run) for tensors in first if tensors.stored_bytes)
         what = (
             f"The {len(first)} largest contributors hold {share} of it" if len(first) > 1 else "All of it is one kind"
         )
-        yield f"Autograd kept {units.format_bytes(total)} for the backward pass. {what}: {names}."
-    for block in profile.blocks:
+        compiled = all(map(is_compiled, first))
+        whose = " A compiled graph keeps it, of which shapes are known and no modules." if compiled else ""
+        yield f"Autograd kept {units.format_bytes(total)} for the backward pass.{whose} {what}: {names}."
+    yield from _block_sentences(profile)
+
+
+def _block_sentences(profile: MemoryProfile) -> Iterator[str]:
+    """What each of the first blocks keeps and emits, and what those between that differ keep."""
+    for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes
         times = f", {units.three_digits(block.saved_bytes / stream)} times its input" if stream else ""
+        keeps = f"keeps {units.format_bytes(block.saved_bytes)}{times}" if block.saved_bytes else "keeps nothing"
         emits = (
             f", and its backward pass leaves {units.format_bytes(block.gradient_bytes)} of parameters' gradients"
             if block.gradient_bytes is not None
             else ""
         )
-        yield f"{block.module} keeps {units.format_bytes(block.saved_bytes)}{times}{emits}."
+        yield f"{block.module} {keeps}{emits}."
+    others, beyond = profile.blocks[_MOST_BLOCKS:], profile.blocks_left_out
+    count = len(others) + (beyond.count if beyond else 0)
+    if count:
+        kept = sum(block.saved_bytes for block in others) + (beyond.num_bytes if beyond else 0)
+        kinds = units.counted(count, "more kind")
+        yield f"There are {kinds} of block; one of each together keep {units.format_bytes(kept)}."
 
 
 def _contributor(tensors: SavedTensors, total: int, run: Run) -> str:
-    share = units.format_percent(tensors.stored_bytes / total)
+    share = format_share(tensors.stored_bytes / total)
     return f"{saved_by(tensors, run.spec)} {units.format_bytes(tensors.stored_bytes)} ({share})"
 
 
 def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:
     """Predicted against measured."""
     peak = figures.whole(profile, prediction)
-    off = f", {100 * peak.error:+.2f} % against the measured peak" if peak.error is not None else ""
+    off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
+    off = ", to the byte what was measured" if peak.error == 0 else off
     told = f"Predicted {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."
     if profile.source == "cpu allocator":
         told += " It is for a CUDA device: a CPU's operators keep and allocate otherwise, and the error shows it."

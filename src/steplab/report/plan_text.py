@@ -1,19 +1,16 @@
-"""A predicted peak of memory: on a terminal, and its summands as rows for programs and for tables."""
+"""A predicted peak of memory on a terminal."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from steplab import units
-from steplab.records.prediction import MemoryPrediction, Term
-from steplab.records.rows import Row, Scalar
+from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.report.blocks import INDENT, grid_table, section
-from steplab.report.columns import Column, figure_column
-from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
 from steplab.report.memory_words import category_word, exactly
+from steplab.report.plan_rows import total_bytes
 from steplab.report.run_text import describe
 from steplab.report.terminal import draw, plain, terminal_width
-from steplab.specs.hardware import catalogue
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -21,6 +18,11 @@ if TYPE_CHECKING:
 
 _NARROW = 100
 """Columns below which the bytes of one tensor are left out."""
+_NARROWEST = 72
+"""Columns below which the category of a summand is told by the order alone."""
+_SMALL = 0.001
+"""Share of the peak below which summands are shown as one."""
+_ABOUT = {"dry_run": "", "estimate": "about ", "at_least": "at least "}
 
 
 def render_prediction(
@@ -35,19 +37,22 @@ def _parts(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterato
     from rich.text import Text
 
     inside = width - INDENT
+    about = _ABOUT[prediction.kind]
     yield Text("What the memory will go to", style="bold")
     yield Text(plain(f"{describe(spec)}, predicted"))
     yield Text()
     yield Text(
-        f"Peak {exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}: {plain(prediction.peak_where)}."
+        f"Peak {about}{exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}: "
+        f"{plain(prediction.peak_where)}."
     )
+    if prediction.notes:
+        yield from section("Notes", *(Text(f"- {plain(note)}") for note in prediction.notes))
     yield from section("Peak by category", grid_table(_categories(prediction), inside))
     if prediction.phase_peaks:
         yield from section("Phases", grid_table(_phases(prediction), inside))
-    yield from section("Summands", grid_table(_terms(prediction, width), inside), Text(_symbols(spec), style="dim"))
-    yield from section("Cards", grid_table(_cards(prediction), inside))
-    if prediction.notes:
-        yield from section("Notes", *(Text(f"- {plain(note)}") for note in prediction.notes))
+    yield from section("Summands", *_summands(spec, prediction, width))
+    if prediction.cards:
+        yield from section("Cards", grid_table(_cards(prediction), inside), *map(Text, _needs(prediction)))
 
 
 def _categories(prediction: MemoryPrediction) -> Grid:
@@ -60,7 +65,8 @@ def _categories(prediction: MemoryPrediction) -> Grid:
         )
         for category, size in prediction.at_peak.items()
     ]
-    total = ("peak", units.format_bytes(prediction.peak_bytes), f"{prediction.peak_bytes:,}", "")
+    name = "peak, at least" if prediction.kind == "at_least" else "peak"
+    total = (name, units.format_bytes(prediction.peak_bytes), f"{prediction.peak_bytes:,}", "")
     return Grid(headers=("category", "size", "bytes", "share"), numeric=(False, True, True, True), rows=(*rows, total))
 
 
@@ -69,14 +75,35 @@ def _phases(prediction: MemoryPrediction) -> Grid:
     return Grid(headers=("phase", "peak", "bytes"), numeric=(False, True, True), rows=rows)
 
 
-def _terms(prediction: MemoryPrediction, width: int) -> Grid:
-    rows = tuple(
-        (category_word(t.category), t.what, t.formula, f"{t.num_bytes:,}", str(t.count), units.format_bytes(_total(t)))
-        for t in prediction.terms
-    )
+def _summands(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    shown = [term for term in prediction.terms if total_bytes(term) >= _SMALL * prediction.peak_bytes]
+    rows = [
+        (
+            category_word(term.category),
+            term.what,
+            term.formula,
+            f"{term.num_bytes:,}",
+            str(term.count),
+            units.format_bytes(total_bytes(term)),
+        )
+        for term in shown
+    ]
+    if len(shown) < len(prediction.terms):
+        rest = prediction.peak_bytes - sum(map(total_bytes, shown))
+        others = f"{len(prediction.terms) - len(shown)} smaller ones"
+        rows.append(("", others, "", "", "", units.format_bytes(rest)))
     headers = ("category", "what", "formula", "bytes of one", "number", "together")
-    grid = Grid(headers=headers, numeric=(False, False, False, True, True, True), rows=rows)
-    return grid.without("bytes of one") if width < _NARROW else grid
+    grid = Grid(headers=headers, numeric=(False, False, False, True, True, True), rows=tuple(rows))
+    if width < _NARROW:
+        grid = grid.without("bytes of one")
+    if width < _NARROWEST:
+        grid = grid.without("category")
+    yield grid_table(grid, width - INDENT)
+    yield Text(_symbols(spec), style="dim")
+    if len(shown) < len(prediction.terms):
+        yield Text(f"smaller: below {100 * _SMALL:g} % of the peak; --format csv has each", style="dim")
 
 
 def _symbols(spec: StepSpec) -> str:
@@ -89,58 +116,30 @@ def _symbols(spec: StepSpec) -> str:
 
 
 def _cards(prediction: MemoryPrediction) -> Grid:
-    """What of each listed GPU's memory the peak is. A little of it is taken before any tensor is made."""
-    rows = tuple(
-        (
-            spec.name,
-            units.format_bytes(spec.memory_bytes),
-            units.format_percent(prediction.peak_bytes / spec.memory_bytes),
-            "yes" if prediction.peak_bytes < spec.memory_bytes else "no",
+    rows = tuple((card.gpu, _usable(card), card.verdict) for card in prediction.cards)
+    return Grid(headers=("GPU", "usable", "verdict"), numeric=(False, True, False), rows=rows)
+
+
+def _usable(card: CardFit) -> str:
+    size = units.format_bytes(card.usable_bytes)
+    return size if card.usable_is_known else f"≈ {size}"
+
+
+def _needs(prediction: MemoryPrediction) -> Iterator[str]:
+    """What the verdicts are of, with the figures."""
+    peak, least, safe = prediction.peak_bytes, prediction.least_device_bytes, prediction.safe_device_bytes
+    size = units.format_bytes
+    if least is not None:
+        yield (
+            f"Below {size(least)} it does not fit: the peak, and {size(least - peak)} that CUDA takes outside of the "
+            "allocator."
         )
-        for spec in sorted(catalogue(), key=lambda spec: (-spec.memory_bytes, spec.name))
-    )
-    return Grid(headers=("GPU", "memory", "peak is", "fits"), numeric=(False, True, True, False), rows=rows)
-
-
-def _total(term: Term) -> int:
-    return term.num_bytes * term.count
-
-
-def _size(value: Scalar) -> str:
-    return units.format_bytes(value) if isinstance(value, (int, float)) else str(value)
-
-
-TERM_COLUMNS: tuple[Column, ...] = (
-    Column(key="category", header="category", show=lambda value: category_word(str(value)), shared=False),
-    Column(key="what", header="what", shared=False, wraps_from=24),
-    Column(key="formula", header="formula", shared=False),
-    figure_column("num_bytes", "one", _size, 1),
-    figure_column("count", "number", str, 0),
-    figure_column("total_bytes", "together", _size, 0),
-    Column(key="peak_bytes", header="peak", show=_size, numeric=True, caption="peak {}", rank=2),
-    Column(key="peak_phase", header="phase of the peak", caption="in {}", rank=3),
-    Column(key="peak_where", header="moment of the peak", caption="{}", rank=4),
-)
-
-
-def term_rows(prediction: MemoryPrediction) -> list[Row]:
-    """A row a summand; `total_bytes`, num_bytes x count, sum to `peak_bytes`."""
-    return [
-        {
-            "category": term.category,
-            "what": term.what,
-            "formula": term.formula,
-            "num_bytes": term.num_bytes,
-            "count": term.count,
-            "total_bytes": _total(term),
-            "peak_bytes": prediction.peak_bytes,
-            "peak_phase": prediction.peak_phase,
-            "peak_where": prediction.peak_where,
-        }
-        for term in prediction.terms
-    ]
-
-
-def render_terms(prediction: MemoryPrediction, format: str, *, width: int | None = None, color: bool = False) -> str:
-    """The summands in one of formats.FORMATS, without a newline at the end; UserError for another format."""
-    return render_rows(term_rows(prediction), format, columns=TERM_COLUMNS, width=width, color=color)
+    if least is not None and safe is not None and prediction.reserved_bytes is not None:
+        reserved = prediction.reserved_bytes
+        yield (
+            f"From {size(safe)} it fits: {size(reserved)} that the allocator would hold, cache and gaps included, "
+            f"{size(safe - reserved - (least - peak))} for gaps that the dry run does not see, and those "
+            f"{size(least - peak)}. Between the two it depends on how the memory comes to be divided."
+        )
+    if any(not card.usable_is_known for card in prediction.cards):
+        yield "≈: a part of the data sheet's capacity, for nobody has read from that card what a program is given."

@@ -84,7 +84,7 @@ def run_title(run: Run) -> str:
         return describe(run.spec)
     if run.profile and run.profile.file:
         return f"{run.name or run.profile.file} (imported trace)"
-    if run.memory_profile and run.memory_profile.source == "snapshot":
+    if run.memory_profile:
         return f"{run.name or run.memory_profile.file or 'a snapshot'} (imported snapshot)"
     return f"{run.name or 'a loop of your own'} (recorded loop)"
 

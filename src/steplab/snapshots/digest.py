@@ -54,7 +54,9 @@ def digest(
     phases = marks.phases if marks else ()
     given_up = np.sort(lifetimes.end[codes == names.index("gradients")]) if marks else np.zeros(0, dtype=np.int64)
     moments = phase_moments(phases, positions, given_up)
-    saved = SavedMemory(marks, lifetimes, codes, residents) if marks else None
+    memory = SavedMemory(marks, lifetimes, codes, residents) if marks else None
+    saved, saved_left_out = memory.groups() if memory else ((), None)
+    blocks, blocks_left_out = memory.blocks() if memory else ((), None)
     return MemoryProfile(
         source=marks.source if marks else "snapshot",
         peak_bytes=int(allocated_bytes[peak]),
@@ -71,8 +73,10 @@ def digest(
         timeline=timeline(lifetimes, codes, names, positions, allocated_bytes, moments),
         phases=phase_records(moments, phases, positions, allocated_bytes),
         largest=largest(lifetimes, codes, names, origins, peak),
-        saved=saved.groups() if saved else (),
-        blocks=saved.blocks() if saved else (),
+        saved=saved,
+        saved_left_out=saved_left_out,
+        blocks=blocks,
+        blocks_left_out=blocks_left_out,
         num_events=len(device.events),
         device=f"cuda:{device.index}" if len(history.devices) > 1 else None,
         device_name=device_name,

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from steplab.records.memory_marks import Marks, Saved
-from steplab.records.memory_profile import MEMORY_CATEGORIES, BlockMemory, SavedTensors
+from steplab.records.memory_profile import MEMORY_CATEGORIES, BlockMemory, LeftOut, SavedTensors
 from steplab.snapshots.history import NONE, Codes
 from steplab.snapshots.made import without_numbers
 from steplab.snapshots.positions import Residents
@@ -44,8 +44,8 @@ class SavedMemory:
             seen.add(storage)
             yield saved, category, saved.storage_bytes if counts else 0
 
-    def groups(self) -> tuple[SavedTensors, ...]:
-        """Those alike together, most bytes first."""
+    def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
+        """Those alike together, most bytes first; and the kinds beyond MOST_GROUPS."""
         sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
         for saved, category, stored_bytes in self._rows:
             alike = (without_numbers(saved.module), saved.op, tuple(saved.shape), saved.dtype, category)
@@ -62,10 +62,12 @@ class SavedMemory:
             )
             for (module, op, shape, dtype, category), stored in sums.items()
         ]
-        return tuple(sorted(found, key=lambda group: -group.stored_bytes)[:MOST_GROUPS])
+        found.sort(key=lambda group: -group.stored_bytes)
+        beyond = [group.stored_bytes for group in found[MOST_GROUPS:]]
+        return tuple(found[:MOST_GROUPS]), _left_out(beyond)
 
-    def blocks(self) -> tuple[BlockMemory, ...]:
-        """The first of the repeated modules, and each that differs from all before it."""
+    def blocks(self) -> tuple[tuple[BlockMemory, ...], LeftOut | None]:
+        """The first of the repeated modules, and each that differs from all before it; and those beyond the tenth."""
         emitted = self._gradient_bytes()
         found = dict[tuple[object, ...], BlockMemory]()
         for module, (shape, dtype) in self._marks.block_inputs.items():
@@ -85,7 +87,8 @@ class SavedMemory:
             )
             looks = (kept, block.gradient_bytes, block.input_shape, dtype)
             found.setdefault(looks, block)
-        return tuple(found.values())[:_MOST_BLOCKS]
+        kinds = tuple(found.values())
+        return kinds[:_MOST_BLOCKS], _left_out([block.saved_bytes for block in kinds[_MOST_BLOCKS:]])
 
     def _gradient_bytes(self) -> dict[str, int]:
         """Bytes of each parameter's gradient, by the parameter's name."""
@@ -96,6 +99,10 @@ class SavedMemory:
             for owner, piece in zip(owned, pieces, strict=True)
             if owner.name and piece != NONE
         }
+
+
+def _left_out(sizes: Sequence[int]) -> LeftOut | None:
+    return LeftOut(count=len(sizes), num_bytes=sum(sizes)) if sizes else None
 
 
 def _tensor_bytes(shape: Sequence[int], dtype: str) -> int | None:

@@ -40,6 +40,21 @@ def num_recomputed(checkpointing: str, num_layers: int) -> int:
     return -(-num_layers // every) if every is not None else 0
 
 
+def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradients: bool) -> str | None:
+    """That a choice does less than it seems to, in words; None where there is nothing to say.
+
+    num_layers: the model's blocks; None: not known. gradients: whether there is a backward pass.
+    """
+    if checkpointing != "none" and not gradients:
+        return "checkpointing: changes nothing, for without gradients no activation is kept"
+    if num_layers is not None and 1 < num_layers <= (_every(checkpointing) or 0):
+        return (
+            f"checkpointing {checkpointing}: of {num_layers} blocks the first alone is recomputed; "
+            f"take N below {num_layers} for more"
+        )
+    return None
+
+
 def _every(name: str) -> int | None:
     """The N of every_N."""
     found = _EVERY.fullmatch(name)

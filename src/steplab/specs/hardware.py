@@ -12,8 +12,8 @@ The conventions, the same for every entry:
 - Bandwidths are in bytes per second with GB = 1e9, as vendors mean them. That of the interconnect is per GPU
   and counts both directions together, again as vendors state it: one direction has half.
 - `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, because that is what the parts
-  hold: a "141 GB" H200 shows 143,771 MiB, more than 141e9 bytes. What a program can allocate is a little
-  less.
+  hold: a "141 GB" H200 shows 143,771 MiB, more than 141e9 bytes. No card shows more than that, and each a
+  little less: `usable_bytes` is what a program is told that it has, where someone has read it.
 
 A GPU is recognised by its exact name alone. A laptop part, a cut-down export model or a MIG slice has a name
 of its own and other rates; it gets no figures rather than those of the GPU it resembles.
@@ -54,6 +54,8 @@ class HardwareSpec:
     """What torch.cuda.get_device_name() returns for this GPU, exactly."""
     memory_bytes: int
     """Stated capacity, GB read as 2**30 bytes."""
+    usable_bytes: int | None = None
+    """What torch says the device has (total_memory), used or not; None: not known for this card."""
     memory_bandwidth_bytes_per_s: float
     """Stated bandwidth of the GPU's own memory, GB = 1e9."""
     interconnect: str
@@ -106,6 +108,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     interconnect_bytes_per_s: float
     peaks: dict[_PeakDtype, float]
     sources: list[_Source]
+    usable_bytes: int | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,10 +134,14 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth_bytes_per_s,
         "interconnect_bytes_per_s": entry.interconnect_bytes_per_s,
     }
+    if entry.usable_bytes is not None:
+        figures["usable_bytes"] = entry.usable_bytes
     figures.update(entry.peaks.items())
     for figure, value in figures.items():
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"hardware catalogue: {entry.name}: {figure} must be positive, not {value}")
+    if entry.usable_bytes is not None and entry.usable_bytes > entry.memory_bytes:
+        raise ValueError(f"hardware catalogue: {entry.name}: usable_bytes is more than memory_bytes")
     for label, texts in (("name", [entry.name]), ("device name", entry.device_names)):
         if not texts or not all(text == text.strip() != "" for text in texts):
             raise ValueError(f"hardware catalogue: {entry.name}: empty or padded {label}")
@@ -143,6 +150,7 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
         name=entry.name,
         device_names=tuple(entry.device_names),
         memory_bytes=entry.memory_bytes,
+        usable_bytes=entry.usable_bytes,
         memory_bandwidth_bytes_per_s=entry.memory_bandwidth_bytes_per_s,
         interconnect=entry.interconnect,
         interconnect_bytes_per_s=entry.interconnect_bytes_per_s,

@@ -11,7 +11,19 @@ from steplab.specs.model import LARGEST, ModelSpec
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Attention = Literal["plain", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]
+Attention = Literal[
+    "plain",
+    "sdpa",
+    "sdpa_flash",
+    "sdpa_cudnn",
+    "sdpa_efficient",
+    "sdpa_math",
+    "flex",
+    "flash_reference",
+    "flash_triton",
+    "flash_attn_4",
+    "auto",
+]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
 
 
@@ -33,7 +45,9 @@ class StepSpec:
     compile: CompileMode = "off"
     """off: eager. Otherwise the mode given to torch.compile."""
     attention: Attention = "plain"
-    """plain materialises the scores; sdpa lets torch choose its kernel; sdpa_* admits that one alone."""
+    """plain materialises the scores; sdpa lets torch choose its kernel; sdpa_* admits that one alone; flex is torch's
+    FlexAttention; flash_triton and flash_reference are steplab's FlashAttention-2, in Triton and in tiled PyTorch;
+    flash_attn_4 is that package's; auto takes the one measured to be fastest."""
     checkpointing: str = "none"
     """none, full, every_N or selective: which activations backward recomputes (see specs.checkpointing)."""
     optimizer: Optimizer = "adamw_fused"

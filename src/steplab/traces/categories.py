@@ -69,7 +69,10 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", (r"^(c10d|gloo|nccl|_c10d_functional)\b|all_?reduce|all_?gather|reduce_?scatter",)),
-    ("attention", (r"scaled_dot_product|_flash_attention|_efficient_attention|_cudnn_attention|flex_attention",)),
+    (
+        "attention",
+        (r"scaled_dot_product|_flash_attention|_efficient_attention|_cudnn_attention|flex_attention|^steplab::flash_",),
+    ),
     ("optimizer", (r"_fused_(adam|sgd|adagrad)|_foreach_|Optimizer\.|_amp_",)),
     (
         "matmul",

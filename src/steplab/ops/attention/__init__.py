@@ -1,1 +1,28 @@
 """Scaled dot-product attention, several ways, behind one function."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steplab.ops.attention.api import IMPLEMENTATIONS, attention
+    from steplab.ops.attention.choice import Choice, choose
+    from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
+
+__all__ = ["IMPLEMENTATIONS", "Choice", "FlashAttentionReference", "FlashAttentionTriton", "attention", "choose"]
+
+_HOMES = {
+    "IMPLEMENTATIONS": "api",
+    "attention": "api",
+    "Choice": "choice",
+    "choose": "choice",
+    "FlashAttentionReference": "functions",
+    "FlashAttentionTriton": "functions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first asked for: parts of this folder are used without the whole."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -9,21 +9,55 @@ from functools import partial
 from torch import Tensor
 
 from steplab.errors import Unsupported
+from steplab.ops.attention.choice import name_for
+from steplab.ops.attention.flash_attn_4 import flash_attn_4_attention
+from steplab.ops.attention.flex import flex_attention_compiled
+from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
 from steplab.ops.attention.plain import Span, no_span, plain_attention
 from steplab.ops.attention.sdpa import SDPA_BACKENDS, sdpa_attention
+from steplab.ops.attention.shapes import as_four_dims, check_inputs
 
 AttentionFn = Callable[..., Tensor]
 """(q_BHSD, k_BHKD, v_BHKD, *, causal, scale=None) -> o_BHSD"""
+
+
+def flash_reference_attention(
+    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """FlashAttention-2 in tiled PyTorch."""
+    output: Tensor = FlashAttentionReference.apply(q_BHSD, k_BHKD, v_BHKD, causal, scale)
+    return output
+
+
+def flash_triton_attention(
+    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """FlashAttention-2 in Triton kernels."""
+    output: Tensor = FlashAttentionTriton.apply(q_BHSD, k_BHKD, v_BHKD, causal, scale)
+    return output
+
+
+def auto_attention(
+    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Whichever implementation was measured to be fastest for such inputs (see choice.py, which says why)."""
+    return IMPLEMENTATIONS[name_for(q_BHSD, k_BHKD, causal=causal)](q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
+
 
 IMPLEMENTATIONS: dict[str, AttentionFn] = {
     "plain": plain_attention,
     "sdpa": sdpa_attention,
     **{f"sdpa_{name}": partial(sdpa_attention, backend=name) for name in SDPA_BACKENDS},
+    "flex": flex_attention_compiled,
+    "flash_reference": flash_reference_attention,
+    "flash_triton": flash_triton_attention,
+    "flash_attn_4": flash_attn_4_attention,
+    "auto": auto_attention,
 }
 
 
 def attention_named(implementation: str, *, span: Span = no_span) -> AttentionFn:
-    """The function behind a name; raises Unsupported, listing the names there are.
+    """The function behind a name, for [B, H, S, D] alone; raises Unsupported, listing the names there are.
 
     `span` marks the parts of plain attention for a profiler; the fused ones have no parts to be seen from here.
     """
@@ -40,9 +74,9 @@ def attention_named(implementation: str, *, span: Span = no_span) -> AttentionFn
 
 
 def attention(
-    q_BHSD: Tensor,
-    k_BHKD: Tensor,
-    v_BHKD: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = False,
     scale: float | None = None,
@@ -50,8 +84,17 @@ def attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v, by the named implementation.
 
-    causal hides keys after the query's own position, both counted from the first (as torch's is_causal does).
-    scale defaults to 1 / sqrt(D). Gives a tensor of q's shape and dtype; raises Unsupported for a name that
-    is not known.
+    q is [..., H, S, D] with k and v [..., N, K, D]: any leading dimensions, and N key heads where N divides H (query
+    head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. Nothing is
+    broadcast. causal hides keys after the query's own position, both counted from the first (as torch's is_causal
+    does). scale defaults to 1 / sqrt(D). Gives a tensor of q's shape and dtype (autocast's, where it is on).
+
+    Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for a name that is not
+    known and for inputs that the named implementation does not serve.
     """
-    return attention_named(implementation)(q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
+    attend = attention_named(implementation)
+    check_inputs(q, k, v)
+    if q.dim() == 4:
+        return attend(q, k, v, causal=causal, scale=scale)
+    output = attend(as_four_dims(q), as_four_dims(k), as_four_dims(v), causal=causal, scale=scale)
+    return output.reshape(q.shape)

@@ -27,8 +27,13 @@ def plain_attention(
 ) -> Tensor:
     """softmax(scale * q k^T) v with every intermediate materialised (Vaswani et al. 2017, equation 1).
 
-    Its three parts run inside span("scores") (product, scale and mask), span("softmax") and span("values").
+    Its three parts run inside span("scores") (product, scale and mask), span("softmax") and span("values"). Keys and
+    values of grouped-query heads are repeated first. A row whose every score is -inf gives NaN, as a softmax does; the
+    fused implementations give zeros, for which a second look at the scores would be needed here.
     """
+    if k_BHKD.dim() > 2 and k_BHKD.shape[-3] != q_BHSD.shape[-3]:
+        num_sharing = q_BHSD.shape[-3] // k_BHKD.shape[-3]
+        k_BHKD, v_BHKD = (x.repeat_interleave(num_sharing, dim=-3) for x in (k_BHKD, v_BHKD))
     scale = 1 / math.sqrt(q_BHSD.shape[-1]) if scale is None else scale
     with span("scores"):
         scores_BHSK = q_BHSD @ k_BHKD.transpose(-2, -1) * scale

@@ -37,8 +37,9 @@ class CachingAllocator:
     def __init__(self) -> None:
         self.allocated_bytes = 0
         """Size of all blocks in use."""
+        self.reserved_bytes = 0
+        """Size of all segments; none is given back, as on a device that has plenty."""
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
-        self._next_address = 0
 
     def allocate(self, num_bytes: int) -> Block:
         """A block of at least so many bytes."""
@@ -73,8 +74,8 @@ class CachingAllocator:
     def _segment(self, wanted: int, small: bool) -> Block:
         large = _LARGE_SEGMENT if wanted < _OWN_SEGMENT_FROM else _up(wanted, _SEGMENT_STEP)
         size = _SMALL_SEGMENT if small else large
-        block = Block(self._next_address, size, small)
-        self._next_address += size
+        block = Block(self.reserved_bytes, size, small)  # the segments lie one behind the other
+        self.reserved_bytes += size
         return block
 
     def _split(self, block: Block, wanted: int) -> None:

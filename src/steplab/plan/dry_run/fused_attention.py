@@ -39,6 +39,15 @@ def _flash_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
     )
 
 
+def _row_sums(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
+    return ((sizes.rows, "row sums within the kernel"),)
+
+
+def _reference_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
+    tensors = ("rotated query, widened", "gradient of the output, widened", "gradient of the rotated query, gathered")
+    return (*((sizes.residual, f"{tensor}, within the function") for tensor in tensors), *_row_sums(sizes))
+
+
 def _efficient_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
     return (
         (sizes.residual, "gradient times output, within the kernel"),
@@ -48,6 +57,8 @@ def _efficient_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
 
 _FLASH = _Kernel(tokens_in=1, gives_heads_together=False, within_backward=_flash_backward)
 _EFFICIENT = _Kernel(tokens_in=_EFFICIENT_ROWS, gives_heads_together=True, within_backward=_efficient_backward)
+_REFERENCE = _Kernel(tokens_in=1, gives_heads_together=False, within_backward=_reference_backward)
+_ROW_SUMS = _Kernel(tokens_in=1, gives_heads_together=False, within_backward=_row_sums)
 
 
 def flash(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,14 +66,19 @@ def flash(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _fused(m, q, k, v, _FLASH)
 
 
+def row_sums_alone(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Kernels that take one number a row for themselves backward: steplab's Triton ones, and FlexAttention's."""
+    return _fused(m, q, k, v, _ROW_SUMS)
+
+
+def reference(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-2 in tiled PyTorch, whose backward gathers in fp32. Its tiles are not followed."""
+    return _fused(m, q, k, v, _REFERENCE)
+
+
 def efficient(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The memory-efficient kernel."""
     return _fused(m, q, k, v, _EFFICIENT)
-
-
-def chosen(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Whichever torch takes: a flash kernel in half precision, else the memory-efficient one."""
-    return (efficient if m.product_dtype is FP32 else flash)(m, q, k, v)
 
 
 def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel) -> Tensor:
@@ -127,10 +143,14 @@ def _up(number: int, step: int) -> int:
 
 
 FUSED: dict[str, Attend] = {
-    "sdpa": chosen,
     "sdpa_flash": flash,
     "sdpa_cudnn": flash,
     "sdpa_efficient": efficient,
     "sdpa_math": math,
+    "flash_triton": row_sums_alone,
+    "flash_reference": reference,
+    "flex": row_sums_alone,
+    "flash_attn_4": flash,
+    "auto": flash,
 }
-"""StepSpec's attention, but for plain."""
+"""StepSpec's attention, but for plain, and for sdpa, which is one of these."""

@@ -100,6 +100,11 @@ class Ledger:
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, self.phase
         self.phase_peaks = {}
 
+    @property
+    def reserved_bytes(self) -> int:
+        """What the allocator holds from the device, handed out or not."""
+        return self._allocator.reserved_bytes
+
     def position(self) -> int:
         """Now, for `made_since`."""
         return len(self._log)

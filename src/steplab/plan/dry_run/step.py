@@ -1,5 +1,7 @@
 """A step's phases, run dry as measurement.step runs them."""
 
+import dataclasses
+
 from steplab.plan.dry_run.attention import Attend, plain
 from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.fused_attention import FUSED
@@ -8,6 +10,7 @@ from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.optimizers import Optimizer
 from steplab.plan.dry_run.sizes import INT64, Sizes
 from steplab.plan.dry_run.transformer import Transformer
+from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
 
 _STEPS = 3
@@ -19,6 +22,7 @@ _ATTENTION: dict[str, Attend] = {"plain": plain} | FUSED
 
 def run_dry(spec: StepSpec, *, workspace_bytes: int) -> Ledger:
     """The ledger of a step after some others, its peak among them."""
+    spec = dataclasses.replace(spec, attention=chosen_attention(spec))
     assert spec.model.shape is not None
     sizes = Sizes(spec.model.shape, spec.batch, spec.context)
     m = Machine(sizes, spec.precision, workspace_bytes)

@@ -1,0 +1,113 @@
+"""steplab attention"""
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from steplab.cli.options import OutputOptions
+
+_CELLS = Group.create_ordered("What is measured: lists make a product")
+
+
+def _cell(help: str, name: str | None = None) -> Parameter:
+    return Parameter(name=name, help=help, group=_CELLS)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CellOptions:
+    """The shapes, and who computes them."""
+
+    batch: Annotated[str | None, _cell("Sequences")] = None
+    heads: Annotated[str | None, _cell("Query heads")] = None
+    kv_heads: Annotated[str | None, _cell("Heads of keys and values [default: as many]")] = None
+    sequence: Annotated[str | None, _cell("Positions of queries and keys alike: 1024,2048")] = None
+    queries: Annotated[str | None, _cell("Positions of queries")] = None
+    keys: Annotated[str | None, _cell("Positions of keys")] = None
+    dim: Annotated[str | None, _cell("Dimension of a head")] = None
+    causal: Annotated[str | None, _cell("true, false, or both: true,false")] = None
+    dtype: Annotated[str | None, _cell("fp32, tf32, bf16, fp16")] = None
+    implementation: Annotated[
+        str | None, _cell("Names as of --attention: plain,sdpa_flash,... [default: those the device is good for]")
+    ] = None
+    compile: Annotated[str | None, _cell("off, or a mode of torch.compile [default: off]")] = None
+
+    def lists(self) -> dict[str, list[object]]:
+        """The fields that were given, each as a list."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: [part.strip() for part in text.split(",")] for name, text in given.items() if text is not None}
+
+
+def attention(
+    *,
+    grid: Annotated[
+        str | None,
+        Parameter(help="peers, study, long, tiny, or a TOML file [default: peers on a GPU, else tiny]"),
+    ] = None,
+    cells: CellOptions = CellOptions(),
+    passes: Annotated[str, Parameter(name="--pass", help="Some of forward,backward,both")] = "forward,backward,both",
+    against: Annotated[
+        str | None, Parameter(help="Whom the others are compared with [default: sdpa_flash, else sdpa, else plain]")
+    ] = None,
+    repeats: Annotated[
+        int | None, Parameter(help="How often each is timed [default: 10 to 100, by its length]")
+    ] = None,
+    errors: Annotated[bool, Parameter(help="Compare results with float64")] = True,
+    device: Annotated[str, Parameter(help="auto, cpu, mps, cuda or cuda:N")] = "auto",
+    seed: Annotated[int, Parameter(help="Of the random inputs")] = 0,
+    derive: Annotated[
+        bool,
+        Parameter(
+            help="Measure nothing; print what plain attention holds in memory, tensor by tensor, in the smallest cell "
+            "that ran out of it (of the newest benchmark), or with --hardware that would",
+            negative="",
+        ),
+    ] = False,
+    hardware: Annotated[str | None, Parameter(help="A GPU of the catalogue, for --derive")] = None,
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Give a cell up after this time without a sign of it")] = "10min",
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """Benchmark attention by itself: time, FLOP/s, memory kept and needed, error against float64.
+
+    Forward, backward and both, implementations in turns, so that their ratios are fair. Out of memory is a row. With
+    lists, cells are their product; with --grid as well, they take the place of the grid's own.
+
+    For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
+    """
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.errors import UserError
+    from steplab.lab.attention import account_for_memory, attention_study, measure_attention
+    from steplab.report.attention_text import cell_line, render_account, render_attention
+    from steplab.units import parse_duration
+
+    chosen = chosen_format(out.format, out.output)
+    color = stdout_color() and out.output is None
+    if hardware is not None and not derive:
+        raise UserError("--hardware is for --derive: what is measured is measured on this machine")
+    study = attention_study(
+        grid,
+        cells.lists(),
+        passes=tuple(part.strip() for part in passes.split(",")),
+        device=device,
+        repeats=repeats,
+        errors=errors,
+        seed=seed,
+    )
+    if derive:
+        emit(render_account(account_for_memory(study.cells, hardware, store=out.store), color=color), out.output)
+        return 0
+    with ProgressLine() as line:
+        run = measure_attention(
+            study,
+            name=name,
+            store=out.store,
+            timeout_s=parse_duration(timeout),
+            on_progress=line.alive,
+            on_cell=lambda index, cell: line.done(index + 1, len(study.cells), cell_line(cell)),
+        )
+    emit(render_attention(run, chosen, against=against, color=color), out.output)
+    say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
+    return 1 if all(cell.failure for cell in run.cells) else 0

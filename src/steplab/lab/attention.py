@@ -1,0 +1,149 @@
+"""Benchmark attention: measure a study's cells, store them as one record; account for memory that was not there."""
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from steplab import __version__
+from steplab.costs.attention import attention_flops
+from steplab.errors import UserError
+from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.measurement.attention_launch import attention_in_children
+from steplab.measurement.launch import OnProgress
+from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
+from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
+from steplab.records.codec import new_id, now_utc
+from steplab.records.environment import Environment
+from steplab.specs.attention import PASSES, AttentionSpec
+from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
+from steplab.specs.hardware import hardware_named
+
+DEFAULT_TIMEOUT_S = 600.0
+_GPU_PEERS = ("sdpa_flash", "flex", "sdpa_cudnn", "flash_triton")
+_CPU_PEERS = ("plain", "sdpa", "flash_reference")
+"""Who is measured where nobody is named."""
+
+
+def measure_attention(
+    study: AttentionStudy,
+    *,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    on_cell: Callable[[int, AttentionCell], None] = lambda index, cell: None,
+) -> AttentionRun:
+    """Measure a study's cells and store the record, which an interruption stores too, with the cells that it has.
+
+    `timeout_s` is how long one cell may be without a sign. Raises UserError for a request that cannot be served, and
+    SteplabError where the store cannot be written.
+    """
+    checked_name(name)
+    found: dict[int, AttentionCell] = {}
+
+    def counted(index: int, cell: AttentionCell) -> None:
+        found[index] = dataclasses.replace(cell, flops=attention_flops(cell.spec))
+        on_cell(index, found[index])
+
+    run = AttentionRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=name, study=study)
+    environment: Environment | None = None
+
+    def located(seen: Environment) -> None:
+        nonlocal environment
+        environment = seen
+
+    def ended(*notes: str) -> AttentionRun:
+        cells = tuple(found[index] for index in sorted(found))
+        return dataclasses.replace(run, created_utc=now_utc(), environment=environment, cells=cells, notes=notes)
+
+    with open_store(store, write=True) as opened:
+        try:
+            attention_in_children(
+                study, timeout_s=timeout_s, on_progress=on_progress, on_cell=counted, on_environment=located
+            )
+        except KeyboardInterrupt as error:
+            if not found:
+                raise
+            keep(opened, ended("interrupted: only the cells that had ended by then are here"))
+            raise KeyboardInterrupt(f"record {run.id} has the {len(found)} cells that had ended") from error
+        keep(opened, ended())
+    return ended()
+
+
+def account_for_memory(
+    cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
+) -> AttentionAccount:
+    """The smallest plain attention that runs out of memory, tensor by tensor.
+
+    With `hardware`, a name of the catalogue, it is computed for these shapes; without, it is that of the newest stored
+    benchmark in which one did. Raises UserError where there is none.
+    """
+    if hardware is not None:
+        spec = hardware_named(hardware)
+        memory_bytes = spec.usable_bytes or spec.memory_bytes
+        return smallest_that_does_not_fit(cells, memory_bytes, spec.name, backward=True)
+    with open_store(store, write=False) as opened:
+        for row in opened.rows(kind="attention"):
+            run = opened.get(str(row["id"]))
+            memory = run.environment.device.memory_bytes if isinstance(run, AttentionRun) and run.environment else None
+            if isinstance(run, AttentionRun) and memory and run.device_name:
+                account = account_of_failure(run.cells, memory, f"{run.device_name} (record {run.id})")
+                if account:
+                    return account
+    raise UserError(
+        "in no stored benchmark did plain attention run out of memory; name a GPU to compute it for: "
+        '--derive --hardware "H200 SXM"'
+    )
+
+
+def attention_study(
+    grid: str | None,
+    lists: Mapping[str, Sequence[object]],
+    *,
+    passes: Sequence[str] = PASSES,
+    device: str = "auto",
+    repeats: int | None = None,
+    errors: bool = True,
+    seed: int = 0,
+) -> AttentionStudy:
+    """The benchmark that a grid, lists of fields, or both ask for; without either, that which suits the device.
+
+    Raises UserError naming what is wrong with it, and what is valid.
+    """
+    on_gpu = device.startswith("cuda") or (device == "auto" and _has_cuda())
+    description = ""
+    source = grid or (("peers" if on_gpu else "tiny") if not lists else None)
+    given = dict(lists)
+    names = [str(name) for name in given.get("implementation", ())] or list(_GPU_PEERS if on_gpu else _CPU_PEERS)
+    if source is not None:
+        name, description, cells = cells_of_grid(source, given, {"implementation": names})
+    else:
+        name, cells = (
+            "attention",
+            cells_of([{"implementation": names, "dtype": ["bf16" if on_gpu else "fp32"]} | given]),
+        )
+    unknown = [name for name in passes if name not in PASSES]
+    if unknown or not passes:
+        raise UserError(f"pass '{''.join(unknown[:1])}' is not known; choose some of {', '.join(PASSES)}")
+    counts = {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
+    return AttentionStudy(
+        name=name,
+        description=description,
+        cells=cells,
+        passes=tuple(name for name in PASSES if name in passes),
+        device=device,
+        errors=errors,
+        seed=seed,
+        **counts,
+    )
+
+
+def _has_cuda() -> bool:
+    """Whether torch will probably find a CUDA device: asking torch itself would mean importing it."""
+    try:
+        built_for_cuda = "+cpu" not in importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return built_for_cuda and Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

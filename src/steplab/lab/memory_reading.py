@@ -1,0 +1,39 @@
+"""A memory snapshot and the marks beside it, read from their files and summed up."""
+
+from pathlib import Path
+
+from steplab.errors import SteplabError
+from steplab.measurement.launch import OnProgress, Progress
+from steplab.records.memory_marks import Marks
+from steplab.records.memory_profile import MemoryProfile
+
+
+def marks_beside(snapshot: Path) -> Path:
+    """Where the marks of a snapshot are kept: step.pickle, step.pickle.gz -> step.marks.json."""
+    return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz')).stem}.marks.json")
+
+
+def read_memory(
+    snapshot: Path, on_progress: OnProgress, *, file: str | None = None, unwatched_peak_bytes: int | None = None
+) -> MemoryProfile:
+    """The profile in a snapshot, by the owners in the marks beside it where there are any; the rest as in `digest`.
+
+    Raises UserError for a file that cannot be read, is not what it should be, or for marks that are of another
+    snapshot; SteplabError for a snapshot without any allocation.
+    """
+    from steplab.snapshots.digest import digest
+    from steplab.snapshots.marks import check_same_history, read_marks
+    from steplab.snapshots.reading import read_snapshot
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
+
+    beside = marks_beside(snapshot)
+    marks: Marks | None = read_marks(beside) if beside.exists() else None  # first: it is read in no time
+    history = read_snapshot(snapshot, on_progress=tell)
+    if marks:
+        check_same_history(marks, history, beside)
+    try:
+        return digest(history, marks, file=file, unwatched_peak_bytes=unwatched_peak_bytes)
+    except SteplabError as error:
+        raise SteplabError(f"{snapshot}: {error}") from error

@@ -1,0 +1,291 @@
+"""Cells of a benchmark of attention, measured in this process: groups of one shape, timed in turns.
+
+Importing torch and compiling take longer than most cells do, so that one process measures many. What has to reach no
+other cell is undone here: after a failure its frames are released and the memory it held is given back, and where that
+does not succeed, or the device answers no more, the process ends and another goes on (attention_launch.py).
+
+The implementations of one shape take turns, repeat by repeat, each round beginning with another: whatever the machine
+does meanwhile, it does to all of them. Before each repeat the cache is written over (on a CUDA device), and what
+backward needs is made anew: a graph that is kept would not let all of them have the device's memory in turn.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from steplab.measurement.attention_contender import (
+    Contender,
+    MakeAttention,
+    look_at_errors,
+    make_attention,
+    make_inputs,
+    try_both,
+    try_forward,
+)
+from steplab.measurement.attention_error import Inputs, Reference
+from steplab.measurement.attention_memory import allocated_bytes
+from steplab.measurement.device import Device, open_device, refuse_unserved
+from steplab.measurement.environment import read_clocks, read_environment
+from steplab.measurement.failures import failure_of, refused_memory
+from steplab.ops.attention.choice import choice_for
+from steplab.records.attention import AttentionCell
+from steplab.records.environment import Environment
+from steplab.records.run import Failure
+from steplab.specs.attention import AttentionPass
+from steplab.specs.attention_study import AttentionStudy
+from steplab.units import MIB
+
+_LEAST_FLUSH_BYTES = 256 * MIB
+_LEAST_WARMUP_CALLS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionObserver:
+    """Who is told how far the benchmark is."""
+
+    on_environment: Callable[[Environment], None] = lambda environment: None
+    on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
+    on_step: Callable[[int], None] = lambda iteration: None
+    on_cells: Callable[[list[int]], None] = lambda cells: None
+    """Called with the numbers of the cells that run next: should the process die, it is one of these."""
+    on_result: Callable[[int, AttentionCell], None] = lambda index, cell: None
+
+
+class _Broken(Exception):
+    """The device does not answer any more, or keeps memory that nobody has."""
+
+
+def measure_attention_here(
+    study: AttentionStudy,
+    groups: Sequence[Sequence[int]],
+    observer: AttentionObserver,
+    make: MakeAttention = make_attention,
+) -> bool:
+    """Measure these groups of the study's cells; gives whether all could be: False asks for a new process.
+
+    Raises UserError or Unsupported for a request that cannot be served at all.
+    """
+    device = open_device(study.device)
+    for dtype in dict.fromkeys(study.cells[index].dtype for group in groups for index in group):
+        refuse_unserved(dtype, device.torch_device)
+    environment = read_environment(device.torch_device)
+    observer.on_environment(environment)
+    session = _Session(study, device, observer, make)
+    try:
+        for group in groups:
+            session.measure(group)
+    except _Broken:
+        return False
+    observer.on_environment(read_clocks(environment, device.torch_device))
+    return True
+
+
+class _Session:
+    """The device, the cache flush, and the group under way."""
+
+    def __init__(self, study: AttentionStudy, device: Device, observer: AttentionObserver, make: MakeAttention) -> None:
+        self.study, self.device, self.observer, self.make = study, device, observer, make
+        self.stage = ""
+        self._flush = _flush_buffer(device)
+        self._idle_bytes: int | None = None
+        self._last_sent_s = 0.0
+
+    def measure(self, group: Sequence[int]) -> None:
+        """Measure the cells of one shape."""
+        if "torch._dynamo" in sys.modules:  # else nothing has been compiled yet, and importing it takes seconds
+            torch.compiler.reset()  # each shape is compiled for itself, as if it were the only one
+        cells = [self.study.cells[index] for index in group]
+        precise = "high" if cells[0].dtype == "tf32" else "highest"
+        torch.set_float32_matmul_precision(precise)
+        self._idle_bytes = allocated_bytes(self.device)
+        self.observer.on_cells(list(group))
+        try:
+            self._begin(f"{cells[0].label}: inputs", 0)
+            inputs = make_inputs(cells[0], self.device, self.study.seed)
+        except Exception as error:
+            for index, cell in zip(group, cells, strict=True):
+                failure = refused_memory(error, "inputs", self.device) or failure_of(error, "inputs")
+                self.observer.on_result(index, AttentionCell(spec=cell, failure=failure))
+            return
+        idle_bytes, self._idle_bytes = self._idle_bytes, allocated_bytes(self.device)
+        contenders = self._prepared(group, inputs)
+        for name in self.study.passes:
+            self._time(name, [contender for contender in contenders if name in contender.ready])
+        for contender in contenders:
+            self.observer.on_result(contender.index, contender.cell(self.device))
+        self._idle_bytes = idle_bytes
+
+    def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[Contender]:
+        """Each cell by itself for the first time: whether it runs, what it takes, how exact it is."""
+        reference, note = self._reference(group, inputs)
+        contenders = []
+        for index in group:
+            cell = self.study.cells[index]
+            self.observer.on_cells([index])
+            contender = Contender(index=index, spec=cell, function=self.make(cell), inputs=inputs)
+            contender.notes += [note] if note else []
+            if cell.implementation == "auto":
+                choice = choice_for(inputs.q, inputs.k, causal=cell.causal)
+                contender.notes.append(f"auto is {choice.implementation}: {choice.reason}")
+            self._begin(f"{cell.label} {cell.column}: first call", 0)
+            self._try(contender, reference)
+            contenders.append(contender)
+        return contenders
+
+    def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
+        if not self.study.errors:
+            return None, ""
+        cell = self.study.cells[group[0]]
+        self._begin(f"{cell.label}: float64", 0)
+        try:
+            reference = Reference(cell, inputs)
+        except Exception as error:
+            note = f"errors against float64: {failure_of(error, None).message}"
+            self._check_device()
+            return None, note
+        try:
+            reference.look_at_plain(cell, inputs)
+        except Exception as error:
+            note = f"error of plain attention: {failure_of(error, None).message}"
+            self._check_device()
+            return reference, note
+        return (
+            reference,
+            "" if reference.checked_heads else "errors against float64: one head alone would take too long",
+        )
+
+    def _try(self, contender: Contender, reference: Reference | None) -> None:
+        """Run a cell's passes once; what fails is left out of the timing."""
+        stage = "forward"
+        try:
+            output = try_forward(contender, self.device)
+            gradients: tuple[torch.Tensor, ...] = ()
+            if self.study.passes != ("forward",):
+                del output
+                stage = "backward"
+                output, gradients = try_both(contender, self.device)
+            if reference:
+                stage = "comparison with float64"
+                look_at_errors(contender, reference, output, gradients)
+        except Exception as error:
+            contender.fail(error, stage, self.device)
+        output = gradients = None  # type: ignore[assignment]
+        if contender.failure:
+            self._after_failure(contender)
+
+    def _after_failure(self, contender: Contender) -> None:
+        """Give back what a failure held; where that cannot be done, tell its result and end the process."""
+        try:
+            self._check_device()
+        except _Broken:
+            if contender.failure and contender.failure.kind == "error":
+                contender.failure = Failure(
+                    kind="crashed", message=contender.failure.message, phase=contender.failure.phase
+                )
+            self.observer.on_result(contender.index, contender.cell(self.device))
+            raise
+
+    def _check_device(self) -> None:
+        """Release what nobody has any more. Raises _Broken where the device does not answer, or keeps more."""
+        gc.collect()
+        try:
+            if self.device.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.device.synchronize()
+        except Exception as error:
+            raise _Broken from error
+        held = allocated_bytes(self.device)
+        if held is not None and self._idle_bytes is not None and held > self._idle_bytes + _LEAST_FLUSH_BYTES:
+            raise _Broken
+
+    def _time(self, name: AttentionPass, contenders: list[Contender]) -> None:
+        """Time one pass of these, in turns."""
+        self._begin(f"{self._label(contenders)}: {name}, warm-up", 0)
+        call_s = 0.0
+        for contender in list(contenders):
+            self.observer.on_cells([contender.index])
+            with self._surviving(name, contender, contenders):
+                call_s += self._warm_up(name, contender)
+        if not contenders:
+            return
+        wanted = self.study.measured_s * len(contenders) / call_s if call_s else self.study.most_repeats
+        repeats = int(min(max(wanted, self.study.least_repeats), self.study.most_repeats))
+        self._begin(f"{self._label(contenders)}: {name}", repeats)
+        self.observer.on_cells([contender.index for contender in contenders])
+        for contender in contenders:
+            contender.interleaved = tuple(other.spec.column for other in contenders if other is not contender)
+        marks: dict[int, list[tuple[object, object]]] = {contender.index: [] for contender in contenders}
+        self.device.reserve_marks(2 * repeats * len(contenders))
+        for repeat in range(repeats):
+            first = repeat % len(contenders) if contenders else 0
+            for contender in contenders[first:] + contenders[:first]:
+                with self._surviving(name, contender, contenders):
+                    marks[contender.index].append(self._run(name, contender))
+            self._tell(repeat)
+        self.device.synchronize()
+        for contender in contenders:
+            spans = marks[contender.index]
+            contender.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
+
+    @contextmanager
+    def _surviving(self, name: AttentionPass, contender: Contender, contenders: list[Contender]) -> Iterator[None]:
+        """A failure in here takes a contender out of this pass and leaves the others in it."""
+        try:
+            yield
+        except Exception as error:
+            contender.fail(error, name, self.device)
+            contenders.remove(contender)
+        if contender.failure and contender not in contenders:
+            self._after_failure(contender)
+
+    def _warm_up(self, name: AttentionPass, contender: Contender) -> float:
+        """Run a pass until the device is up to speed; gives the seconds a call took at the end, all included."""
+        calls, batch = 0, 1
+        self.device.synchronize()
+        started = time.perf_counter()
+        while True:
+            batch_started = time.perf_counter()
+            for _ in range(batch):
+                self._run(name, contender)
+            self.device.synchronize()
+            calls += batch
+            now = time.perf_counter()
+            if calls >= _LEAST_WARMUP_CALLS and now - started >= self.study.warmup_s:
+                return (now - batch_started) / batch
+            batch *= 2
+
+    def _run(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
+        """One repeat, with cold caches; gives its marks."""
+        output = contender.forward_for_backward() if name == "backward" else None
+        if self._flush is not None:
+            self._flush.zero_()
+        start = self.device.mark()
+        if name == "forward":
+            contender.forward()
+        else:
+            contender.backward(contender.forward_for_backward() if output is None else output)
+        return start, self.device.mark()
+
+    def _begin(self, stage: str, num_steps: int) -> None:
+        self.stage = stage
+        self.observer.on_stage(stage, num_steps)
+
+    def _tell(self, repeat: int) -> None:
+        self.observer.on_step(repeat)
+
+    @staticmethod
+    def _label(contenders: Sequence[Contender]) -> str:
+        return contenders[0].spec.label if contenders else "nothing"
+
+
+def _flush_buffer(device: Device) -> torch.Tensor | None:
+    """What is written before each repeat so that the last one's data are in no cache; None where none is flushed."""
+    if device.torch_device.type != "cuda":
+        return None
+    cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))
+    return torch.empty(max(_LEAST_FLUSH_BYTES, 2 * cache_bytes), dtype=torch.uint8, device=device.torch_device)

@@ -1,0 +1,182 @@
+"""`auto`: which implementation for a device, type and shape, by a committed table of measurements.
+
+The table (attention_choice.toml) has times on the GPUs that it names, of forward and backward together. An unknown GPU
+gets sdpa, torch's own choice, and never another GPU's best.
+"""
+
+import math
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from steplab.ops.attention.shapes import fixed, num_key_heads
+
+FALLBACK = "sdpa"
+"""Where nothing was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An implementation, and why that one."""
+
+    implementation: str
+    """A name that attention() takes, never auto."""
+    reason: str
+    """Half a sentence: 'fastest of 4 on NVIDIA H200 at 1024 tokens (...)'."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Times of several implementations on one GPU, for one type, head dimension and causality."""
+
+    gpu: str
+    """As torch names it."""
+    dtype: str
+    """float32, bfloat16 or float16."""
+    head_dim: int
+    """The head dimension that was measured."""
+    causal: bool
+    """Whether with the causal mask."""
+    source: str
+    """Where the times are from, and with which versions."""
+    implementations: tuple[str, ...]
+    """What was measured, in the order of the times."""
+    rows: tuple[tuple[float, ...], ...]
+    """Tokens of a sequence, then milliseconds of forward and backward together of each implementation; inf: it could
+    not be run."""
+
+    def __post_init__(self) -> None:
+        if not self.rows or any(len(row) != 1 + len(self.implementations) for row in self.rows):
+            raise ValueError(f"attention_choice.toml: a row of {self.gpu} has not one time for each implementation")
+
+
+def choose(
+    *, device: str, dtype: str, head_dim: int, num_queries: int, num_keys: int, causal: bool, grouped: bool = False
+) -> Choice:
+    """The implementation that was fastest on this device for the nearest measured shape.
+
+    `device` is a GPU's name, or cpu, mps, ...; `dtype` is spelled as torch's. `grouped`: several query heads read one
+    key head, which torch's memory-efficient kernel does not take. The length that counts is the geometric mean of
+    queries and keys: the work goes by their product.
+    """
+    return choose_from(
+        table(),
+        device=device,
+        dtype=dtype,
+        head_dim=head_dim,
+        tokens=math.sqrt(max(num_queries, 1) * max(num_keys, 1)),
+        causal=causal,
+        without={"sdpa_efficient"} if grouped else set(),
+        square=num_queries == num_keys,
+    )
+
+
+def choose_from(
+    measured: tuple[Measured, ...],
+    *,
+    device: str,
+    dtype: str,
+    head_dim: int,
+    tokens: float,
+    causal: bool,
+    without: set[str],
+    square: bool,
+) -> Choice:
+    """The same from a table of one's own. On a scale of factors: 96 columns are nearer to 128 than to 64."""
+    of_gpu = [m for m in measured if m.gpu == device and m.dtype == dtype and m.causal == causal]
+    if not of_gpu:
+        kind = "causal" if causal else "full"
+        return Choice(implementation=FALLBACK, reason=f"nothing was measured on {device} for {dtype}, {kind}")
+    nearest = min(of_gpu, key=lambda m: abs(math.log(m.head_dim / head_dim)))
+    row = min(nearest.rows, key=lambda row: abs(math.log(row[0] / tokens)))
+    if causal and not square:
+        without = {*without, "flash_attn_4"}  # counts the positions of its mask from the last key
+    times = {name: ms for name, ms in zip(nearest.implementations, row[1:], strict=True) if name not in without}
+    best = min(times, key=lambda name: times[name], default=None)
+    if best is None or math.isinf(times[best]):
+        return Choice(implementation=FALLBACK, reason=f"nothing that was measured on {device} takes such inputs")
+    reason = (
+        f"fastest of {len(times)} on {device} at {row[0]:.0f} tokens, head dimension {nearest.head_dim}, {dtype} "
+        f"({nearest.source})"
+    )
+    return Choice(implementation=best, reason=reason)
+
+
+def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:
+    """The choice for tensors in hand."""
+    return _choice(*_described(q, k), causal)
+
+
+def name_for(q: Tensor, k: Tensor, *, causal: bool) -> str:
+    """The implementation of that choice; within torch.compile, a constant of the graph."""
+    return _name(*_described(q, k), causal)
+
+
+_Described = tuple[torch.device, torch.dtype, int, int, int, bool]
+
+
+def _described(q: Tensor, k: Tensor) -> _Described:
+    """What a choice depends on, but for the mask."""
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
+    return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    grouped: bool,
+    causal: bool,
+) -> str:
+    return _choice(device, dtype, head_dim, num_queries, num_keys, grouped, causal).implementation
+
+
+@cache
+def _choice(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    grouped: bool,
+    causal: bool,
+) -> Choice:
+    return choose(
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=head_dim,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        causal=causal,
+        grouped=grouped,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What the table knows a device by."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def table() -> tuple[Measured, ...]:
+    """The committed measurements."""
+    text = files("steplab.ops.attention").joinpath("attention_choice.toml").read_text(encoding="utf-8")
+    return tuple(
+        Measured(
+            **{
+                **entry,
+                "implementations": tuple(entry["implementations"]),
+                "rows": tuple(map(tuple, entry["rows"])),
+            }
+        )
+        for entry in tomllib.loads(text)["measured"]
+    )

@@ -1,0 +1,106 @@
+"""torch's FlexAttention: a kernel that its compiler writes for a score and a mask given in Python."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from steplab.errors import Unsupported
+from steplab.ops.attention.autocast import as_autocast_would
+from steplab.ops.attention.shapes import fixed
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# torch.nn.attention.flex_attention is imported where it is used: it takes the compiler with it, which takes seconds.
+
+BLOCK = 128
+"""Queries, and keys, of a block of the mask: flex_attention's own default."""
+
+
+def flex_attention_compiled(
+    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """softmax(scale * q k^T) v by flex_attention, compiled at a shape's first use; within torch.compile, a part of it.
+
+    On a CPU it has no backward pass: raises Unsupported where a gradient is needed.
+    """
+    q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
+    if q_BHSD.device.type == "cpu" and torch.is_grad_enabled() and _any_needs_gradient(q_BHSD, k_BHKD, v_BHKD):
+        raise Unsupported(
+            "attention 'flex' with gradients on a CPU",
+            "torch's FlexAttention has no backward pass there",
+            "choose sdpa or flash_reference, or run it under torch.no_grad()",
+        )
+    from torch.nn.attention.flex_attention import flex_attention
+
+    mask = causal_mask(q_BHSD.shape[-2], k_BHKD.shape[-2], q_BHSD.device) if causal else None
+    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
+    output: Tensor = attend(
+        q_BHSD, k_BHKD, v_BHKD, block_mask=mask, scale=scale, enable_gqa=q_BHSD.shape[-3] != k_BHKD.shape[-3]
+    )
+    return output
+
+
+def _any_needs_gradient(*tensors: Tensor) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+@cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":
+    """The mask of a query that sees keys up to its own position, both counted from the first."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    part, full = (_constant_lists(fixed(num_queries), fixed(num_keys), device, whole) for whole in (False, True))
+    return BlockMask(
+        seq_lengths=(num_queries, num_keys),
+        kv_num_blocks=part[0],
+        kv_indices=part[1],
+        q_num_blocks=part[2],
+        q_indices=part[3],
+        full_kv_num_blocks=full[0],
+        full_kv_indices=full[1],
+        full_q_num_blocks=full[2],
+        full_q_indices=full[3],
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=_sees,
+    )
+
+
+def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+# To torch.compile a constant: made within the graph, every layer would make its own.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
+    return _lists_of_blocks(num_queries, num_keys, device, whole)
+
+
+@cache
+def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
+    """Of each block of queries, how many blocks of keys it sees whole (or in part), and which; then the same of keys.
+
+    A block row sees whole those blocks of keys that lie before it, and part of the one beside it. A last row or column
+    that the queries or keys do not fill counts as seen in part, as in torch's create_block_mask, which would take a
+    byte for every pair of a query and a key to find that out.
+    """
+    num_rows, num_columns = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
+    row_R1, column_C = torch.arange(num_rows, device=device)[:, None], torch.arange(num_columns, device=device)
+    seen_RC = column_C <= row_R1
+    whole_RC = (column_C < row_R1) & (column_C < num_keys // BLOCK) & (row_R1 < num_queries // BLOCK)
+    listed_RC = whole_RC if whole else seen_RC & ~whole_RC
+    return *_counted(listed_RC), *_counted(listed_RC.T)
+
+
+def _counted(listed_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of entries of each row, [1, 1, R], and their columns, which come first in [1, 1, R, C]."""
+    order_RC = listed_RC.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return listed_RC.sum(-1, dtype=torch.int32)[None, None], order_RC.to(torch.int32)[None, None].contiguous()

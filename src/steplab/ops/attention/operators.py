@@ -1,0 +1,112 @@
+"""FlashAttention-2 forward and backward as operators of torch: steplab::flash_reference_* and steplab::flash_triton_*.
+
+An operator is what torch.compile, FLOP counters, profilers and selective checkpointing see of a function, and do not
+look into. All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor
+is; log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). They have no derivative of their own: that is
+functions.py.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from steplab.errors import Unsupported
+from steplab.ops.attention.flash_reference import reference_backward, reference_forward
+from steplab.ops.attention.flops import register_formulas
+
+# Defined by Library and not by torch.library.custom_op, whose wrapper takes longer than some of these kernels.
+_library = Library("steplab", "FRAGMENT")
+_FORWARD = "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """A forward and its backward."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+    """(q, k, v, causal, scale) -> (o, lse)"""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+    """(do, q, k, v, o, lse, causal, scale) -> (dq, dk, dv)"""
+
+
+def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
+    for pass_name, schema, real, fake in (
+        ("forward", _FORWARD, forward, _fake_forward),
+        ("backward", _BACKWARD, backward, _fake_backward),
+    ):
+        operator = f"{name}_{pass_name}"
+        _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(operator, real, "CompositeExplicitAutograd")
+        register_fake(f"steplab::{operator}", fake, lib=_library)
+    packets = [getattr(torch.ops.steplab, f"{name}_{pass_name}") for pass_name in ("forward", "backward")]
+    register_formulas(*packets)
+    return Operators(*(packet.default for packet in packets))
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), torch.empty(q.shape[:-1], dtype=wide, device=q.device)
+
+
+def _fake_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):  # it would round the wide sums
+        return reference_forward(q, k, v, causal=causal, scale=scale)
+
+
+def _reference_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        return reference_backward(grad, q, k, v, o, lse, causal=causal, scale=scale)
+
+
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    _refuse_without_triton(q)
+    from steplab.ops.attention.triton_forward import triton_forward
+
+    return triton_forward(q, k, v, causal=causal, scale=scale)
+
+
+def _triton_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from steplab.ops.attention.triton_backward import triton_backward
+
+    return triton_backward(grad, q, k, v, o, lse, causal=causal, scale=scale)
+
+
+WIDEST_OF_TRITON = 256
+"""The largest head dimension of the Triton kernels."""
+
+
+def _refuse_without_triton(q: Tensor) -> None:
+    what, other = "attention 'flash_triton'", "choose sdpa or flash_reference"
+    if q.dtype == torch.float64:
+        raise Unsupported(f"{what} in float64", "its kernels sum in float32", "choose plain, sdpa or flash_reference")
+    if q.shape[-1] > WIDEST_OF_TRITON:
+        why = f"its kernels hold a tile of at most {WIDEST_OF_TRITON} columns on the chip"
+        raise Unsupported(f"{what} with head dimension {q.shape[-1]}", why, "choose sdpa_math or plain")
+    kind = q.device.type
+    if kind == "cuda" or (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return
+    if kind == "cpu":
+        raise Unsupported(f"{what} on a CPU", "it needs TRITON_INTERPRET=1 in the environment (slow, for tests)", other)
+    raise Unsupported(f"{what} on {kind}", "its kernels are for CUDA", other)
+
+
+REFERENCE = _define("flash_reference", _reference_forward, _reference_backward)
+TRITON = _define("flash_triton", _triton_forward, _triton_backward)

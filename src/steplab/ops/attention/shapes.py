@@ -1,0 +1,97 @@
+"""Which tensors attention takes, and how every kernel gets them in four dimensions.
+
+Shape suffixes: B batch, H query heads, N key heads, S query positions, K key positions, D head dimension.
+"""
+
+import torch
+from torch import Tensor
+
+from steplab.errors import UserError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What attention is computed in."""
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise UserError, saying what to change, for tensors that are not an attention's.
+
+    Taken are q [..., H, S, D] with k and v [..., N, K, D], where N divides H (grouped-query heads: query head h reads
+    key head h * N // H); [batch, S, D] with [batch, K, D]: one head; and [S, D] with [K, D]. Nothing is broadcast.
+    """
+    q_shape, k_shape = q.shape, k.shape
+    # One comparison for what nearly always comes: every head has its own keys, as many as there are queries.
+    if q_shape == k_shape == v.shape and len(q_shape) >= 2 and q_shape[-1] > 0:
+        alike = True
+    else:
+        alike = _agree(q_shape, k_shape, v.shape)
+    if not (alike and _one_type(q, k, v) and q.device == k.device == v.device):
+        raise UserError(_reason(q, k, v))
+
+
+def _one_type(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether types are served, and alike or soon made so by autocast, which leaves float64 as it is."""
+    if q.dtype == k.dtype == v.dtype:
+        return q.dtype in DTYPES
+    types = {q.dtype, k.dtype, v.dtype}
+    return torch.is_autocast_enabled(q.device.type) and types <= set(DTYPES) - {torch.float64}
+
+
+def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
+    if len(q) < 2 or len(q) != len(k) or k != v or q[-1] != k[-1] or q[-1] == 0:
+        return False
+    if len(q) < 4:
+        return q[:-2] == k[:-2]
+    heads, key_heads = q[-3], k[-3]
+    return q[:-3] == k[:-3] and (heads == key_heads or (key_heads > 0 and heads % key_heads == 0))
+
+
+def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What is wrong with tensors that were refused, the first thing found."""
+    shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.dim() < 2 or q.dim() != k.dim():
+        return (
+            f"attention takes q [..., heads, queries, dim] with k and v [..., heads, keys, dim], or all of them "
+            f"[batch, positions, dim], or [positions, dim], not {shown}"
+        )
+    if k.shape != v.shape:
+        return f"attention takes v of the shape of k, not {shown}"
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        return f"attention takes q and k of one head dimension, at least 1, not {shown}"
+    if q.dim() < 4 and q.shape[:-2] != k.shape[:-2]:
+        return (
+            f"attention takes three dimensions as [batch, positions, dim], with one batch for all, not {shown}; "
+            "for grouped-query heads give [batch, heads, positions, dim]"
+        )
+    if q.shape[:-3] != k.shape[:-3]:
+        return f"attention broadcasts nothing: the dimensions before the heads must be alike, not {shown}; use expand"
+    if not _agree(q.shape, k.shape, v.shape):
+        return f"attention takes key heads whose number divides that of the query heads, not {shown}"
+    if not q.device == k.device == v.device:
+        return f"attention takes tensors of one device, not {q.device}, {k.device} and {v.device}"
+    names = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (q, k, v)))
+    return f"attention takes tensors of one type, float32, bfloat16, float16 or float64, not {names}"
+
+
+def as_four_dims(x: Tensor) -> Tensor:
+    """[B, H, S, D] of what `check_inputs` takes: a view wherever strides admit one, always of up to 4 dimensions."""
+    dims = x.dim()
+    if dims == 4:
+        return x
+    if dims == 3:
+        return x.unsqueeze(1)
+    return x[None, None] if dims == 2 else x.flatten(0, dims - 4)
+
+
+def num_key_heads(k: Tensor) -> int:
+    """Heads of the keys; without a dimension for them, one."""
+    return k.shape[-3] if k.dim() > 3 else 1
+
+
+def default_scale(q: Tensor, scale: float | None) -> float:
+    """1 / sqrt(D) where no scale is given."""
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def fixed(size: int) -> int:
+    """The size as a number that torch.compile takes for a constant, of which it makes a symbol when shapes change."""
+    return len(range(size))

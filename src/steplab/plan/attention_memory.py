@@ -1,0 +1,119 @@
+"""The tensors that plain attention holds at its highest moment, and the smallest attention that does not fit.
+
+As ops/attention/plain.py runs, eager: its variables live to the end of the function, so that the masked scores are
+there beside their softmax; softmax's backward then holds three squares, its result, the gradient that comes and the
+gradient that goes. Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an
+element.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from steplab.errors import UserError
+from steplab.records.attention import AttentionAccount, AttentionCell, TensorTerm
+from steplab.specs.attention import AttentionSpec
+
+_LONGEST = 2**24
+"""Positions beyond which no longer sequence is looked at."""
+
+
+def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
+    """The moment when plain attention holds most, and what it holds then: the inputs, and tensors of its own.
+
+    Forward is that which precedes a backward. A library's workspace, and what CUDA takes for itself, are not counted.
+    """
+    element = 4 if spec.dtype in ("fp32", "tf32") else 2
+    batch, heads, groups = spec.batch, spec.heads, spec.num_kv_heads
+    queries, keys, dim = spec.queries, spec.num_keys, spec.dim
+
+    def square(what: str, *, kept: bool = False) -> TensorTerm:
+        shape = (batch, heads, queries, keys)
+        return TensorTerm(what=what, formula="B H S K e", shape=shape, element_bytes=element, kept=kept)
+
+    def rows(what: str) -> TensorTerm:
+        return TensorTerm(what=what, formula="B H S D e", shape=(batch, heads, queries, dim), element_bytes=element)
+
+    def columns(what: str) -> TensorTerm:
+        return TensorTerm(what=what, formula="B G K D e", shape=(batch, groups, keys, dim), element_bytes=element)
+
+    def mask(what: str, *, kept: bool = False) -> TensorTerm:
+        return TensorTerm(what=what, formula="S K", shape=(queries, keys), element_bytes=1, kept=kept)
+
+    inputs = (rows("queries"), columns("keys"), columns("values"), rows("gradient of the output"))
+    masks = (mask("mask", kept=True),) if spec.causal else ()
+    weights = square("softmax of the scores", kept=True)
+    last = square("scores, masked" if spec.causal else "scores, scaled")
+    moments = [("forward, the product with the values", (*masks, last, weights, rows("output")))]
+    if spec.causal:
+        made = (square("scores, scaled"), mask("ones, of which the mask is made"), *masks)
+        moments.append(("forward, making the mask", made))
+    if backward:
+        gradients = (square("gradient of the softmax"), square("gradient of the scores"))
+        own = (*masks, weights, *gradients, rows("output"), columns("gradient of the values"))
+        moments.append(("backward of the softmax", own))
+    moment, own = max(moments, key=lambda one: sum(term.num_bytes for term in one[1]))
+    return moment, inputs + own
+
+
+def smallest_that_does_not_fit(
+    cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
+) -> AttentionAccount:
+    """Of plain attention on these shapes; where all fit, on these with their sequences doubled until one does not.
+
+    Raises UserError where no sequence that anyone would try is too long.
+    """
+    shapes = list(dict.fromkeys(cell.shape for cell in cells))
+    if not shapes:
+        raise UserError("no shape to account for; name a grid with --grid, or sizes")
+    fitting: list[AttentionSpec] = []
+    while all(shape.queries <= _LONGEST for shape in shapes):
+        failing = [shape for shape in shapes if _needed(shape, backward) > memory_bytes]
+        fitting += [shape for shape in shapes if shape not in failing]
+        if failing:
+            spec = min(failing, key=lambda shape: _needed(shape, backward))
+            moment, terms = plain_account(spec, backward=backward)
+            previous = _next_smaller(spec, fitting)
+            return AttentionAccount(
+                spec=spec,
+                moment=moment,
+                terms=terms,
+                memory_bytes=memory_bytes,
+                memory_source=memory_source,
+                previous=previous,
+                previous_bytes=_needed(previous, backward) if previous else None,
+            )
+        shapes = [dataclasses.replace(s, queries=2 * s.queries, keys=2 * s.num_keys) for s in shapes]
+    raise UserError(f"no attention of up to {_LONGEST} positions needs as much as {memory_source} has")
+
+
+def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> AttentionSpec | None:
+    """The longest of the others that differ from it in length alone; None: there is none."""
+    alike = [o for o in others if dataclasses.replace(o, queries=spec.queries, keys=spec.keys) == spec]
+    return max(alike, key=lambda other: other.queries, default=None)
+
+
+def account_of_failure(
+    cells: Sequence[AttentionCell], memory_bytes: int, memory_source: str
+) -> AttentionAccount | None:
+    """Of the smallest cell of eager plain attention that ran out of memory; None: none did."""
+    tried = [cell for cell in cells if cell.spec.implementation == "plain" and cell.spec.compile == "off"]
+    failed = [(cell, cell.failure) for cell in tried if cell.failure and cell.failure.kind == "out_of_memory"]
+    if not failed:
+        return None
+    cell, failure = min(failed, key=lambda one: _needed(one[0].spec, backward=True))
+    previous = _next_smaller(cell.spec, [other.spec for other in tried if not other.failure])
+    moment, terms = plain_account(cell.spec, backward=failure.phase not in ("forward", "inputs"))
+    return AttentionAccount(
+        spec=cell.spec,
+        moment=moment,
+        terms=terms,
+        memory_bytes=memory_bytes,
+        memory_source=memory_source,
+        previous=previous,
+        previous_bytes=_needed(previous, True) if previous else None,
+        measured=failure,
+    )
+
+
+def _needed(spec: AttentionSpec, backward: bool) -> int:
+    return sum(term.num_bytes for term in plain_account(spec, backward=backward)[1])

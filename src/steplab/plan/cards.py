@@ -1,0 +1,47 @@
+"""Whether a predicted step fits a GPU: what it takes of the device, at least and to be sure, against what there is.
+
+A step needs more of a device than its tensors' peak, and what more is taken from records of an H200
+(docs/memory_formulas.md): what CUDA holds outside of the allocator, and what the allocator holds without handing it
+out.
+"""
+
+from steplab.records.prediction import CardFit, PredictionKind, Verdict
+from steplab.specs.hardware import HardwareSpec, catalogue
+from steplab.units import MIB
+
+OUTSIDE_BYTES = 768 * MIB
+"""The CUDA context, the kernels' code and what libraries allocate for themselves: up to 762.9 MiB in 47 cells."""
+RESERVED_MARGIN = 0.10
+"""By which more may be reserved than the dry run finds: up to 8.9 % in 199 cells, up to 2.7 % in 195 of them."""
+LEAST_USABLE = 0.96
+"""Of the stated GiB, on a card that nobody has read it from. A caution: an H200 has 0.991, a GeForce about 0.98."""
+
+
+def least_device_bytes(peak_bytes: int) -> int:
+    """What a device must have, if the allocator fragments nothing."""
+    return peak_bytes + OUTSIDE_BYTES
+
+
+def safe_device_bytes(reserved_bytes: int) -> int:
+    """With how much a step is sure to run: the allocator gives its cache back before it fails, so this is cautious."""
+    return round(reserved_bytes * (1 + RESERVED_MARGIN)) + OUTSIDE_BYTES
+
+
+def fits_of(kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
+    """A verdict on each card of the catalogue, the largest first; safe_bytes None: not known."""
+    cards = sorted(catalogue(), key=lambda card: (-card.memory_bytes, card.name))
+    return tuple(_fit(card, kind, least_bytes, safe_bytes) for card in cards)
+
+
+def _fit(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> CardFit:
+    known = card.usable_bytes is not None
+    usable = card.usable_bytes if card.usable_bytes is not None else int(card.memory_bytes * LEAST_USABLE)
+    most = card.usable_bytes if card.usable_bytes is not None else card.memory_bytes
+    verdict: Verdict = "too tight to promise"
+    if least_bytes > most:
+        verdict = "does not fit"
+    elif kind == "at_least" or safe_bytes is None:
+        verdict = "not known"
+    elif safe_bytes <= usable:
+        verdict = "fits"
+    return CardFit(gpu=card.name, usable_bytes=usable, usable_is_known=known, verdict=verdict)

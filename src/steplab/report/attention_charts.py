@@ -1,0 +1,161 @@
+"""Pictures of a benchmark of attention: rates and memory over the length of the sequence, a line an implementation.
+
+Shapes that differ in length alone share a panel; those that have no such neighbours stand side by side in one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.attention import AttentionCell
+from steplab.report import axes as ax
+from steplab.report.attention_rows import flops_per_s
+from steplab.report.cells import Layout
+from steplab.report.charts import AXES_HEIGHT, GLYPHS, MARKERS, Chart, Picture
+from steplab.report.columns import reason
+from steplab.report.svg import SERIES, Drawing, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Figure = Callable[[AttentionCell], float | None]
+_BESIDE_OTHERS = 440.0
+"""Width of a panel that is not alone."""
+_RATES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Panel:
+    """Shapes on one set of axes."""
+
+    title: str
+    """What they share; empty where they share nothing."""
+    positions: tuple[str, ...]
+    """Lengths, or whole shapes."""
+    marks: tuple[tuple[int, AttentionCell], ...]
+    """Position and cell."""
+    ordered: bool
+    """Whether positions are lengths, so that lines between them mean something."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    """What is drawn of each cell."""
+
+    figure: Figure
+    """Its value."""
+    scale: ax.Scale
+    """Of all panels."""
+    name: str
+    """In words."""
+    show: Callable[[float], str]
+    """The value for a hover text."""
+
+
+def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
+    """FLOP/s of a pass; None where it was timed nowhere."""
+
+    def figure(cell: AttentionCell) -> float | None:
+        return flops_per_s(cell, name)
+
+    values = [value for cell in cells if (value := figure(cell)) is not None]
+    if not values:
+        return None
+    note = f"{_RATES[name].capitalize()}: FLOPs, as the convention counts them, over the median time."
+    scale = ax.count_scale(values)
+    return _chart(cells, _Plot(figure, scale, _RATES[name], lambda v: units.format_rate(v, "FLOP/s")), note)
+
+
+def memory_chart(cells: Sequence[AttentionCell], *, kept: bool) -> Chart | None:
+    """Bytes kept for backward, or the peak of forward and backward; None where neither is known."""
+
+    def figure(cell: AttentionCell) -> float | None:
+        memory = cell.memory
+        return (memory.saved_bytes if kept else memory.both_peak_bytes) if memory else None
+
+    values = [value for cell in cells if (value := figure(cell))]
+    if not values:
+        return None
+    what = "Kept from forward until backward" if kept else "Most at once in forward and backward"
+    note = f"{what}, beyond the inputs, on a logarithmic axis; from one length to the next is a factor as well."
+    scale = ax.log_bytes_scale(values)
+    return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes), note)
+
+
+def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
+    series = tuple(dict.fromkeys(cell.spec.column for cell in cells))
+    pictures = []
+    panels = _panels(cells)
+    for panel in panels:
+        positions = tuple((position, "") for position in panel.positions)
+        outer = "sequence" if panel.ordered else None
+        layout = Layout(outer=outer, inner=None, positions=positions, series=series, panels=())
+        width = ax.chart_width(layout) if len(panels) == 1 or not panel.ordered else _BESIDE_OTHERS
+        place = ax.places(layout, width)
+        title = f"{plot.name}, {panel.title}" if panel.title else plot.name
+        with drawing(width, AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
+            axes = ax.frame(picture, layout, plot.scale, place)
+            for index, column in enumerate(series):
+                _paint(picture, axes, panel, place, plot, index, column)
+            pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
+    legend = tuple(
+        (index % len(SERIES) + 1, GLYPHS[index % len(GLYPHS)], column) for index, column in enumerate(series)
+    )
+    return Chart(pictures=tuple(pictures), legend=legend, note=note)
+
+
+def _paint(
+    picture: Drawing, axes: "Axes", panel: _Panel, place: ax.Places, plot: _Plot, index: int, column: str
+) -> None:
+    """The marks of one implementation, with a line where there is an order; failures are marked too, where those of
+    their kind would be: slow at the bottom, large at the top."""
+    color, points = SERIES[index % len(SERIES)], []
+    for position, cell in sorted((mark for mark in panel.marks if mark[1].spec.column == column), key=lambda m: m[0]):
+        value, name = plot.figure(cell), f"{cell.spec.label} {column}"
+        if value is not None:
+            x = place.centers[position] if panel.ordered else place.x(position, index)
+            (mark,) = axes.plot(
+                [x], [value], color=color, marker=MARKERS[index % len(MARKERS)], markersize=7, markeredgewidth=0
+            )
+            picture.tip(mark, f"{name}: {plot.show(value)}")
+            points.append((x, value))
+        elif cell.failure:
+            word = ax.mark_failure(
+                axes, place.x(position, index), ax.failure_word(cell.failure.kind), top=plot.scale.log
+            )
+            picture.tip(word, f"{name}: {reason(cell.failure.kind, cell.failure.message)}")
+    if panel.ordered and points:
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+
+
+def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
+    """A panel for all shapes that differ in length alone, and one for those left over."""
+    groups: dict[tuple[object, ...], list[AttentionCell]] = {}
+    for cell in cells:
+        spec = cell.spec
+        key = (spec.batch, spec.heads, spec.kv_heads, spec.dim, spec.causal, spec.dtype, spec.queries == spec.keys)
+        groups.setdefault(key, []).append(cell)
+    panels, alone = [], []
+    for group in groups.values():
+        lengths = sorted({cell.spec.queries for cell in group})
+        if len(lengths) < 2 or group[0].spec.queries != group[0].spec.keys:
+            alone += group
+            continue
+        marks = tuple((lengths.index(cell.spec.queries), cell) for cell in group)
+        title = _shared(group[0]) if len(groups) > 1 else ""
+        panels.append(_Panel(title=title, positions=tuple(map(str, lengths)), marks=marks, ordered=True))
+    if alone:
+        shapes = list(dict.fromkeys(cell.spec.label for cell in alone))
+        marks = tuple((shapes.index(cell.spec.label), cell) for cell in alone)
+        panels.append(
+            _Panel(title="", positions=tuple(shape.replace("×", " × ") for shape in shapes), marks=marks, ordered=False)
+        )
+    return panels
+
+
+def _shared(cell: AttentionCell) -> str:
+    """What the shapes of a panel have in common."""
+    spec = cell.spec
+    heads = f"{spec.heads} heads" if spec.heads > 1 else "1 head"
+    return f"batch {spec.batch}, {heads} of {spec.dim}, {'causal, ' if spec.causal else ''}{spec.dtype}"

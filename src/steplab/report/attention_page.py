@@ -1,0 +1,67 @@
+"""The part of a page about attention by itself: for each benchmark its pictures and tables."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.attention import AttentionRun
+from steplab.report.attention_charts import memory_chart, rate_chart
+from steplab.report.attention_rows import (
+    AttentionTable,
+    attention_tables,
+    default_peer,
+    geometric_means,
+    notes_of,
+)
+from steplab.report.columns import make_sheet
+from steplab.report.grid import Grid
+from steplab.report.profile_page import Block, ProfileSection
+from steplab.specs.attention import PASSES
+
+
+def attention_sections(runs: Sequence[AttentionRun]) -> list[ProfileSection]:
+    """A section a benchmark, in their order."""
+    return [_section(run, titled=len(runs) > 1) for run in runs]
+
+
+def _section(run: AttentionRun, *, titled: bool) -> ProfileSection:
+    made = [run.study.description or run.study.name, run.device_name or "", run.created_utc, f"benchmark {run.id}"]
+    failed = [cell for cell in run.cells if cell.failure]
+    memory = [cell for cell in failed if cell.failure and cell.failure.kind == "out_of_memory"]
+    told = [
+        f"{units.counted(len(run.cells), 'cell')}, of which {len(failed)} failed, {len(memory)} of them for memory."
+    ]
+    return ProfileSection(
+        title=(run.name or run.study.name) if titled else "",
+        heading=" · ".join(part for part in made if part),
+        told=(*told, *run.notes, *notes_of(run.cells)),
+        blocks=tuple(_blocks(run)),
+        folded=False,
+    )
+
+
+def _blocks(run: AttentionRun) -> Iterator[Block]:
+    peer = default_peer(run.cells)
+    means = geometric_means(run.cells, peer)
+    if means:
+        yield Block(title="Speed over all shapes", grid=means)
+    for name in PASSES:
+        chart = rate_chart(run.cells, name)
+        if chart:
+            yield Block(title=f"FLOP/s, {'forward + backward' if name == 'both' else name}", chart=chart)
+    for kept, title in ((True, "Memory kept for backward"), (False, "Peak memory")):
+        chart = memory_chart(run.cells, kept=kept)
+        if chart:
+            yield Block(title=title, chart=chart)
+    for table in attention_tables(run.cells, peer):
+        yield Block(title=table.title, grid=_grid(table))
+
+
+def _grid(table: AttentionTable) -> Grid:
+    sheet = make_sheet(table.rows, table.columns)
+    return Grid(
+        headers=tuple(column.header for column in sheet.columns),
+        rows=sheet.cells,
+        numeric=tuple(column.numeric for column in sheet.columns),
+        caption=" · ".join(part for part in (sheet.caption, table.caption) if part),
+        bad_rows=frozenset(index for index, row in enumerate(table.rows) if row["status"] != "ok"),
+    )

@@ -1,0 +1,259 @@
+"""A benchmark of attention as rows, and as the tables people read: time and speed, memory, errors."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from steplab import units
+from steplab.records.attention import AttentionCell
+from steplab.records.rows import Row, Scalar
+from steplab.report.columns import Column, figure_column
+from steplab.report.grid import Grid
+from steplab.specs.attention import PASSES, AttentionSpec
+
+TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
+"""What errors are of, and what it is called beside a figure."""
+_PEERS = ("sdpa_flash", "sdpa", "plain")
+
+
+def default_peer(cells: Sequence[AttentionCell]) -> str | None:
+    """Whom the others are compared with where nobody is named: the first of sdpa_flash, sdpa and plain there is."""
+    columns = {cell.spec.column for cell in cells}
+    return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
+
+
+def median_s(cell: AttentionCell, name: str) -> float | None:
+    """Median time of a pass; None where it was not timed."""
+    samples = cell.samples(name)
+    return median(samples) if samples else None
+
+
+def flops_per_s(cell: AttentionCell, name: str) -> float | None:
+    """FLOPs of a pass, by the convention of the record, over its median time."""
+    seconds, flops = median_s(cell, name), cell.flops.get(name)
+    return flops / seconds if seconds and flops else None
+
+
+def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[AttentionSpec, AttentionCell]:
+    """The peer's cell for each shape."""
+    return {cell.spec.shape: cell for cell in cells if cell.spec.column == peer}
+
+
+def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], name: str) -> float | None:
+    """How many times as fast as the peer on the same shape: the peer's median over the cell's."""
+    peer = peers.get(cell.spec.shape)
+    own_s, peer_s = median_s(cell, name), median_s(peer, name) if peer else None
+    return peer_s / own_s if own_s and peer_s else None
+
+
+def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> list[Row]:
+    """A row a cell: what was asked, medians, rates, memory, errors; with `peer`, speeds against it."""
+    peers = peers_of(cells, peer)
+    return [_row(cell, peer, peers) for cell in cells]
+
+
+def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, AttentionCell]) -> Row:
+    spec, memory = cell.spec, cell.memory
+    row: Row = {
+        "shape": spec.sizes_label,
+        **{name: getattr(spec, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "dim")},
+        "causal": "yes" if spec.causal else "no",
+        "dtype": spec.dtype,
+        "implementation": spec.implementation,
+        "compile": spec.compile,
+        "status": cell.status,
+        "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
+    }
+    row |= {f"{name}_s": median_s(cell, name) for name in PASSES}
+    row |= {f"{name}_flops_per_s": flops_per_s(cell, name) for name in PASSES}
+    row |= {"against": peer} | {f"{name}_speed": speed(cell, peers, name) for name in PASSES}
+    row |= {
+        "first_call_s": cell.first_call_s,
+        "saved_bytes": memory.saved_bytes if memory else None,
+        "forward_peak_bytes": memory.forward_peak_bytes if memory else None,
+        "both_peak_bytes": memory.both_peak_bytes if memory else None,
+        "checked_heads": cell.checked_heads,
+    }
+    errors = {error.tensor: error for error in cell.errors}
+    for tensor in TENSORS:
+        error = errors.get(tensor)
+        row |= {
+            f"{tensor}_error": error.relative if error else None,
+            f"{tensor}_plain_error": error.plain_relative if error else None,
+            f"{tensor}_error_ratio": _over(error.relative, error.plain_relative) if error else None,
+            f"{tensor}_max_abs": error.max_abs if error else None,
+            f"{tensor}_plain_max_abs": error.plain_max_abs if error else None,
+        }
+    row["failure"] = failure_words(cell)
+    return row
+
+
+def failure_words(cell: AttentionCell) -> str | None:
+    """Why a cell failed, short: of memory, what was asked for and in which pass."""
+    failure = cell.failure
+    if failure and failure.kind == "out_of_memory" and failure.requested_bytes:
+        return f"{units.format_bytes(failure.requested_bytes)} more for {failure.phase}"
+    return failure.message if failure else None
+
+
+def _over(over: float | None, under: float | None) -> float | None:
+    return over / under if over is not None and under else None
+
+
+def _times(value: Scalar) -> str:
+    return f"{value:.2f}×" if isinstance(value, (int, float)) else str(value)
+
+
+def _time(value: Scalar) -> str:
+    return units.format_time(value) if isinstance(value, (int, float)) else str(value)
+
+
+def _rate(value: Scalar) -> str:
+    return units.format_rate(value, "FLOP/s") if isinstance(value, (int, float)) else str(value)
+
+
+def _size(value: Scalar) -> str:
+    return units.format_bytes(value) if isinstance(value, (int, float)) else str(value)
+
+
+def _error(value: Scalar) -> str:
+    return f"{value:.1e}" if isinstance(value, (int, float)) else str(value)
+
+
+_CAUSAL = {"yes": "causal", "no": "not causal"}
+_HEAD = (
+    Column(key="shape", header="B×H×S×D", caption="{} (batch, heads, sequence, dimension)"),
+    Column(key="causal", header="causal", show=lambda value: _CAUSAL[str(value)]),
+    Column(key="dtype", header="type"),
+    Column(key="implementation", header="implementation"),
+    Column(key="compile", header="compile", caption="compile {}"),
+)
+_RESULT = Column(key="failure", header="result", shared=False, wraps_from=30)
+ERROR_COLUMNS = (
+    *_HEAD,
+    *(
+        column
+        for tensor, name in TENSORS.items()
+        for column in (
+            figure_column(f"{tensor}_error", name, _error, 0),
+            figure_column(f"{tensor}_error_ratio", f"{name} ÷ plain's", _times, 1),
+            figure_column(f"{tensor}_max_abs", f"{name} largest", _error, 2),
+        )
+    ),
+)
+MEMORY_COLUMNS = (
+    *_HEAD,
+    figure_column("saved_bytes", "kept for backward", _size, 0),
+    figure_column("forward_peak_bytes", "peak, forward", _size, 0),
+    figure_column("both_peak_bytes", "peak, forward + backward", _size, 0),
+    _RESULT,
+)
+
+
+def time_columns(peer: str | None) -> tuple[Column, ...]:
+    """Times, rates, and speeds against the peer."""
+    words = {"forward": "forward", "backward": "backward", "both": "both"}
+    return (
+        *_HEAD,
+        *(figure_column(f"{name}_s", word, _time, 0) for name, word in words.items()),
+        *(figure_column(f"{name}_speed", f"{word} vs {peer}", _times, 1) for name, word in words.items() if peer),
+        *(figure_column(f"{name}_flops_per_s", f"{word} rate", _rate, 2) for name, word in words.items()),
+        figure_column("first_call_s", "first call", _time, 3),
+        _RESULT,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionTable:
+    """Rows of one kind."""
+
+    key: str
+    """Name."""
+    title: str
+    """Heading."""
+    columns: tuple[Column, ...]
+    """What people are shown of them."""
+    rows: list[Row]
+    """In base units."""
+    caption: str
+    """How to read it."""
+
+
+def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[AttentionTable]:
+    """Time, memory and errors of the cells; those about which nothing is known are left out."""
+    rows = attention_rows(cells, peer)
+    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
+    kept = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
+    tables = [
+        AttentionTable(
+            key="time",
+            title="Time and rate",
+            columns=time_columns(peer),
+            rows=rows,
+            caption="Medians, implementations in turns, caches cold on a GPU. FLOPs are 4 B H Sq Sk D forward, half "
+            "if causal, and 2.5 times as many backward, whatever is executed.",
+        )
+    ]
+    if kept:
+        tables.append(
+            AttentionTable(
+                key="memory",
+                title="Memory beyond the inputs",
+                columns=MEMORY_COLUMNS,
+                rows=[row for row in rows if row in kept or row["status"] == "out_of_memory"],
+                caption="Kept: from the end of forward until backward, the output among it, beside the inputs. Peak: "
+                "most at once, the output and the gradients among it.",
+            )
+        )
+    if checked:
+        tables.append(
+            AttentionTable(
+                key="errors",
+                title="Error against float64",
+                columns=ERROR_COLUMNS,
+                rows=checked,
+                caption="Norm of the difference over the norm of the result, as a multiple of that of plain attention "
+                "in the same type, and the largest difference of an element.",
+            )
+        )
+    return tables
+
+
+def geometric_means(cells: Sequence[AttentionCell], peer: str | None) -> Grid | None:
+    """Speed of each implementation against the peer over all shapes they share; None without anything to compare."""
+    peers = peers_of(cells, peer)
+    columns = [c for c in dict.fromkeys(cell.spec.column for cell in cells) if c != peer]
+    rows = []
+    for column in columns:
+        own = [cell for cell in cells if cell.spec.column == column]
+        found = {name: [s for cell in own if (s := speed(cell, peers, name)) is not None] for name in PASSES}
+        if any(found.values()):
+            texts = [text for name in PASSES for text in _mean_and_least(found[name])]
+            rows.append((column, str(max(map(len, found.values()))), *texts))
+    if not peer or not rows:
+        return None
+    headers = [text for name in PASSES for text in (name, f"{name}, least")]
+    return Grid(
+        headers=("implementation", "shapes", *headers),
+        rows=tuple(rows),
+        numeric=(False, *(True for _ in range(1 + len(headers)))),
+        caption=f"Times as fast as {peer}: geometric mean over the shapes that both ran, and the least of them.",
+    )
+
+
+def _mean_and_least(speeds: Sequence[float]) -> tuple[str, str]:
+    if not speeds:
+        return "–", "–"
+    return f"{math.exp(sum(map(math.log, speeds)) / len(speeds)):.2f}", f"{min(speeds):.2f}"
+
+
+def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
+    """What was not measured, each text once, with the shapes and implementations it is told of."""
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        for note in cell.notes:
+            found.setdefault(note, []).append(f"{cell.spec.label} {cell.spec.column}")
+    return [
+        f"{note} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for note, names in found.items()
+    ]

@@ -1,0 +1,156 @@
+"""A benchmark of attention on a terminal, and in every format that holds tables; the accounting of what did not fit."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
+from steplab.report.attention_rows import (
+    attention_rows,
+    attention_tables,
+    default_peer,
+    geometric_means,
+    median_s,
+    notes_of,
+)
+from steplab.report.blocks import INDENT, grid_table, section
+from steplab.report.columns import reason
+from steplab.report.environments import condition_pairs, environment_pairs
+from steplab.report.formats import escape_markdown, render_rows
+from steplab.report.grid import Grid
+from steplab.report.terminal import draw, plain, terminal_width
+from steplab.specs.attention import PASSES
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element"
+
+
+def render_attention(
+    run: AttentionRun,
+    format: str = "table",
+    *,
+    against: str | None = None,
+    width: int | None = None,
+    color: bool = False,
+) -> str:
+    """One benchmark in a format of formats.FORMATS, without a newline at the end; width None: the terminal's.
+
+    `against` names whom the others are compared with; None: the first of sdpa_flash, sdpa and plain there is.
+    """
+    peer = against or default_peer(run.cells)
+    if format in ("json", "csv"):
+        rows = attention_rows(run.cells, peer)
+        return json.dumps(rows, indent=2, allow_nan=False) if format == "json" else render_rows(rows, "csv")
+    tables, means = attention_tables(run.cells, peer), geometric_means(run.cells, peer)
+    if format == "table":
+        return _terminal(run, peer, width or terminal_width(), color)
+    heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
+    parts = []
+    for table in tables:
+        text = render_rows(table.rows, format, columns=table.columns)
+        remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
+        parts.append(heading.format(table.title) + text + remark)
+    if means and format == "md":
+        parts.append(heading.format("Speed over all shapes") + _markdown(means))
+    return "\n\n".join(parts)
+
+
+def cell_line(cell: AttentionCell) -> str:
+    """What came of one cell, for a line of progress."""
+    times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
+    failed = [reason(cell.failure.kind, cell.failure.message)] if cell.failure else []
+    return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
+
+
+def _markdown(grid: Grid) -> str:
+    lines = [grid.headers, ["---:" if numeric else "---" for numeric in grid.numeric], *grid.rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{escape_markdown(grid.caption)}"
+
+
+def _terminal(run: AttentionRun, peer: str | None, width: int, color: bool) -> str:
+    """Title, tables, means over the shapes, environment, and what was not measured."""
+    from rich.text import Text
+
+    inside = width - INDENT
+    texts = [draw(*_title(run), width=width, color=color)]
+    for table in attention_tables(run.cells, peer):
+        drawn = render_rows(table.rows, "table", columns=table.columns, width=width, color=color)
+        head, foot = Text(table.title, style="bold"), Text(table.caption, style="dim")
+        texts.append(f"{draw(head, width=width, color=color)}\n{drawn}\n{draw(foot, width=width, color=color)}")
+    rest: list[RenderableType] = []
+    means = geometric_means(run.cells, peer)
+    if means:
+        rest += section("Speed over all shapes", grid_table(means, inside), Text(means.caption, style="dim"))
+    if run.environment:
+        pairs = [*environment_pairs(run.environment), *condition_pairs([run.environment])]
+        rest += section("Environment", *(Text(plain(f"{name}: {value}")) for name, value in pairs))
+    notes = [*run.notes, *notes_of(run.cells)]
+    if notes:
+        rest += section("Notes", *(Text(f"- {plain(note)}") for note in notes))
+    return "\n\n".join(texts) + ("\n" + draw(*rest, width=width, color=color) if rest else "")
+
+
+def _title(run: AttentionRun) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    yield Text(plain(f"Attention: {run.study.description or run.study.name}"), style="bold")
+    made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
+    named = [run.device_name or "", f"'{run.name}'" if run.name else ""]
+    yield Text(plain(" · ".join(part for part in (*made, *named) if part)), style="dim")
+
+
+def render_account(account: AttentionAccount, *, width: int | None = None, color: bool = False) -> str:
+    """What plain attention holds at its highest moment, tensor by tensor, against the device's memory."""
+    from rich.text import Text
+
+    columns = width or terminal_width()
+    total, memory = account.total_bytes, account.memory_bytes
+    kept = [term for term in account.terms if term.kept]
+    told = [
+        f"Most at once: {account.moment}. {_SYMBOLS}.",
+        f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
+        f"{units.format_bytes(memory)}: {units.format_bytes(total - memory)} too much"
+        if total > memory
+        else f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
+        f"{units.format_bytes(memory)}, of which CUDA, libraries and the allocator's gaps take the rest",
+        f"{units.format_bytes(sum(term.num_bytes for term in kept))} of it are kept from forward until backward.",
+    ]
+    if account.previous and account.previous_bytes is not None:
+        told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")
+    if account.measured:
+        told.append(f"The device said: {account.measured.message}.")
+    title = f"The smallest plain attention that does not fit: {account.spec.label}"
+    return draw(
+        Text(plain(title), style="bold"),
+        Text(),
+        grid_table(account_grid(account), columns),
+        *(Text(plain(f"- {sentence}")) for sentence in told),
+        width=columns,
+        color=color,
+    )
+
+
+def account_grid(account: AttentionAccount) -> Grid:
+    """A row a tensor, and the sum."""
+    rows = [
+        (
+            term.what,
+            term.formula,
+            "×".join(map(str, term.shape)),
+            str(term.element_bytes),
+            f"{term.num_bytes:,}",
+            units.format_bytes(term.num_bytes),
+            "until backward" if term.kept else "",
+        )
+        for term in account.terms
+    ]
+    total = account.total_bytes
+    rows.append(("sum", "", "", "", f"{total:,}", units.format_bytes(total), ""))
+    return Grid(
+        headers=("tensor", "bytes in symbols", "shape", "e", "bytes", "size", "kept"),
+        rows=tuple(rows),
+        numeric=(False, False, False, True, True, True, False),
+    )

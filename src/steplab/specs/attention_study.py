@@ -1,0 +1,170 @@
+"""A benchmark of attention: its cells, and how each is measured. Grids are named, or put together by lists.
+
+A grid in TOML is like a study's: a description and `[[grid]]` tables, each a product of lists. `sequence` sets queries
+and keys alike.
+"""
+
+import itertools
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+
+from steplab.errors import UserError
+from steplab.specs.attention import PASSES, SIZES, AttentionPass, AttentionSpec
+
+Grid = Mapping[str, Sequence[object]]
+FIELDS = (
+    "batch",
+    "heads",
+    "kv_heads",
+    "sequence",
+    "queries",
+    "keys",
+    "dim",
+    "causal",
+    "dtype",
+    "implementation",
+    "compile",
+)
+"""What a grid may set."""
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionStudy:
+    """Cells to measure, and how."""
+
+    name: str
+    """The grid's name, or 'attention' for one of the command line."""
+    description: str = ""
+    """One line."""
+    cells: tuple[AttentionSpec, ...]
+    """Without duplicates; those of one shape stand, and are measured, together."""
+    passes: tuple[AttentionPass, ...] = PASSES
+    """What is timed."""
+    device: str = "auto"
+    """auto, cpu, mps, cuda or cuda:N."""
+    warmup_s: float = 0.1
+    """Each cell and pass runs at least so long before it is timed (and three times)."""
+    measured_s: float = 0.3
+    """Time that repeats of a cell and pass may take, between least and most repeats."""
+    least_repeats: int = 10
+    """However long they take."""
+    most_repeats: int = 100
+    """However short they are."""
+    errors: bool = True
+    """Whether results are compared with float64."""
+    seed: int = 0
+    """Of the random inputs."""
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_s", "measured_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"{name} must be a time, not {getattr(self, name)}")
+        if not 1 <= self.least_repeats <= self.most_repeats:
+            raise UserError("the number of repeats must be at least 1")
+
+        object.__setattr__(self, "cells", tuple(cell for group in self.groups() for cell in group))
+
+    def groups(self) -> list[tuple[AttentionSpec, ...]]:
+        """The cells of each shape, in the order in which shapes first appear."""
+        found: dict[AttentionSpec, list[AttentionSpec]] = {}
+        for cell in self.cells:
+            found.setdefault(cell.shape, []).append(cell)
+        return [tuple(cells) for cells in found.values()]
+
+
+def grid_names() -> tuple[str, ...]:
+    """The grids that come with steplab."""
+    folder = files("steplab.specs") / "attention_grids"
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def cells_of_grid(
+    source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
+) -> tuple[str, str, tuple[AttentionSpec, ...]]:
+    """Name, description and cells of a named grid or a TOML file.
+
+    `overrides` take the place of its own fields, and `defaults` serve for what neither names.
+
+    Raises UserError for a grid that does not exist, or is none.
+    """
+    if source in grid_names():
+        text = (files("steplab.specs") / "attention_grids" / f"{source}.toml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"no grid '{source}': neither one of {', '.join(grid_names())} nor a readable TOML file"
+            ) from error
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"grid {source} is not valid TOML: {error}") from error
+    grids = content.get("grid", [])
+    unknown = sorted(set(content) - {"description", "grid"})
+    if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
+        wrong = f"unknown key '{unknown[0]}'" if unknown else "'grid' must be a list of [[grid]] tables"
+        raise UserError(f"grid {source}: {wrong}; a grid has a description and [[grid]] tables")
+    cells = cells_of([{**defaults, **_overridden(grid, overrides)} for grid in grids])
+    return Path(source).stem, str(content.get("description", "")), cells
+
+
+def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
+    """`sequence` takes the place of queries and keys, and these take its."""
+    lists = {name: list(value) if isinstance(value, list) else [value] for name, value in grid.items()}
+    if "sequence" in overrides:
+        lists.pop("queries", None)
+        lists.pop("keys", None)
+    if "queries" in overrides or "keys" in overrides:
+        lists.pop("sequence", None)
+    return {**lists, **overrides}
+
+
+def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
+    """The cells of all products; the first field varies slowest. Raises UserError where there are none."""
+    cells: dict[AttentionSpec, None] = {}
+    for grid in grids:
+        for values in itertools.product(*grid.values()):
+            cells[resolve_attention(dict(zip(grid, values, strict=True)))] = None
+    if not cells:
+        raise UserError("no cells to measure; give each field of the grid at least one value")
+    return tuple(cells)
+
+
+def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
+    """The cell that `fields` describe. Raises UserError naming the field, what is wrong with it and what is valid."""
+    found: dict[str, object] = {}
+    for name, value in fields.items():
+        if name not in FIELDS:
+            raise UserError(f"unknown field '{name}' of an attention; valid are {', '.join(FIELDS)}")
+        if name == "sequence":
+            found["queries"] = found["keys"] = _integer(name, value)
+        elif name in SIZES:
+            found[name] = _integer(name, value)
+        elif name == "causal":
+            found[name] = _truth(value)
+        elif isinstance(value, str):
+            found[name] = value
+        else:
+            raise UserError(f"{name} must be a name, not {value!r}")
+    return AttentionSpec(**found)  # type: ignore[arg-type]
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdecimal():
+        return int(value)
+    raise UserError(f"{name} must be a whole number, not '{value}'")
+
+
+def _truth(value: object) -> bool:
+    known = value if isinstance(value, bool) else _TRUTH.get(str(value).strip().lower())
+    if known is None:
+        raise UserError(f"causal must be true or false, not '{value}'")
+    return known

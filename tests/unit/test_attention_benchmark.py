@@ -1,0 +1,425 @@
+"""The benchmark of attention: its session with implementations that fail, its processes, and its errors."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.runs import ENVIRONMENT
+from torch import Tensor
+
+from steplab.measurement import attention_session
+from steplab.measurement.attention_contender import make_attention, make_inputs
+from steplab.measurement.attention_error import Inputs, Reference
+from steplab.measurement.attention_launch import CellListener, attention_in_children
+from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
+from steplab.measurement.child import Request
+from steplab.measurement.device import HostClockDevice
+from steplab.ops.attention.plain import plain_attention
+from steplab.records.attention import AttentionCell
+from steplab.records.codec import encode
+from steplab.records.run import Failure
+from steplab.specs.attention import AttentionSpec
+from steplab.specs.attention_study import AttentionStudy
+
+CPU = HostClockDevice(torch.device("cpu"))
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
+AttentionFn = Callable[..., Tensor]
+
+
+class FakeClock(HostClockDevice):
+    """A device on which every repeat takes as long as was said of its implementation."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.time_s = 0.0
+        self.marks = 0
+
+    def mark(self) -> float:  # type: ignore[override]
+        self.marks += 1
+        return self.time_s
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+@dataclass
+class Bench:
+    """A session on a fake device with fake implementations, and what it told."""
+
+    device: FakeClock = field(default_factory=FakeClock)
+    results: dict[int, AttentionCell] = field(default_factory=dict)
+    under_way: list[list[int]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    functions: dict[str, AttentionFn] = field(default_factory=dict)
+
+    def make(self, spec: AttentionSpec) -> AttentionFn:
+        return self.functions.get(spec.implementation) or self.lasting(spec.implementation, 1.0)
+
+    def lasting(self, name: str, seconds: float) -> AttentionFn:
+        def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+            self.calls.append(name)
+            self.device.time_s += seconds
+            return plain_attention(q, k, v, causal=causal)
+
+        return function
+
+    def run(self, study: AttentionStudy, groups: list[list[int]] | None = None) -> bool:
+        observer = AttentionObserver(
+            on_cells=self.under_way.append, on_result=lambda index, cell: self.results.__setitem__(index, cell)
+        )
+        return measure_attention_here(study, groups or [list(range(len(study.cells)))], observer, self.make)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    found = Bench()
+    monkeypatch.setattr(attention_session, "open_device", lambda name: found.device)
+    monkeypatch.setattr(attention_session, "read_environment", lambda device: ENVIRONMENT)
+    return found
+
+
+def study_of(*implementations: str, **changes: Any) -> AttentionStudy:
+    cells = tuple(
+        AttentionSpec(queries=8, dim=4, causal=True, dtype="fp32", implementation=name) for name in implementations
+    )
+    values: dict[str, Any] = {"warmup_s": 0.0, "least_repeats": 4, "most_repeats": 4} | changes
+    return AttentionStudy(name="test", cells=cells, **values)
+
+
+def refusing(message: str = OUT_OF_MEMORY, *, when: Callable[[int], bool] = lambda call: True) -> AttentionFn:
+    """An implementation that runs out of memory in those calls (of forward, counted from 1) that `when` names."""
+    calls = 0
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if when(calls):
+            raise torch.OutOfMemoryError(message)
+        return plain_attention(q, k, v, causal=causal)
+
+    return function
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What is this small is slower on several, and much slower where these are wanted by others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- the session ------------------------------------------------------------------------------------------
+
+
+def test_each_pass_is_timed_as_long_as_its_implementation_takes(bench: Bench) -> None:
+    bench.functions = {"plain": bench.lasting("plain", 3.0), "sdpa": bench.lasting("sdpa", 2.0)}
+    assert bench.run(study_of("plain", "sdpa"))
+    for index, seconds in ((0, 3.0), (1, 2.0)):
+        cell = bench.results[index]
+        assert cell.failure is None
+        assert cell.samples("forward") == (seconds,) * 4
+        assert cell.samples("both") == (seconds,) * 4
+        assert cell.samples("backward") == (0.0,) * 4  # the fake's gradients take no time, and forward is not counted
+    assert bench.results[0].interleaved == ("sdpa",)
+
+
+def test_implementations_take_turns_and_each_is_the_first_in_its_turn(bench: Bench) -> None:
+    names = ("plain", "sdpa", "flex")
+    assert bench.run(study_of(*names, passes=("forward",), errors=False))
+    rounds = [bench.calls[-12:][start : start + 3] for start in range(0, 12, 3)]
+    assert rounds == [
+        ["plain", "sdpa", "flex"],
+        ["sdpa", "flex", "plain"],
+        ["flex", "plain", "sdpa"],
+        ["plain", "sdpa", "flex"],
+    ]
+    assert bench.results[0].samples("both") == ()
+    assert bench.results[0].memory is not None
+    assert bench.results[0].memory.saved_bytes is None
+
+
+def test_out_of_memory_in_forward_is_a_cell_and_the_others_go_on(bench: Bench) -> None:
+    bench.functions = {"plain": refusing()}
+    assert bench.run(study_of("plain", "sdpa"))
+    failure = bench.results[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.phase, failure.requested_bytes) == ("out_of_memory", "forward", 2 * 1024**3)
+    assert bench.results[0].passes == ()
+    assert bench.results[1].failure is None
+    assert bench.results[1].interleaved == ()
+
+
+def test_what_runs_out_of_memory_in_backward_keeps_its_forward(bench: Bench) -> None:
+    bench.functions = {"plain": refusing(when=lambda call: call == 3)}  # two of forward alone, and then one of both
+    assert bench.run(study_of("plain", "sdpa"))
+    cell = bench.results[0]
+    assert cell.failure is not None
+    assert cell.failure.phase == "backward"
+    assert len(cell.samples("forward")) == 4
+    assert cell.samples("backward") == cell.samples("both") == ()
+
+
+def test_a_failure_while_timing_takes_one_out_of_the_turns(bench: Bench) -> None:
+    bench.functions = {"plain": refusing(when=lambda call: call > 12)}
+    assert bench.run(study_of("plain", "sdpa", passes=("forward",), least_repeats=20, most_repeats=20, errors=False))
+    assert bench.results[0].failure is not None
+    assert bench.results[0].failure.phase == "forward"
+    assert bench.results[0].samples("forward") == ()
+    assert len(bench.results[1].samples("forward")) == 20
+
+
+def test_a_failure_leaves_none_of_its_tensors_behind(bench: Bench) -> None:
+    held: list[Any] = []
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        scores = q @ k.transpose(-2, -1)
+        held.append(weakref.ref(scores))
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    bench.functions = {"plain": function}
+
+    def make(spec: AttentionSpec) -> AttentionFn:
+        if spec.implementation == "sdpa":
+            assert [ref() for ref in held] == [None]
+        return bench.make(spec)
+
+    study = study_of("plain", "sdpa")
+    observer = AttentionObserver(on_result=lambda index, cell: bench.results.__setitem__(index, cell))
+    assert measure_attention_here(study, [[0, 1]], observer, make)
+    assert held
+    assert bench.results[1].failure is None
+
+
+def test_memory_that_stays_after_a_failure_asks_for_a_new_process(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [0]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        held[0] = 10 * 1024**3
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    bench.functions = {"plain": function}
+    monkeypatch.setattr(attention_session, "allocated_bytes", lambda device: held[0])
+    assert not bench.run(study_of("plain", "sdpa"))
+    assert bench.results[0].status == "out_of_memory"
+    assert 1 not in bench.results
+
+
+def test_a_kernel_that_does_not_exist_and_any_other_error_are_told_apart(bench: Bench) -> None:
+    def no_kernel(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        raise ValueError("sizes do not match")
+
+    bench.functions = {"sdpa_flash": no_kernel, "flex": wrong}
+    assert bench.run(study_of("sdpa_flash", "flex"))
+    first, second = (bench.results[index].failure for index in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first.message == "no kernel for 1×1×8×4 causal fp32 on cpu"
+    assert second.message == "ValueError: sizes do not match"
+
+
+def test_the_process_says_which_cells_are_under_way(bench: Bench) -> None:
+    assert bench.run(study_of("plain", "sdpa", passes=("forward",)))
+    assert bench.under_way == [[0, 1], [0], [1], [0], [1], [0, 1]]
+
+
+def test_what_is_kept_for_backward_is_counted_to_the_byte(bench: Bench) -> None:
+    assert bench.run(study_of("plain"))
+    memory = bench.results[0].memory
+    assert memory is not None
+    softmax, mask, output = 4 * 8 * 8, 8 * 8, 4 * 8 * 4
+    assert memory.saved_bytes == softmax + mask + output
+    assert memory.both_peak_bytes is None  # a CPU's allocator keeps no high-water mark
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+def by_hand(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Output and gradients by torch's own autograd in float64, heads of keys repeated."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
+    repeats = spec.heads // spec.num_kv_heads
+    k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in leaves[1:])
+    output = plain_attention(leaves[0], k, v, causal=spec.causal)
+    return output.detach(), *torch.autograd.grad(output, leaves, inputs.do.double())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(batch=2, heads=3, queries=33, dim=8, dtype="fp32"),
+        AttentionSpec(batch=2, heads=4, kv_heads=2, queries=17, keys=40, dim=8, causal=True, dtype="bf16"),
+        AttentionSpec(heads=2, kv_heads=1, queries=40, keys=17, dim=5, causal=True, dtype="fp16"),
+    ],
+    ids=lambda spec: spec.label,
+)
+def test_the_reference_is_torchs_own_in_float64(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steplab.measurement.attention_error._PIECE_BYTES", 8 * spec.num_keys * 7)  # seven queries
+    inputs = make_inputs(spec, CPU, 0)
+    reference = Reference(spec, inputs)
+    assert reference.checked_heads == spec.batch * spec.heads
+    output, *gradients = by_hand(spec, inputs)
+    for error in reference.errors(output, tuple(gradients)):
+        assert error.max_abs is not None
+        assert error.max_abs < 1e-12
+        assert error.relative is not None
+        assert error.relative < 1e-12
+
+
+def test_errors_are_those_of_a_result_that_is_wrong_by_so_much() -> None:
+    spec = AttentionSpec(batch=2, heads=2, queries=9, dim=4, dtype="fp32")
+    inputs = make_inputs(spec, CPU, 0)
+    reference = Reference(spec, inputs)
+    output, *gradients = by_hand(spec, inputs)
+    wrong = output.clone()
+    wrong[1, 1, 3, 2] += 0.5
+    error, *others = reference.errors(wrong, tuple(gradients))
+    assert error.tensor == "output"
+    assert error.max_abs == pytest.approx(0.5)
+    assert error.relative == pytest.approx(0.5 / float(output.norm()))
+    assert all(other.max_abs == pytest.approx(0, abs=1e-12) for other in others)
+    wrong[0, 0, 0, 0] = math.nan
+    assert reference.errors(wrong, tuple(gradients))[0].max_abs is None
+
+
+def test_plain_attention_is_as_far_away_as_it_says_of_itself() -> None:
+    spec = AttentionSpec(heads=2, queries=64, dim=16, causal=True, dtype="bf16")
+    inputs = make_inputs(spec, CPU, 0)
+    reference = Reference(spec, inputs)
+    reference.look_at_plain(spec, inputs)
+    output = make_attention(spec)(inputs.q, inputs.k, inputs.v, causal=True)
+    gradients = torch.autograd.grad(output, inputs.leaves, inputs.do)
+    for error in reference.errors(output, gradients):
+        assert error.relative is not None
+        assert error.relative == pytest.approx(error.plain_relative, rel=0.3)  # head by head is another order of sums
+        assert 1e-4 < error.relative < 2e-2
+
+
+def test_where_all_heads_would_take_too_long_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(batch=3, heads=4, queries=16, dim=4, dtype="fp32")
+    inputs = make_inputs(spec, CPU, 0)
+    monkeypatch.setattr("steplab.measurement.attention_error._MOST_SCORES", {"cpu": 5 * 16 * 16})
+    reference = Reference(spec, inputs)
+    assert reference.checked_heads == 5
+    output, *gradients = by_hand(spec, inputs)
+    output[0, 0] += 1  # the first head and the last are always among them
+    assert reference.errors(output, tuple(gradients))[0].max_abs == pytest.approx(1)
+    monkeypatch.setattr("steplab.measurement.attention_error._MOST_SCORES", {"cpu": 16 * 16 - 1})
+    assert Reference(spec, inputs).checked_heads == 0
+
+
+# --- the processes ----------------------------------------------------------------------------------------
+
+Script = Callable[[Request, CellListener], Failure | None]
+
+
+@dataclass
+class Children:
+    """Processes that do as they are told, one after the other."""
+
+    scripts: list[Script]
+    asked: list[list[list[int]]] = field(default_factory=list)
+    results: dict[int, AttentionCell] = field(default_factory=dict)
+
+    def converse(self, request: Request, listener: CellListener, timeout_s: float | None) -> Failure | None:
+        self.asked.append(request.groups)
+        return self.scripts.pop(0)(request, listener)
+
+    def measure(self, study: AttentionStudy) -> None:
+        attention_in_children(
+            study, on_cell=lambda index, cell: self.results.__setitem__(index, cell), converse=self.converse
+        )
+        assert self.scripts == []
+
+
+def tell(listener: CellListener, kind: str, value: object) -> None:
+    listener.hear(kind, msgspec.Raw(encode(value)))
+
+
+def ends_well(request: Request, listener: CellListener) -> None:
+    assert request.attention is not None
+    for group in request.groups:
+        for index in group:
+            tell(listener, "cell", [index, AttentionCell(spec=request.attention.cells[index])])
+    tell(listener, "end", True)
+    assert listener.answered
+
+
+CRASH = Failure(kind="crashed", message="the process was ended by SIGSEGV", signal="SIGSEGV")
+
+
+def two_shapes() -> AttentionStudy:
+    return AttentionStudy(
+        name="test",
+        cells=tuple(
+            AttentionSpec(queries=n, implementation=name) for n in (8, 16) for name in ("plain", "sdpa", "flex")
+        ),
+    )
+
+
+def test_one_process_measures_all_cells() -> None:
+    children = Children([ends_well])
+    children.measure(two_shapes())
+    assert children.asked == [[[0, 1, 2], [3, 4, 5]]]
+    assert [children.results[index].spec for index in range(6)] == list(two_shapes().cells)
+
+
+def test_the_cell_under_way_is_to_blame_for_a_crash_and_the_rest_goes_on() -> None:
+    def dies(request: Request, listener: CellListener) -> Failure:
+        tell(listener, "at", [1])
+        return CRASH
+
+    children = Children([dies, ends_well])
+    children.measure(two_shapes())
+    assert children.asked[1] == [[0, 2], [3, 4, 5]]
+    assert children.results[1].failure == CRASH
+    assert all(children.results[index].failure is None for index in (0, 2, 3, 4, 5))
+
+
+def test_where_several_took_turns_each_is_asked_by_itself() -> None:
+    def dies_in_turns(request: Request, listener: CellListener) -> Failure:
+        tell(listener, "at", [3, 4, 5])
+        return CRASH
+
+    def dies_again(request: Request, listener: CellListener) -> Failure:
+        tell(listener, "at", [3])
+        tell(listener, "cell", [3, AttentionCell(spec=two_shapes().cells[3])])
+        tell(listener, "at", [4])
+        return CRASH
+
+    def first_shape(request: Request, listener: CellListener) -> Failure:
+        for index in (0, 1, 2):
+            tell(listener, "cell", [index, AttentionCell(spec=two_shapes().cells[index])])
+        return dies_in_turns(request, listener)
+
+    children = Children([first_shape, dies_again, ends_well])
+    children.measure(two_shapes())
+    assert children.asked[1:] == [[[3], [4], [5]], [[5]]]
+    assert [index for index in range(6) if children.results[index].failure] == [4]
+
+
+def test_a_process_that_asks_for_another_gets_one() -> None:
+    def gives_up(request: Request, listener: CellListener) -> None:
+        tell(listener, "cell", [0, AttentionCell(spec=two_shapes().cells[0], failure=CRASH)])
+        tell(listener, "end", False)
+
+    children = Children([gives_up, ends_well])
+    children.measure(two_shapes())
+    assert children.asked[1] == [[1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("failure", [CRASH, None])
+def test_a_process_without_any_result_is_not_followed_by_another_for_ever(failure: Failure | None) -> None:
+    children = Children([lambda request, listener: failure])
+    children.measure(two_shapes())
+    assert {cell.status for cell in children.results.values()} == {"crashed" if failure else "error"}

@@ -1,0 +1,137 @@
+"""What `auto` chooses, and that it says so."""
+
+import math
+
+import pytest
+import torch
+
+from steplab.errors import Unsupported
+from steplab.measurement.session import Observer, measure_here
+from steplab.ops.attention.api import IMPLEMENTATIONS, attention
+from steplab.ops.attention.choice import Choice, Measured, choice_for, choose, choose_from, table
+from steplab.specs.resolve import resolve_step
+
+
+def measured(head_dim: int, *rows: tuple[float, ...], causal: bool = True) -> Measured:
+    return Measured(
+        gpu="GPU A",
+        dtype="bfloat16",
+        head_dim=head_dim,
+        causal=causal,
+        source="a test",
+        implementations=("sdpa_cudnn", "flash_triton", "flash_attn_4"),
+        rows=rows,
+    )
+
+
+TABLE = (
+    measured(64, (512, 1.0, 2.0, 3.0), (4096, 2.0, 1.0, 3.0), (16384, 3.0, 2.0, 1.0)),
+    measured(128, (512, 2.0, 1.0, math.inf)),
+    measured(64, (512, math.inf, 5.0, 6.0), causal=False),
+)
+
+
+def chosen(head_dim: int = 64, tokens: float = 512, causal: bool = True, **others: object) -> Choice:
+    given: dict[str, object] = {"device": "GPU A", "dtype": "bfloat16", "without": set(), "square": True} | others
+    return choose_from(TABLE, head_dim=head_dim, tokens=tokens, causal=causal, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "sdpa_cudnn"),
+        ({"tokens": 4096}, "flash_triton"),
+        ({"tokens": 1400}, "sdpa_cudnn"),  # by factors: 2.7 times 512, 2.9 times short of 4096
+        ({"tokens": 1500}, "flash_triton"),
+        ({"tokens": 10**6}, "flash_attn_4"),
+        ({"tokens": 10**6, "square": False}, "flash_triton"),
+        ({"tokens": 10**6, "without": {"flash_attn_4", "flash_triton"}}, "sdpa_cudnn"),
+        ({"tokens": 1}, "sdpa_cudnn"),
+        ({"head_dim": 80}, "sdpa_cudnn"),
+        ({"head_dim": 96}, "flash_triton"),
+        ({"head_dim": 256}, "flash_triton"),
+        ({"causal": False}, "flash_triton"),
+    ],
+)
+def test_the_fastest_at_the_nearest_shape_is_taken(fields: dict[str, object], expected: str) -> None:
+    assert chosen(**fields).implementation == expected  # type: ignore[arg-type]
+
+
+def test_the_reason_names_the_measurement() -> None:
+    assert chosen().reason == "fastest of 3 on GPU A at 512 tokens, head dimension 64, bfloat16 (a test)"
+
+
+@pytest.mark.parametrize("fields", [{"device": "GPU B"}, {"dtype": "float16"}])
+def test_what_was_not_measured_is_left_to_torch(fields: dict[str, object]) -> None:
+    """And never another GPU's best."""
+    choice = chosen(**fields)  # type: ignore[arg-type]
+    assert choice.implementation == "sdpa"
+    assert choice.reason.startswith("nothing was measured on GPU")
+
+
+def test_where_nothing_runs_it_is_left_to_torch() -> None:
+    choice = chosen(without={"sdpa_cudnn", "flash_triton", "flash_attn_4"})
+    assert choice.implementation == "sdpa"
+
+
+def test_a_row_without_a_time_for_each_is_refused() -> None:
+    with pytest.raises(ValueError, match="one time for each implementation"):
+        measured(64, (512, 1.0))
+
+
+def test_the_committed_table_has_names_that_there_are() -> None:
+    for entry in table():
+        assert set(entry.implementations) <= set(IMPLEMENTATIONS) - {"auto", "plain", "sdpa_math", "flash_reference"}
+        assert all(row[0] > 0 and min(row[1:]) > 0 for row in entry.rows)
+        assert entry.dtype in ("float32", "bfloat16", "float16")
+
+
+def test_a_cpu_gets_torchs_own() -> None:
+    q = torch.ones(1, 2, 4, 8)
+    assert choice_for(q, q, causal=True).implementation == "sdpa"
+    asked = {"dtype": "float32", "head_dim": 8, "num_queries": 4, "num_keys": 4, "causal": True}
+    assert choose(device="cpu", **asked).reason == "nothing was measured on cpu for float32, causal"  # type: ignore[arg-type]
+
+
+def test_within_a_compiled_graph_the_choice_is_made_for_each_shape() -> None:
+    def run(q: torch.Tensor) -> torch.Tensor:
+        return attention(q, q, q, causal=True, implementation="auto")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    for length in (4, 5, 6):  # torch takes a size for a symbol once it has changed
+        q = torch.randn(1, 2, length, 8)
+        torch.testing.assert_close(compiled(q), run(q))
+
+
+def test_a_run_says_what_was_chosen() -> None:
+    spec = resolve_step({"model": "tiny", "device": "cpu", "attention": "auto", "context": 16, "warmup": 0, "steps": 1})
+    run = measure_here(spec, Observer())
+    assert run.failure is None
+    assert "attention auto: sdpa, nothing was measured on cpu for float32, causal" in run.notes
+
+
+def test_a_step_runs_on_the_tiled_reference() -> None:
+    spec = resolve_step(
+        {"model": "tiny", "device": "cpu", "attention": "flash_reference", "context": 80, "batch": 1}
+        | {"model.num_layers": 1, "warmup": 0, "steps": 1}
+    )
+    run = measure_here(spec, Observer())
+    assert run.failure is None
+
+
+def test_an_implementation_that_does_not_serve_a_step_is_a_result() -> None:
+    spec = resolve_step({"model": "tiny", "device": "cpu", "attention": "flex", "context": 16})
+    run = measure_here(spec, Observer())
+    assert run.failure is not None
+    assert "FlexAttention has no backward pass there" in run.failure.message
+
+
+def test_transformers_models_take_none_but_torchs() -> None:
+    from steplab.model.hf import build_hf
+    from steplab.specs.model import ModelSpec
+
+    spec = resolve_step({"model": "tiny", "device": "cpu", "attention": "flash_triton"})
+    assert isinstance(spec.model, ModelSpec)
+    with pytest.raises(Unsupported, match=r"'flash_triton' for .*choose one of plain, sdpa"):
+        build_hf(spec, torch.device("cpu"))

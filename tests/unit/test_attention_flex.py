@@ -1,0 +1,52 @@
+"""FlexAttention's mask against torch's own way of making one, and what a CPU has of it."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from steplab.errors import Unsupported
+from steplab.ops.attention.api import attention
+from steplab.ops.attention.flex import causal_mask
+
+LISTS = ["kv", "full_kv", "q", "full_q"]
+
+
+def later_keys_hidden(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return query >= key
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"),
+    [(1, 1), (128, 128), (200, 300), (300, 200), (384, 128), (512, 512), (513, 640), (130, 1000), (1000, 130)],
+)
+def test_the_mask_has_the_blocks_that_torch_finds(num_queries: int, num_keys: int) -> None:
+    found = causal_mask(num_queries, num_keys, torch.device("cpu"))
+    right = create_block_mask(later_keys_hidden, None, None, num_queries, num_keys, device="cpu")
+    assert torch.equal(found.to_dense(), right.to_dense())
+    for name in LISTS:
+        numbers, indices = (getattr(found, f"{name}_{of}")[0, 0] for of in ("num_blocks", "indices"))
+        right_indices = getattr(right, f"{name}_indices")[0, 0]
+        assert torch.equal(numbers, getattr(right, f"{name}_num_blocks")[0, 0])
+        for row, number in enumerate(numbers.tolist()):
+            assert indices[row, :number].tolist() == right_indices[row, :number].tolist()
+
+
+def test_within_a_compiled_graph_it_is_attention() -> None:
+    """Twice, as in two layers, and for several lengths, of which the compiler makes a symbol."""
+
+    def run(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        once = attention(q, k, k, causal=True, implementation="flex")
+        return attention(once, k, k, causal=True, implementation="flex")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for length in (130, 140):
+        q, k = torch.randn(1, 4, length, 8), torch.randn(1, 2, 200, 8)
+        right = attention(attention(q, k, k, causal=True), k, k, causal=True)
+        torch.testing.assert_close(compiled(q, k), right)
+
+
+def test_gradients_on_a_cpu_are_refused() -> None:
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(Unsupported, match="choose sdpa or flash_reference"):
+        attention(q, q, q, implementation="flex")

@@ -1,0 +1,223 @@
+"""A benchmark of attention stored, and shown: every figure comes from the samples."""
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+from tests.attention_records import make_benchmark, make_cell
+from tests.runs import make_run, out_of_memory
+
+from steplab.errors import UserError
+from steplab.lab.attention import account_for_memory, attention_study
+from steplab.lab.reporting import runs_to_report
+from steplab.plan.attention_memory import account_of_failure
+from steplab.records.attention import AttentionRun
+from steplab.records.codec import decode, encode, kind_of
+from steplab.report.attention_rows import attention_rows, default_peer, geometric_means
+from steplab.report.attention_steps import attention_step_grid, attention_step_rows
+from steplab.report.attention_text import account_grid, render_account, render_attention
+from steplab.report.html import render_page
+from steplab.store.database import Store
+
+
+@pytest.fixture(scope="module")
+def peers() -> AttentionRun:
+    return make_benchmark("peers")
+
+
+# --- kept -------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_comes_back_as_it_was_written(peers: AttentionRun) -> None:
+    assert decode(encode(peers)) == peers
+    assert kind_of(peers) == "attention"
+    newer = encode(peers).replace(b'"schema":"steplab.attention/1"', b'"schema":"steplab.attention/2"')
+    with pytest.raises(Exception, match=r"steplab.attention/2, newer than the steplab.attention/1"):
+        decode(newer)
+
+
+def test_a_benchmark_is_stored_listed_exported_and_imported(peers: AttentionRun, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(peers)
+        (row,) = store.rows(kind="attention")
+        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (35, 29, 6)
+        assert store.rows() == []  # a listing of runs is of runs
+        assert store.get(peers.id[:6]) == peers
+        lines = [encode(record) for record in store.iterate()]
+    with Store.open(tmp_path / "other.db", write=True) as other:
+        assert other.import_lines(lines) == (1, 0)
+        assert other.get(peers.id) == peers
+
+
+def test_a_report_without_any_run_is_of_the_newest_benchmark(peers: AttentionRun, tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with Store.open(path, write=True) as store:
+        store.add(peers)
+    assert runs_to_report(store=path).attention == (peers,)
+    assert runs_to_report((peers.id,), store=path).attention == (peers,)
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_medians_rates_and_ratios_of_the_samples(peers: AttentionRun) -> None:
+    rows = attention_rows(peers.cells, "sdpa_flash")
+    by_hand = {(c.spec.shape, c.spec.implementation): c for c in peers.cells}
+    assert len(rows) == 35
+    for row, cell in zip(rows, peers.cells, strict=True):
+        other = by_hand[cell.spec.shape, "sdpa_flash"]
+        for name in ("forward", "backward", "both"):
+            samples = cell.samples(name)
+            if not samples:
+                assert row[f"{name}_s"] is row[f"{name}_flops_per_s"] is row[f"{name}_speed"] is None
+                continue
+            seconds = median(samples)
+            spec = cell.spec
+            flops = 4 * spec.batch * spec.heads * spec.queries**2 * spec.dim / (2 if spec.causal else 1)
+            flops *= {"forward": 1, "backward": 2.5, "both": 3.5}[name]
+            assert row[f"{name}_s"] == seconds
+            assert row[f"{name}_flops_per_s"] == pytest.approx(flops / seconds)
+            assert row[f"{name}_speed"] == pytest.approx(median(other.samples(name)) / seconds)
+
+
+def test_means_over_shapes_are_geometric(peers: AttentionRun) -> None:
+    grid = geometric_means(peers.cells, "sdpa_flash")
+    assert grid is not None
+    shown = {row[0]: row for row in grid.rows}
+    rows = attention_rows(peers.cells, "sdpa_flash")
+    speeds = [row["both_speed"] for row in rows if row["implementation"] == "flash_triton"]
+    numbers = [float(speed) for speed in speeds if speed is not None]
+    assert len(numbers) == 7
+    at = grid.headers.index("both")
+    assert shown["flash_triton"][at] == f"{math.prod(numbers) ** (1 / 7):.2f}"
+    assert shown["flash_triton"][at + 1] == f"{min(numbers):.2f}"
+    assert "sdpa_flash" not in shown
+
+
+def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:
+    alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
+    assert default_peer(alone) is None
+    assert geometric_means(alone, None) is None
+    assert "vs" not in render_attention(make_benchmark("peers", {"implementation": ["flex"]}), width=200)
+
+
+# --- shown ------------------------------------------------------------------------------------------------
+
+
+def test_the_terminal_names_what_failed_for_memory_and_what_was_asked(peers: AttentionRun) -> None:
+    text = render_attention(peers, width=240)
+    assert text.count("out of memory: 64.0 GiB more for backward") == 2 * 6  # among times and among memory
+    first = next(cell for cell in peers.cells if cell.spec.implementation == "flash_triton")
+    assert f"{1e3 * median(first.samples('both')):.2f} ms" in text
+    assert "Times as fast as sdpa_flash" in text
+    assert max(map(len, render_attention(peers, width=80).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("format", ["json", "csv"])
+def test_programs_get_every_cell_with_its_raw_figures(peers: AttentionRun, format: str) -> None:
+    text = render_attention(peers, format, against="flex")
+    rows = json.loads(text) if format == "json" else list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 35
+    assert float(rows[1]["both_s"]) == median(peers.cells[1].samples("both"))
+    assert rows[1]["against"] == "flex"
+
+
+@pytest.mark.parametrize("format", ["md", "latex"])
+def test_documents_get_the_three_tables(peers: AttentionRun, format: str) -> None:
+    text = render_attention(peers, format)
+    for title in ("Time and rate", "Memory beyond the inputs", "Error against float64"):
+        assert title in text
+
+
+def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
+    lists = {"implementation": ["plain", "sdpa_flash"], "sequence": [256, 1024, 16384], "dim": [16, 64]}
+    study = make_benchmark("study", lists)
+    page = render_page([], title="Attention", attention=[study])
+    assert '<section id="attention">' in page
+    pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(pictures) == 5 * 2  # three passes, memory kept and peak; a panel a head dimension
+    assert all(">16384<" in picture.replace(" ", "") for picture in pictures)
+    first = next(cell for cell in study.cells if cell.spec.column == "plain, compiled")
+    rate = first.flops["forward"] / median(first.samples("forward"))
+    assert f"8×1×256×16 fp32 plain, compiled: {rate / 1e12:.2f} TFLOP/s" in page
+    assert page.count("8×1×16384×64 fp32 plain: out of memory") == 4  # in backward, both, and both kinds of memory
+
+
+def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: AttentionRun) -> None:
+    page = render_page([], title="Attention", attention=[peers])
+    assert len(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)) == 5
+
+
+def test_an_account_sums_to_the_bytes_it_states() -> None:
+    account = account_of_failure(make_benchmark("study").cells, 20 * 1024**3, "a GPU")
+    assert account is not None
+    grid = account_grid(account)
+    sizes = [int(row[4].replace(",", "")) for row in grid.rows]
+    assert sum(sizes[:-1]) == sizes[-1] == account.total_bytes
+    for row, size in zip(grid.rows[:-1], sizes, strict=False):
+        assert math.prod(map(int, row[2].split("×"))) * int(row[3]) == size
+    text = render_account(account, width=140)
+    assert "The smallest plain attention that does not fit: 8×1×16384×16 fp32" in text
+    assert "B H S K e" in text
+    assert "The device said: asked for 64.0 GiB more" in text
+
+
+def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None:
+    plain = [make_run({"context": 512, "attention": "plain", "compile": mode}) for mode in ("off", "default")]
+    fused = make_run({"context": 512, "attention": "sdpa_flash", "compile": "default"})
+    failed = out_of_memory({"context": 512, "attention": "sdpa_cudnn"})
+    other = make_run({"context": 128})
+    rows = {row["id"]: row for row in attention_step_rows([other, *plain, fused, failed])}
+    assert set(rows) == {run.id for run in (*plain, fused, failed)}
+    times = [median(phase.best_s) for run in (*plain, fused) if run.timing and (phase := run.timing.phase("step"))]
+    assert rows[fused.id]["eager_speed"] == pytest.approx(times[0] / times[2])
+    assert rows[fused.id]["compiled_speed"] == pytest.approx(times[1] / times[2])
+    assert rows[failed.id]["eager_speed"] is None
+    grid = attention_step_grid([other, *plain, fused, failed])
+    assert grid is not None
+    assert grid.bad_rows == {3}
+    page = render_page([other, *plain, fused, failed], title="Steps")
+    assert "Who computes it, and what that does to the whole step" in page
+    assert "Who computes it" not in render_page([other, plain[0]], title="Steps")
+
+
+# --- what is asked ----------------------------------------------------------------------------------------
+
+
+def test_a_laptop_gets_a_small_grid_and_a_gpu_the_peers() -> None:
+    laptop, gpu = attention_study(None, {}, device="cpu"), attention_study(None, {}, device="cuda")
+    assert (laptop.name, gpu.name) == ("tiny", "peers")
+    assert {cell.implementation for cell in laptop.cells} == {"plain", "sdpa", "flash_reference"}
+    assert {cell.implementation for cell in gpu.cells} == {"sdpa_flash", "flex", "sdpa_cudnn", "flash_triton"}
+    lists = attention_study(None, {"sequence": ["8", "16"], "implementation": ["plain"]}, device="cpu", repeats=3)
+    assert [cell.label for cell in lists.cells] == ["1×1×8×64 fp32", "1×1×16×64 fp32"]
+    assert (lists.least_repeats, lists.most_repeats) == (3, 3)
+    with pytest.raises(UserError, match="pass 'sideways' is not known"):
+        attention_study(None, {}, device="cpu", passes=("sideways",))
+
+
+def test_an_account_is_computed_for_a_gpu_or_taken_from_the_store(tmp_path: Path) -> None:
+    cells = attention_study("long", {}, device="cuda").cells
+    assert account_for_memory(cells, "H200 SXM").spec.queries == 131072
+    path = tmp_path / "store.db"
+    with Store.open(path, write=True) as store:
+        store.add(make_benchmark("peers", {"implementation": ["flex"]}))
+    with pytest.raises(UserError, match="in no stored benchmark did plain attention run out of memory"):
+        account_for_memory(cells, None, store=path)
+    study = make_benchmark("study")
+    with Store.open(path, write=True) as store:
+        store.add(study)
+    found = account_for_memory(cells, None, store=path)
+    assert (found.spec.queries, found.memory_source) == (16384, f"NVIDIA H200 (record {study.id})")
+
+
+def test_a_benchmark_all_of_whose_cells_failed_is_no_success() -> None:
+    study = make_benchmark("study")
+    failed = [make_cell(cell.spec) for cell in study.cells if cell.spec.queries == 16384]
+    assert study.status == "ok"
+    assert make_benchmark("study", cells=tuple(failed)).status == "out_of_memory"

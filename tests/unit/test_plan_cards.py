@@ -1,0 +1,100 @@
+"""Whether a step fits a card: the margins against steps recorded on an H200, the verdicts by hand."""
+
+import gzip
+import lzma
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES, RESERVED_MARGIN, fits_of
+from steplab.plan.memory import predict_memory
+from steplab.records.codec import decode
+from steplab.records.prediction import PredictionKind
+from steplab.records.run import Run
+from steplab.specs.hardware import find_hardware, hardware_named
+from steplab.specs.resolve import resolve_step
+from steplab.units import GIB
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+H200 = hardware_named("H200 SXM")
+
+
+@cache
+def recorded() -> tuple[Run, ...]:
+    found = []
+    for name, opener in (("step_h200_202611.jsonl.gz", gzip), ("memory_h200_202611.jsonl.xz", lzma)):
+        found += [decode(line) for line in opener.decompress((GOLDEN / name).read_bytes()).splitlines()]
+    return tuple(run for run in found if isinstance(run, Run) and run.spec and run.spec.model.shape)
+
+
+def test_the_margin_is_not_wider_than_the_most_fragmented_step_asks_for() -> None:
+    """That it is wide enough for each is held where their peaks are (test_plan_memory.errors, test_memory_golden)."""
+    asked = ("2.7b", 256, "forward_backward", "bf16", "default")
+    worst = [
+        (spec, peak.peak_reserved_bytes)
+        for run in recorded()
+        if (spec := run.spec) and run.memory and (peak := run.memory.peak("step"))
+        and (spec.model.name, spec.context, spec.pass_name, spec.precision, spec.compile) == asked
+    ]  # fmt: skip
+    found = predict_memory(worst[0][0])
+    assert found.reserved_bytes is not None
+    over = max(reserved_bytes for _, reserved_bytes in worst) / found.reserved_bytes - 1
+    assert RESERVED_MARGIN - 0.02 < over < RESERVED_MARGIN
+
+
+def test_what_lies_outside_was_never_more() -> None:
+    outside = [run.memory_profile.outside_bytes for run in recorded() if run.memory_profile]
+    assert len(outside) >= 40
+    assert 0.9 * OUTSIDE_BYTES < max(size for size in outside if size) <= OUTSIDE_BYTES
+
+
+def test_the_memory_of_the_h200_is_what_its_records_say() -> None:
+    devices = {
+        (run.environment.device.name, run.environment.device.memory_bytes) for run in recorded() if run.environment
+    }
+    assert devices == {("NVIDIA H200", H200.usable_bytes)}
+    assert find_hardware("NVIDIA H200") is H200
+    assert H200.usable_bytes is not None
+    assert 141e9 < H200.usable_bytes < 141 * GIB  # neither reading of the data sheet
+
+
+def test_a_step_that_ran_out_of_memory_does_not_fit() -> None:
+    failed = [run.spec for run in recorded() if run.status == "out_of_memory"]
+    assert failed
+    for spec in failed:
+        assert spec is not None
+        (h200,) = (card for card in predict_memory(spec).cards if card.gpu == "H200 SXM")
+        assert h200.verdict == "does not fit"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "least", "safe", "verdict"),
+    [
+        ("H200 SXM", 100, H200.usable_bytes, "fits"),
+        ("H200 SXM", 100, H200.usable_bytes + 1, "too tight to promise"),  # type: ignore[operator]
+        ("H200 SXM", H200.usable_bytes, 10**12, "too tight to promise"),
+        ("H200 SXM", H200.usable_bytes + 1, 10**12, "does not fit"),  # type: ignore[operator]
+        ("H100 SXM", 100, int(80 * GIB * LEAST_USABLE), "fits"),
+        ("H100 SXM", 100, int(80 * GIB * LEAST_USABLE) + 1, "too tight to promise"),
+        ("H100 SXM", 80 * GIB, 10**12, "too tight to promise"),
+        ("H100 SXM", 80 * GIB + 1, 10**12, "does not fit"),
+        ("H100 SXM", 80 * GIB, None, "not known"),
+    ],
+)
+def test_verdicts(gpu: str, least: int, safe: int | None, verdict: str) -> None:
+    kind: PredictionKind = "dry_run" if safe is not None else "at_least"
+    (card,) = (card for card in fits_of(kind, least, safe) if card.gpu == gpu)
+    assert card.verdict == verdict
+    assert card.usable_is_known == (gpu == "H200 SXM")
+
+
+def test_between_the_two_figures_nothing_is_promised() -> None:
+    verdicts = []
+    for batch in (2, 7, 10):
+        found = predict_memory(resolve_step({"model": "2.7b", "context": 1024, "batch": batch}))
+        assert found.least_device_bytes is not None
+        assert found.safe_device_bytes is not None
+        assert found.peak_bytes < found.least_device_bytes < found.safe_device_bytes
+        verdicts.append(next(card.verdict for card in found.cards if card.gpu == "H200 SXM"))
+    assert verdicts == ["fits", "too tight to promise", "does not fit"]
