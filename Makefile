@@ -16,7 +16,7 @@ run: .venv/installed ## Measure a tiny model's training step on this machine, en
 	$(BIN)/steplab report --output $(PAGE)
 
 test: .venv/tested check ## Lint, type-check and run the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 check: .venv/tested ## Lint and type-check
 	$(BIN)/ruff check .

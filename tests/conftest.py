@@ -3,6 +3,10 @@
 To look for new ones: pytest --hypothesis-profile=search
 """
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
+
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -121,10 +121,9 @@ def _run(main: Callable[[], object], argv: list[str]) -> NoReturn:
 
 
 def _import_everything() -> None:
-    import torch._dynamo  # by the first optimizer, in a measuring process
-
     import steplab
 
+    importlib.import_module("torch._dynamo")  # as the first optimizer does, in a measuring process
     for module in pkgutil.walk_packages(steplab.__path__, "steplab."):
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
@@ -141,7 +140,7 @@ def _command(streams: tuple[int, ...], *, arguments: list[str], cwd: str, enviro
     os.environ.clear()
     os.environ.update(environment)
     sys.path[0], sys.argv = cwd, ["steplab", *arguments]
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
     app.console()
 
 

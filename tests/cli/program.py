@@ -73,11 +73,15 @@ class Program:
             for name, value in os.environ.items()
             if not name.startswith(_OWN_VARIABLES) and name not in _DISPLAY_VARIABLES
         }
-        self.environment = inherited | {
-            "HOME": str(home),
-            "XDG_DATA_HOME": str(home / "data"),
-            "STEPLAB_STORE": str(self.store),
-        } | OF_EVERY_COMMAND
+        self.environment = (
+            inherited
+            | {
+                "HOME": str(home),
+                "XDG_DATA_HOME": str(home / "data"),
+                "STEPLAB_STORE": str(self.store),
+            }
+            | OF_EVERY_COMMAND
+        )
 
     def __call__(
         self,

@@ -1,17 +1,25 @@
 """steplab attention, as users type it."""
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
-from tests.attention_records import make_benchmark
+from tests.attention_records import make_benchmark, make_cell
 from tests.cli.program import Program
+from tests.runs import ENVIRONMENT
 
 from steplab.cli.app import main
-from steplab.records.attention import AttentionRun
+from steplab.lab import attention as lab
+from steplab.records.attention import AttentionCell, AttentionRun
+from steplab.specs.attention_study import AttentionStudy
 from steplab.store.database import Store
 
-TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "true", "--device", "cpu", "--repeats", "3")
+TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "--device", "cpu", "--repeats", "3")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +31,11 @@ TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "true",
         (("--grid", "nowhere"), "no grid 'nowhere': neither one of long, peers, study, tiny nor a readable TOML file"),
         (("--hardware", "H200 SXM"), "--hardware is for --derive"),
         (("--derive", "--hardware", "abacus"), "unknown hardware 'abacus'"),
+        (("--derive", "--format", "csv"), "this command does not write csv; choose one of table"),
+        (
+            ("--implementation", "plain", "--against", "sdpa"),
+            "--against 'sdpa' is not measured here; choose one of plain",
+        ),
         (("--repeats", "0"), "the number of repeats must be at least 1"),
     ],
 )
@@ -74,6 +87,32 @@ def test_all_cells_failing_is_a_failure_that_is_kept(steplab: Program) -> None:
     assert "error: attention 'sdpa_cudnn' is not supported" in result.stdout
     with Store.open(steplab.store, write=False) as store:
         assert [row["num_failed"] for row in store.rows(kind="attention")] == [2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_had_ended_before_an_interruption_is_kept(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(study: AttentionStudy, *, on_cell: Callable[[int, AttentionCell], None], **rest: Any) -> None:
+        rest["on_environment"](ENVIRONMENT)
+        on_cell(0, make_cell(study.cells[0]))
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    monkeypatch.setattr(lab, "attention_in_children", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        code = main(["attention", *TINY, "--implementation", "plain,sdpa", "--store", str(tmp_path / "store.db")])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 130
+    with Store.open(tmp_path / "store.db", write=False) as store:
+        (row,) = store.rows(kind="attention")
+        record = store.get(str(row["id"]))
+    assert f"interrupted; record {record.id} has the 1 cell that had ended" in capsys.readouterr().err
+    assert isinstance(record, AttentionRun)
+    assert [cell.spec.column for cell in record.cells] == ["plain"]
+    assert record.environment == ENVIRONMENT
 
 
 @pytest.fixture

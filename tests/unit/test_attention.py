@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import steplab.ops.attention as public
 from steplab.errors import Unsupported
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
 
@@ -166,6 +167,13 @@ def test_heads_that_lie_strided_in_memory_are_read_right(implementation: str) ->
 
 
 # --- names ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", public.__all__)
+def test_the_public_names_are_there(name: str) -> None:
+    assert getattr(public, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'flash'"):
+        _ = public.flash
 
 
 def test_every_implementation_is_tested_here() -> None:

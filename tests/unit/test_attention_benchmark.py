@@ -196,6 +196,28 @@ def test_a_failure_leaves_none_of_its_tensors_behind(bench: Bench) -> None:
     assert bench.results[1].failure is None
 
 
+@pytest.mark.parametrize("failing", [1, 3, 9], ids=["forward", "backward", "while timing"])
+def test_a_failure_holds_no_memory_when_the_device_is_looked_at(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """On a CUDA device whatever a failed call had made must be gone by then, or the process would be given up."""
+    held: list[Any] = []
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        scores = q @ k.transpose(-2, -1)
+        held.append(weakref.ref(scores))
+        if len(held) == failing:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return plain_attention(q, k, v, causal=causal)
+
+    bench.functions = {"plain": function}
+    alive = lambda device: 10 * 1024**3 * any(ref() is not None for ref in held)  # noqa: E731
+    monkeypatch.setattr(attention_session, "allocated_bytes", alive)
+    assert bench.run(study_of("plain", "sdpa"))
+    assert bench.results[0].status == "out_of_memory"
+    assert bench.results[1].status == "ok"
+
+
 def test_memory_that_stays_after_a_failure_asks_for_a_new_process(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +232,37 @@ def test_memory_that_stays_after_a_failure_asks_for_a_new_process(
     assert not bench.run(study_of("plain", "sdpa"))
     assert bench.results[0].status == "out_of_memory"
     assert 1 not in bench.results
+
+
+@pytest.mark.parametrize("failing", [1, 14], ids=["at its first call", "while others take turns"])
+def test_a_device_that_answers_no_more_ends_the_process_and_names_only_who_is_known(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    calls, dead = [0], [False]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        calls[0] += 1
+        if calls[0] == failing:
+            dead[0] = True
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return plain_attention(q, k, v, causal=causal)
+
+    def synchronize() -> None:
+        if dead[0]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    bench.functions = {"plain": function}
+    monkeypatch.setattr(bench.device, "synchronize", synchronize)
+    study = study_of("plain", "sdpa", passes=("forward",), least_repeats=20, most_repeats=20)
+    if failing == 1:
+        assert not bench.run(study)
+        assert bench.results[0].status == "crashed"
+        assert 1 not in bench.results
+    else:
+        with pytest.raises(RuntimeError, match="the device answers no more"):
+            bench.run(study)
+        assert bench.results == {}
+        assert bench.under_way[-1] == [0, 1]
 
 
 def test_a_kernel_that_does_not_exist_and_any_other_error_are_told_apart(bench: Bench) -> None:
@@ -316,6 +369,14 @@ def test_where_all_heads_would_take_too_long_some_are_looked_at(monkeypatch: pyt
     assert reference.errors(output, tuple(gradients))[0].max_abs == pytest.approx(1)
     monkeypatch.setattr("steplab.measurement.attention_error._MOST_SCORES", {"cpu": 16 * 16 - 1})
     assert Reference(spec, inputs).checked_heads == 0
+
+
+def test_what_float64_holds_while_others_are_tried_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(batch=3, heads=4, kv_heads=2, queries=16, dim=4, dtype="fp32")
+    group_bytes = 8 * 4 * (2 * 2 * 16 + 2 * 16)  # output and its like of two heads, two of one head of keys
+    monkeypatch.setattr("steplab.measurement.attention_error._MOST_BYTES", 3 * group_bytes)
+    reference = Reference(spec, make_inputs(spec, CPU, 0))
+    assert (reference.checked_heads, reference.num_bytes) == (3 * 2, 3 * group_bytes)
 
 
 # --- the processes ----------------------------------------------------------------------------------------

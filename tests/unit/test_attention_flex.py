@@ -1,12 +1,14 @@
 """FlexAttention's mask against torch's own way of making one, and what a CPU has of it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.api import attention
-from steplab.ops.attention.flex import causal_mask
+from steplab.ops.attention.flex import _compiled, causal_mask
 
 LISTS = ["kv", "full_kv", "q", "full_q"]
 
@@ -44,6 +46,24 @@ def test_within_a_compiled_graph_it_is_attention() -> None:
         q, k = torch.randn(1, 4, length, 8), torch.randn(1, 2, 200, 8)
         right = attention(attention(q, k, k, causal=True), k, k, causal=True)
         torch.testing.assert_close(compiled(q, k), right)
+
+
+def test_many_shapes_in_one_process_are_each_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a function up that it has compiled for eight, or here for two."""
+    compiled = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr("steplab.ops.attention.flex._compiled", _compiled.__wrapped__)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    for length in range(1, 5):
+        q = torch.randn(1, 2, length, 8)
+        torch.testing.assert_close(attention(q, q, q, implementation="flex"), attention(q, q, q))
+    assert len(compiled) == 4
 
 
 def test_gradients_on_a_cpu_are_refused() -> None:

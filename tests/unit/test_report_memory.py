@@ -41,6 +41,7 @@ from steplab.report.memory_words import (
     saved_sentences,
 )
 from steplab.report.run_text import render_run, run_title
+from steplab.report.shares import format_share
 from steplab.specs.resolve import resolve_step
 
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
@@ -110,7 +111,7 @@ def test_the_watched_peak_is_set_against_the_allocators_count_and_the_unwatched_
     assert memory is not None
     assert list(check_sentences(profile, memory)) == [
         "The allocator's own high-water mark over the watched step is the same, to the byte.",
-        "Each phase's peak is what the allocator counted over the timed steps, to the byte.",
+        "Each phase's peak is what the allocator counted over the steps timed phase by phase, to the byte.",
     ]
     off = replace(profile, counted_peak_bytes=profile.peak_bytes + 512, unwatched_peak_bytes=profile.peak_bytes - MIB)
     counted, unwatched = check_sentences(off, None)
@@ -126,9 +127,9 @@ def test_a_phase_that_peaked_otherwise_in_the_timed_steps_is_named() -> None:
     lower = replace(forward, peak_bytes=forward.peak_bytes - 3 * MIB)
     _, *told = check_sentences(replace(profile, phases=(lower, *others)), memory)
     assert told == [
-        f"In forward the peak was {units.format_bytes(lower.peak_bytes)} as watched; over the timed steps the "
-        f"allocator counted {units.format_bytes(forward.peak_bytes)} ({forward.peak_bytes:,} bytes), 3.00 MiB more "
-        f"({100 * 3 * MIB / lower.peak_bytes:+.2f} %)."
+        f"In forward the peak was {units.format_bytes(lower.peak_bytes)} as watched; over the steps timed phase by "
+        f"phase the allocator counted {units.format_bytes(forward.peak_bytes)} ({forward.peak_bytes:,} bytes), "
+        f"3.00 MiB more ({format_share(3 * MIB / lower.peak_bytes)})."
     ]
 
 
@@ -401,6 +402,22 @@ def like(run: Run, at_peak_mib: dict[str, int], **fields: Any) -> Run:
 STATES = {"parameters": 500, "optimizer_state": 1000}
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({"optimizer_state": 1000}, {"optimizer_state": 500}, "optimizer state shrinks from 1000 MiB to 500 MiB"),
+        ({"parameters": 500}, {"parameters": 250}, "parameters shrink from 500 MiB to 250 MiB"),
+        ({"optimizer_state": 9, "inputs": 9}, {"optimizer_state": 9}, "Optimizer state stays at 9.00 MiB"),
+        ({"temporaries": 9, "inputs": 9}, {"temporaries": 9}, "Temporaries stay at 9.00 MiB"),
+        ({"inputs": 9}, {"inputs": 9, "optimizer_state": 8}, "optimizer state adds 8.00 MiB"),
+        ({"inputs": 9}, {"inputs": 9, "activations": 8}, "activations add 8.00 MiB"),
+    ],
+)
+def test_a_verb_agrees_with_its_categories(before: dict[str, int], after: dict[str, int], told: str) -> None:
+    (sentence, *_) = precision_sentences(like(BF16, after, saved=()), like(FP32, before))
+    assert told in sentence
+
+
 def test_why_autocast_lowers_a_peak_by_category() -> None:
     before = like(FP32, STATES | {"activations": 600, "temporaries": 100})
     after = like(BF16, STATES | {"activations": 400, "autocast_copies": 100, "temporaries": 50}, saved=())
@@ -544,6 +561,10 @@ def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() 
         "the peak, would not be there in fp32: autocast lowers this peak by 200 MiB at most, temporaries apart. The "
         "same cell in fp32 would tell.",
     ]
+    assert alone.spec is not None
+    flash = replace(alone, spec=replace(alone.spec, attention="sdpa_flash"))
+    *_, last = precision_sentences(flash, None)
+    assert last.endswith("No cell in fp32 can tell more: attention sdpa_flash does not run in it.")
     late = like(BF16, STATES | {"gradients": 500}, saved=kept, peak_phase="optimizer")
     assert "the peak lies in the optimizer, when activations are gone" in list(precision_sentences(late, None))[-1]
     costly = like(BF16, STATES | {"activations": 400, "autocast_copies": 400}, saved=kept)

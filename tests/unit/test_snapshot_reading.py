@@ -304,6 +304,86 @@ def test_what_is_no_snapshot_says_so(tmp_path: Path, content: bytes, why: str) -
     assert "_dump_snapshot" in message
 
 
+ABSENT = object()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])  # taken one by one, and in bulk
+@pytest.mark.parametrize(
+    ("where", "key", "value", "why"),
+    [
+        ("event", "size", -1, "the size of an event (alloc) is missing or negative"),
+        ("event", "size", -(2**40), "the size of an event (alloc) is negative: -1099511627776"),
+        ("event", "size", ABSENT, "the size of an event (alloc) is missing or negative"),
+        ("event", "size", None, "the size of an event (alloc) is missing or negative"),
+        ("event", "size", True, "size is no number of 64 bits"),
+        ("event", "size", 4.0, "size is no number of 64 bits"),
+        ("event", "size", "4", "size is no number of 64 bits"),
+        ("event", "size", 2**63, "size is no number of 64 bits"),
+        ("event", "size", 2**63 - 1, "the end of an event is no number of 64 bits"),
+        ("event", "addr", -5, "the address of an event (alloc) is negative: -5"),
+        ("event", "addr", ABSENT, "the address of an event (alloc) is missing or negative"),
+        ("event", "addr", False, "addr is no number of 64 bits"),
+        ("event", "addr", 2**64 - 4096, "addr is no number of 64 bits"),
+        ("event", "time_us", 0.5, "time_us is no number of 64 bits"),
+        ("segment", "total_size", ABSENT, "the size of a segment is missing or negative"),
+        ("segment", "total_size", -8, "the size of a segment is negative: -8"),
+        ("segment", "address", ABSENT, "the address of a segment is missing or negative"),
+        ("segment", "address", -8, "the address of a segment is negative: -8"),
+        ("segment", "device", -1, "the number of a device is negative: -1"),
+        ("block", "size", ABSENT, "the size of a block is missing or negative"),
+        ("block", "size", -512, "the size of a block is negative: -512"),
+        ("block", "size", 2**63 - 1, "the end of a block is no number of 64 bits"),
+        ("block", "address", -512, "the address of a block is negative: -512"),
+        ("block", "requested_size", -512, "the requested size of a block is negative: -512"),
+        ("block", "requested_size", True, "requested_size is no number of 64 bits"),
+    ],
+)
+def test_sizes_and_addresses_that_no_allocator_has_are_refused(
+    tmp_path: Path, protocol: int, where: str, key: str, value: object, why: str
+) -> None:
+    events = [event("alloc", (1 << 41) + (i << 12), 4096 + i, FRAMES) for i in range(20)]
+    whole = snapshot(events)
+    (segment,) = whole["segments"]
+    changed = {"event": events[13], "segment": segment, "block": segment["blocks"][0]}[where]
+    read_snapshot(written(tmp_path, pickle.dumps(whole, protocol)))
+    if value is ABSENT:
+        del changed[key]
+    else:
+        changed[key] = value
+    assert refusal(written(tmp_path, pickle.dumps(whole, protocol))).startswith(
+        (why, f"it is a pickle, but no memory snapshot: {why}")
+    )
+
+
+@pytest.mark.parametrize("action", ["free_requested", "free_completed", "segment_alloc", "segment_map", "oom"])
+def test_every_event_of_memory_has_a_size(tmp_path: Path, action: str) -> None:
+    made = event(action, 4096, 512)
+    del made["size"]
+    if action == "oom":
+        del made["addr"]  # torch tells device_free in its place
+    message = refusal(written(tmp_path, pickle.dumps(snapshot([made]))))
+    assert message.startswith(f"the size of an event ({action}) is missing or negative")
+
+
+def test_a_snapshots_own_event_needs_neither(tmp_path: Path) -> None:
+    path = written(tmp_path, pickle.dumps(snapshot([{"action": "snapshot"}, {"action": "invented", "size": -3}])))
+    assert len(read_snapshot(path).devices[0].events) == 2
+
+
+def test_sizes_whose_sum_is_beyond_64_bits_are_refused(tmp_path: Path) -> None:
+    events = [event("alloc", i << 20, 2**61) for i in range(3)]
+    read_snapshot(written(tmp_path, pickle.dumps(snapshot(events))))
+    events.append(event("alloc", 3 << 20, 2**61))
+    message = refusal(written(tmp_path, pickle.dumps(snapshot(events))))
+    assert message.startswith("its sizes together are no number of 64 bits")
+
+
+def test_a_block_that_follows_one_without_end_is_refused(tmp_path: Path) -> None:
+    blocks = [{"size": 2**62, "state": "inactive"}, {"size": 2**62, "state": "inactive"}, {"state": "inactive"}]
+    segments = [{"device": 0, "address": 4096, "total_size": 2048, "blocks": blocks}]
+    assert "the end of a block is no number of 64 bits" in refusal(written(tmp_path, pickle.dumps(segments)))
+
+
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*: No such file"):
         read_snapshot(tmp_path / "absent.pickle")

@@ -1,5 +1,8 @@
 """steplab attention"""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -26,7 +29,9 @@ class CellOptions:
     queries: Annotated[str | None, _cell("Positions of queries")] = None
     keys: Annotated[str | None, _cell("Positions of keys")] = None
     dim: Annotated[str | None, _cell("Dimension of a head")] = None
-    causal: Annotated[str | None, _cell("true, false, or both: true,false")] = None
+    causal: Annotated[bool | None, _cell("Hide keys after the query's own position [default: the grid's, else no]")] = (
+        None
+    )
     dtype: Annotated[str | None, _cell("fp32, tf32, bf16, fp16")] = None
     implementation: Annotated[
         str | None, _cell("Names as of --attention: plain,sdpa_flash,... [default: those the device is good for]")
@@ -36,7 +41,25 @@ class CellOptions:
     def lists(self) -> dict[str, list[object]]:
         """The fields that were given, each as a list."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: [part.strip() for part in text.split(",")] for name, text in given.items() if text is not None}
+        return {
+            name: [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+            for name, value in given.items()
+            if value is not None
+        }
+
+
+@contextmanager
+def _ended_as_interrupted() -> Iterator[None]:
+    """SIGTERM, which a time limit sends, is taken for Ctrl-C: what has been measured by then is stored."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def attention(
@@ -76,14 +99,14 @@ def attention(
 
     For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
     """
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.attention import account_for_memory, attention_study, measure_attention
     from steplab.report.attention_text import cell_line, render_account, render_attention
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out.output, allowed=("table",) if derive else ROW_FORMATS)
     color = stdout_color() and out.output is None
     if hardware is not None and not derive:
         raise UserError("--hardware is for --derive: what is measured is measured on this machine")
@@ -99,7 +122,10 @@ def attention(
     if derive:
         emit(render_account(account_for_memory(study.cells, hardware, store=out.store), color=color), out.output)
         return 0
-    with ProgressLine() as line:
+    columns = list(dict.fromkeys(cell.column for cell in study.cells))
+    if against is not None and against not in columns:
+        raise UserError(f"--against '{against}' is not measured here; choose one of {'; '.join(columns)}")
+    with ProgressLine() as line, _ended_as_interrupted():
         run = measure_attention(
             study,
             name=name,

@@ -11,7 +11,9 @@ from steplab.cli.options import OutputOptions, StepOptions
 def sweep(
     study: Annotated[
         str | None,
-        Parameter(help="A preset (quick, sizes, compiled, warmup, attention) or a TOML file; options replace its fields"),
+        Parameter(
+            help="A preset (quick, sizes, compiled, warmup, attention) or a TOML file; options replace its fields"
+        ),
     ] = None,
     /,
     *,

@@ -19,6 +19,7 @@ from steplab.records.environment import Environment
 from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.hardware import hardware_named
+from steplab.units import counted
 
 DEFAULT_TIMEOUT_S = 600.0
 _GPU_PEERS = ("sdpa_flash", "flex", "sdpa_cudnn", "flash_triton")
@@ -43,7 +44,7 @@ def measure_attention(
     checked_name(name)
     found: dict[int, AttentionCell] = {}
 
-    def counted(index: int, cell: AttentionCell) -> None:
+    def with_flops(index: int, cell: AttentionCell) -> None:
         found[index] = dataclasses.replace(cell, flops=attention_flops(cell.spec))
         on_cell(index, found[index])
 
@@ -61,13 +62,13 @@ def measure_attention(
     with open_store(store, write=True) as opened:
         try:
             attention_in_children(
-                study, timeout_s=timeout_s, on_progress=on_progress, on_cell=counted, on_environment=located
+                study, timeout_s=timeout_s, on_progress=on_progress, on_cell=with_flops, on_environment=located
             )
         except KeyboardInterrupt as error:
             if not found:
                 raise
             keep(opened, ended("interrupted: only the cells that had ended by then are here"))
-            raise KeyboardInterrupt(f"record {run.id} has the {len(found)} cells that had ended") from error
+            raise KeyboardInterrupt(f"record {run.id} has the {counted(len(found), 'cell')} that had ended") from error
         keep(opened, ended())
     return ended()
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from steplab.errors import SteplabError
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_memory import Gauge, SavedTensors, allocated_bytes
 from steplab.measurement.device import Device
@@ -93,8 +92,6 @@ class Contender:
         if self.failure is None and has_no_kernel(error):
             message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
             self.failure = Failure(kind="error", message=message, phase=stage)
-        if self.failure is None and isinstance(error, SteplabError):  # it says itself what to do instead
-            self.failure = Failure(kind="error", message=str(error), phase=stage)
         self.failure = self.failure or failure_of(error, stage)
 
     def cell(self, device: Device) -> AttentionCell:

@@ -1,8 +1,8 @@
 """How far an attention's output and gradients are from float64's, beside plain attention of the same number format.
 
-Heads of an attention do not know of each other, so some of them are looked at in full where all would take too long:
-the errors then are of those heads. Within a head the reference goes through the queries piece by piece, so that its
-scores need not fit.
+Heads of an attention do not know of each other, so some of them are looked at in full where all would take too long or
+too much memory: the errors then are of those heads. Within a head the reference goes through the queries piece by
+piece, so that its scores need not fit.
 
 Shape suffixes: B batch, H query heads, G heads of keys and values, R = H/G query heads that share one, S query
 positions, K key positions, D head dimension; s a piece of S.
@@ -18,12 +18,15 @@ from torch import Tensor
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import TensorError
 from steplab.specs.attention import AttentionSpec
+from steplab.units import MIB
 
 RESULTS = ("output", "queries", "keys", "values")
 """What is compared: the output, and the gradients of the inputs."""
 _MOST_SCORES = {"cuda": 60_000_000_000, "cpu": 50_000_000}
 """So many scores are computed in float64 at most: a second or two."""
-_PIECE_BYTES = 256 * 1024**2
+_MOST_BYTES = 256 * MIB
+"""Of float64's results, which lie there while implementations are tried: more would be memory that these lack."""
+_PIECE_BYTES = 256 * MIB
 """Of the scores of one piece of queries."""
 
 
@@ -65,8 +68,9 @@ class Reference:
         """Plain attention's own distances; None where it does not fit."""
         places = [(batch, group) for batch in range(spec.batch) for group in range(spec.num_kv_heads)]
         scores = spec.queries * spec.num_keys * self._repeats
-        most = _MOST_SCORES.get(inputs.q.device.type, 0) // scores
-        for batch, group in _spread(places, most):
+        most = _MOST_SCORES[inputs.q.device.type] // scores
+        head_bytes = 2 * 8 * spec.dim * (self._repeats * spec.queries + spec.num_keys)
+        for batch, group in _spread(places, min(most, max(1, _MOST_BYTES // head_bytes))):
             with torch.no_grad():
                 exact = _exact(*self._head(inputs, batch, group), causal=spec.causal)
             self._heads.append(_Head(batch=batch, group=group, exact=exact))
@@ -75,6 +79,11 @@ class Reference:
     def checked_heads(self) -> int:
         """Query heads there are results for; 0: one alone would take too long."""
         return len(self._heads) * self._repeats
+
+    @property
+    def num_bytes(self) -> int:
+        """Of float64's results."""
+        return sum(tensor.nbytes for head in self._heads for tensor in head.exact)
 
     def look_at_plain(self, spec: AttentionSpec, inputs: Inputs) -> None:
         """Find plain attention's distances, head by head. Raises torch's error where it does not fit."""

@@ -9,12 +9,13 @@ does meanwhile, it does to all of them. Before each repeat the cache is written 
 backward needs is made anew: a graph that is kept would not let all of them have the device's memory in turn.
 """
 
+import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -35,13 +36,16 @@ from steplab.measurement.failures import failure_of, refused_memory
 from steplab.ops.attention.choice import choice_for
 from steplab.records.attention import AttentionCell
 from steplab.records.environment import Environment
-from steplab.records.run import Failure
 from steplab.specs.attention import AttentionPass
 from steplab.specs.attention_study import AttentionStudy
 from steplab.units import MIB
 
+T = TypeVar("T")
+
 _LEAST_FLUSH_BYTES = 256 * MIB
 _LEAST_WARMUP_CALLS = 3
+_TOLERATED_BYTES = 256 * MIB
+"""So much more memory may be held after a failure: what libraries take once, and keep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +94,8 @@ class _Session:
 
     def __init__(self, study: AttentionStudy, device: Device, observer: AttentionObserver, make: MakeAttention) -> None:
         self.study, self.device, self.observer, self.make = study, device, observer, make
-        self.stage = ""
         self._flush = _flush_buffer(device)
         self._idle_bytes: int | None = None
-        self._last_sent_s = 0.0
 
     def measure(self, group: Sequence[int]) -> None:
         """Measure the cells of one shape."""
@@ -102,7 +104,6 @@ class _Session:
         cells = [self.study.cells[index] for index in group]
         precise = "high" if cells[0].dtype == "tf32" else "highest"
         torch.set_float32_matmul_precision(precise)
-        self._idle_bytes = allocated_bytes(self.device)
         self.observer.on_cells(list(group))
         try:
             self._begin(f"{cells[0].label}: inputs", 0)
@@ -112,17 +113,17 @@ class _Session:
                 failure = refused_memory(error, "inputs", self.device) or failure_of(error, "inputs")
                 self.observer.on_result(index, AttentionCell(spec=cell, failure=failure))
             return
-        idle_bytes, self._idle_bytes = self._idle_bytes, allocated_bytes(self.device)
+        self._idle_bytes = allocated_bytes(self.device)
         contenders = self._prepared(group, inputs)
         for name in self.study.passes:
             self._time(name, [contender for contender in contenders if name in contender.ready])
         for contender in contenders:
             self.observer.on_result(contender.index, contender.cell(self.device))
-        self._idle_bytes = idle_bytes
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[Contender]:
         """Each cell by itself for the first time: whether it runs, what it takes, how exact it is."""
         reference, note = self._reference(group, inputs)
+        self._idle_bytes = allocated_bytes(self.device)
         contenders = []
         for index in group:
             cell = self.study.cells[index]
@@ -138,26 +139,25 @@ class _Session:
         return contenders
 
     def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
+        """float64's results and how far plain attention is from them, or a note why there are none."""
+        cell, where = self.study.cells[group[0]], self.device.torch_device.type
         if not self.study.errors:
             return None, ""
-        cell = self.study.cells[group[0]]
+        if where == "mps":
+            return None, "errors: this device has no float64 to compare with"
         self._begin(f"{cell.label}: float64", 0)
+        reference, note = None, ""
         try:
             reference = Reference(cell, inputs)
-        except Exception as error:
-            note = f"errors against float64: {failure_of(error, None).message}"
-            self._check_device()
-            return None, note
-        try:
             reference.look_at_plain(cell, inputs)
         except Exception as error:
-            note = f"error of plain attention: {failure_of(error, None).message}"
-            self._check_device()
-            return reference, note
-        return (
-            reference,
-            "" if reference.checked_heads else "errors against float64: one head alone would take too long",
-        )
+            what = "errors against float64" if reference is None else "error of plain attention, to compare with"
+            note = f"{what}: {failure_of(error, None).message}"
+        if note:  # by now the failure's frames are gone
+            self._check_device(beyond=reference.num_bytes if reference else 0)
+        elif reference and not reference.checked_heads:
+            note = "errors against float64: one head alone would take too long"
+        return reference, note
 
     def _try(self, contender: Contender, reference: Reference | None) -> None:
         """Run a cell's passes once; what fails is left out of the timing."""
@@ -178,20 +178,26 @@ class _Session:
         if contender.failure:
             self._after_failure(contender)
 
-    def _after_failure(self, contender: Contender) -> None:
-        """Give back what a failure held; where that cannot be done, tell its result and end the process."""
+    def _after_failure(self, contender: Contender, others: Sequence[Contender] = ()) -> None:
+        """Give back what a failure held; where that cannot be done, tell its result and end the process.
+
+        A device that answers no more while several took turns may have met the failure of another: then nobody is
+        named, and the process dies.
+        """
         try:
             self._check_device()
-        except _Broken:
-            if contender.failure and contender.failure.kind == "error":
-                contender.failure = Failure(
-                    kind="crashed", message=contender.failure.message, phase=contender.failure.phase
-                )
+        except _Broken as broken:
+            died = broken.__cause__ is not None
+            if died and others:
+                raise RuntimeError("the device answers no more") from broken
+            if died and contender.failure:
+                contender.failure = dataclasses.replace(contender.failure, kind="crashed")
             self.observer.on_result(contender.index, contender.cell(self.device))
             raise
 
-    def _check_device(self) -> None:
-        """Release what nobody has any more. Raises _Broken where the device does not answer, or keeps more."""
+    def _check_device(self, beyond: int = 0) -> None:
+        """Release what nobody has any more. Raises _Broken where the device does not answer, or keeps more than it had
+        (and `beyond`, bytes that are known of)."""
         gc.collect()
         try:
             if self.device.torch_device.type == "cuda":
@@ -200,7 +206,7 @@ class _Session:
         except Exception as error:
             raise _Broken from error
         held = allocated_bytes(self.device)
-        if held is not None and self._idle_bytes is not None and held > self._idle_bytes + _LEAST_FLUSH_BYTES:
+        if held is not None and self._idle_bytes is not None and held > self._idle_bytes + beyond + _TOLERATED_BYTES:
             raise _Broken
 
     def _time(self, name: AttentionPass, contenders: list[Contender]) -> None:
@@ -209,8 +215,7 @@ class _Session:
         call_s = 0.0
         for contender in list(contenders):
             self.observer.on_cells([contender.index])
-            with self._surviving(name, contender, contenders):
-                call_s += self._warm_up(name, contender)
+            call_s += self._attempt(name, contender, contenders, self._warm_up) or 0.0
         if not contenders:
             return
         wanted = self.study.measured_s * len(contenders) / call_s if call_s else self.study.most_repeats
@@ -224,24 +229,32 @@ class _Session:
         for repeat in range(repeats):
             first = repeat % len(contenders) if contenders else 0
             for contender in contenders[first:] + contenders[:first]:
-                with self._surviving(name, contender, contenders):
-                    marks[contender.index].append(self._run(name, contender))
-            self._tell(repeat)
+                span = self._attempt(name, contender, contenders, self._run)
+                if span:
+                    marks[contender.index].append(span)
+            self.observer.on_step(repeat)
         self.device.synchronize()
         for contender in contenders:
             spans = marks[contender.index]
             contender.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
 
-    @contextmanager
-    def _surviving(self, name: AttentionPass, contender: Contender, contenders: list[Contender]) -> Iterator[None]:
-        """A failure in here takes a contender out of this pass and leaves the others in it."""
+    def _attempt(
+        self,
+        name: AttentionPass,
+        contender: Contender,
+        contenders: list[Contender],
+        work: Callable[[AttentionPass, Contender], T],
+    ) -> T | None:
+        """Run a pass; a failure takes its contender out of the timing, and leaves the others in it."""
         try:
-            yield
+            return work(name, contender)
         except Exception as error:
             contender.fail(error, name, self.device)
-            contenders.remove(contender)
-        if contender.failure and contender not in contenders:
-            self._after_failure(contender)
+        # Not in the clause above: there the failure's frames would still be alive, and what they hold.
+        contenders.remove(contender)
+        contender.ready.clear()
+        self._after_failure(contender, contenders if work == self._run else ())
+        return None
 
     def _warm_up(self, name: AttentionPass, contender: Contender) -> float:
         """Run a pass until the device is up to speed; gives the seconds a call took at the end, all included."""
@@ -272,11 +285,7 @@ class _Session:
         return start, self.device.mark()
 
     def _begin(self, stage: str, num_steps: int) -> None:
-        self.stage = stage
         self.observer.on_stage(stage, num_steps)
-
-    def _tell(self, repeat: int) -> None:
-        self.observer.on_step(repeat)
 
     @staticmethod
     def _label(contenders: Sequence[Contender]) -> str:

@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from steplab.errors import SteplabError
 from steplab.measurement import compat
 from steplab.measurement.device import Device
 from steplab.records.memory import PeakMemory
@@ -64,4 +65,6 @@ def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | N
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, SteplabError):  # meant for the user as it is
+        return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,8 +1,10 @@
 """Why a cell's peak is higher or lower than that of one that differs in a single choice: by category, from the data."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from steplab import units
+from steplab.errors import Unsupported
 from steplab.records.memory_profile import MemoryProfile, SavedTensors
 from steplab.records.run import Run
 from steplab.report import memory_figures as figures
@@ -11,10 +13,12 @@ from steplab.report.figures import step_median
 from steplab.report.memory_cells import counterpart
 from steplab.report.memory_tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.memory_words import category_word
+from steplab.specs.attention_kernels import refuse_unserved_attention
 
 AUTOCAST = ("bf16", "fp16")
 _SAME = 0.001  # a category that moves by less is said to stay
 _STATES = ("parameters", "gradients", "optimizer_state")
+_SINGULAR = ("optimizer_state", "rounding")
 _NAMED = 3
 _NEXT_TO_NOTHING = 0.005  # of what was there
 
@@ -80,9 +84,8 @@ def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
     staying = [c for c in there if _is_same(after.at_peak.get(c, 0), before.at_peak[c]) and c != "rounding"]
     if staying:
         names = _list([category_word(category) for category in staying])
-        states = any(category in _STATES for category in staying)
         size = units.format_bytes(figures.at_peak(before, *staying))
-        yield f"{names[0].upper()}{names[1:]} {'stay' if states or len(staying) > 1 else 'stays'} at {size}"
+        yield f"{names[0].upper()}{names[1:]} {_verb('stay', *staying)} at {size}"
 
 
 def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
@@ -93,13 +96,18 @@ def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
     for category, now, then in sorted(moved, key=lambda pair: -abs(pair[1] - pair[2])):
         word, change = category_word(category), _signed(now - then)
         if not then:
-            yield f"{word} add {units.format_bytes(now)} ({change})"
+            yield f"{word} {_verb('add', category)} {units.format_bytes(now)} ({change})"
         elif not now:
             yield f"the {units.format_bytes(then)} of {word} are gone ({change})"
         else:
-            verb = ("shrink" if now < then else "grow") + ("s" if category == "rounding" else "")
+            verb = _verb("shrink" if now < then else "grow", category)
             sizes = f"from {units.format_bytes(then)} to {units.format_bytes(now)}"
             yield f"{word} {verb} {sizes} ({', '.join(filter(None, (_times(now / then), change)))})"
+
+
+def _verb(stem: str, *categories: str) -> str:
+    """A verb of these categories: parameters stay, rounding stays."""
+    return f"{stem}s" if len(categories) == 1 and categories[0] in _SINGULAR else stem
 
 
 def _times(ratio: float) -> str:
@@ -163,7 +171,7 @@ def _kept(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
             f"{units.format_percent(states / profile.peak_bytes)} of the peak."
         )
         if low_bytes or copies:
-            yield _balance(profile, low_bytes, copies)
+            yield f"{_balance(profile, low_bytes, copies)}{_would_tell(run, profile)}"
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
@@ -208,4 +216,15 @@ def _balance(profile: MemoryProfile, low_bytes: int, copies: int) -> str:
     verdict = (
         f"autocast lowers this peak by {size(net)} at most" if net > 0 else "autocast has nothing to lower this peak by"
     )
-    return f"{text}: {verdict}, temporaries apart. The same cell in fp32 would tell."
+    return f"{text}: {verdict}, temporaries apart."
+
+
+def _would_tell(run: Run, profile: MemoryProfile) -> str:
+    """That the cell in fp32 would settle it, where there is more to know and it can be run so."""
+    if profile.peak_phase == "optimizer" or run.spec is None:
+        return ""
+    try:
+        refuse_unserved_attention(dataclasses.replace(run.spec, precision="fp32"))
+    except Unsupported:
+        return f" No cell in fp32 can tell more: attention {run.spec.attention} does not run in it."
+    return " The same cell in fp32 would tell."

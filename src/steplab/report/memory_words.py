@@ -82,14 +82,14 @@ def parts_sentence(profile: MemoryProfile) -> str:
 
 def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
     """The watched peak against the allocator's own count of the same step, and of steps that nobody watched; so each
-    phase's, of which `memory` has the counts."""
+    phase's, of which `memory` has the counts: of other steps than the whole one's, each phase alone."""
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
         text = "The allocator's own high-water mark over the watched step "
         same = counted == profile.peak_bytes
         yield text + ("is the same, to the byte." if same else f"is {_against(counted, profile.peak_bytes)}.")
     if unwatched is not None and unwatched != (profile.peak_bytes if counted is None else counted):
-        yield f"Over the timed steps, which nobody watched, it was {_against(unwatched, profile.peak_bytes)}."
+        yield f"Over the steps timed back to back, unwatched, it was {_against(unwatched, profile.peak_bytes)}."
     yield from _phase_check(profile, memory)
 
 
@@ -98,17 +98,17 @@ def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]
     pairs = [(phase, count.peak_allocated_bytes) for phase in profile.phases if (count := counts.get(phase.name))]
     off = [(phase, size) for phase, size in pairs if size != phase.peak_bytes]
     if len(pairs) > 1 and not off:
-        yield "Each phase's peak is what the allocator counted over the timed steps, to the byte."
+        yield "Each phase's peak is what the allocator counted over the steps timed phase by phase, to the byte."
     for phase, size in off:
         yield (
-            f"In {phase.name} the peak was {units.format_bytes(phase.peak_bytes)} as watched; over the timed steps the "
-            f"allocator counted {_against(size, phase.peak_bytes)}."
+            f"In {phase.name} the peak was {units.format_bytes(phase.peak_bytes)} as watched; over the steps timed "
+            f"phase by phase the allocator counted {_against(size, phase.peak_bytes)}."
         )
 
 
 def _against(size: int, other: int) -> str:
     off = size - other
-    share = f" ({100 * off / other:+.2f} %)" if other else ""
+    share = f" ({format_share(abs(off) / other)})" if other else ""
     return f"{exactly(size)}, {units.format_bytes(abs(off))} {'more' if off > 0 else 'less'}{share}" if off else "equal"
 
 

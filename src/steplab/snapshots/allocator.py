@@ -135,5 +135,5 @@ class LargePool:
 
     def _take_free(self, start: int) -> int:
         end = self._free.pop(start)
-        del self._free_before[end]
+        self._free_before.pop(end, None)  # gone before where segments overlap, as no allocator's do
         return end

@@ -113,19 +113,20 @@ class _Builder:
             segment_rows, block_rows = of_device[_int(segment, "device", 0)]
             blocks = _list(segment.get("blocks", []), "a segment's blocks")
             self._once(blocks, "a segment's blocks")
-            address = _int(segment, "address", 0)
-            size = _int(segment, "total_size", 0)
+            address = start = _int(segment, "address", NONE)
+            size = _int(segment, "total_size", NONE)
             for block in blocks:
                 row = self._block(_dict(block, "a block"), len(segment_rows), address)
                 block_rows.append(row)
                 address = row[1] + row[2]  # older snapshots give no addresses of blocks
-            segment_rows.append((_int(segment, "address", 0), size, bool(segment.get("is_expandable"))))
+                expect(address <= _HIGHEST, "the end of a block is no number of 64 bits")
+            segment_rows.append((start, size, bool(segment.get("is_expandable"))))
         return {index: self.columns(*rows) for index, rows in of_device.items()}
 
     def _block(self, block: _Dict, segment: int, address: int) -> tuple[int, ...]:
         state = block.get("state")
         expect(isinstance(state, str), "a block of its segments has no state")
-        size = _int(block, "size", 0)
+        size = _int(block, "size", NONE)
         requested = _int(block, "requested_size", NONE)
         history = block.get("history")
         if requested == NONE and isinstance(history, list) and history and isinstance(history[0], dict):
@@ -246,6 +247,6 @@ def _int(owner: _Dict, key: str, absent: int) -> int:
     value = owner.get(key)
     if value is None:
         return absent
-    if not isinstance(value, int) or not _LOWEST <= value <= _HIGHEST:
+    if not isinstance(value, int) or isinstance(value, bool) or not _LOWEST <= value <= _HIGHEST:
         raise Refused(f"it is a pickle, but no memory snapshot: {key} is no number of 64 bits")
     return value

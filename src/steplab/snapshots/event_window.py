@@ -15,7 +15,7 @@ from steplab.snapshots.history import NONE, Flags, Integers
 _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint64]
 
-ABSENT = {"address": NONE, "size_bytes": 0, "stream": 0, "time_us": NONE}
+ABSENT = {"address": NONE, "size_bytes": NONE, "stream": 0, "time_us": NONE}
 """The integer columns of Events, and what is in them for an event that lacks the key."""
 
 _OPENING = b"}\x94("

@@ -49,7 +49,7 @@ class Events:
     address: Integers
     """Of the block, or of the segment; NONE for an event that is of neither."""
     size_bytes: Integers
-    """Of a block what was asked for; of a segment what was taken from the device."""
+    """Of a block what was asked for; of a segment what was taken from the device; NONE for an event of neither."""
     stream: Integers
     time_us: Integers
     """Microseconds since 1970; NONE where the snapshot has no times."""

@@ -10,6 +10,7 @@ from steplab.snapshots.building import build_history
 from steplab.snapshots.event_runs import EventRuns
 from steplab.snapshots.history import History
 from steplab.snapshots.machine import Machine
+from steplab.snapshots.plausible import refuse_impossible
 from steplab.snapshots.refusal import Refused
 from steplab.snapshots.stacks import Stacks
 from steplab.snapshots.window import WINDOW_BYTES, OnProgress, Window
@@ -37,7 +38,9 @@ def read_snapshot(path: Path, on_progress: OnProgress = _unwatched, *, window_by
             window.move(0)
             _check_head(window.bytes)
             stacks = Stacks()
-            return build_history(Machine(window, EventRuns(stacks)).run(), stacks)
+            history = build_history(Machine(window, EventRuns(stacks)).run(), stacks)
+            refuse_impossible(history)
+            return history
     except Refused as error:
         raise UserError(f"{path}: {error}; {_WHAT_IS_READ}") from error
     except OSError as error:

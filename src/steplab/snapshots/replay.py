@@ -72,6 +72,13 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
         blocks, notes = _divided(device, settings, pieces, awaited, rounded)
     held = pieces.block != NONE
     blocks = np.where(held, device.blocks.size_bytes[pieces.block * held], blocks) if held.any() else blocks
+    too_small = blocks < pieces.requested_bytes  # no allocator does that, but not every file is an allocator's
+    if too_small.any():
+        blocks = np.where(too_small, rounded, blocks)
+        notes.append(
+            f"sizes: by the snapshot {counted(int(too_small.sum()), 'block')} would hold less than was asked for; "
+            "counted as asked for, rounded up to 512 B"
+        )
     return Lifetimes(
         address=pieces.address,
         requested_bytes=pieces.requested_bytes,

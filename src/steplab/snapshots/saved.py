@@ -42,7 +42,12 @@ class SavedMemory:
             storage = (piece, 0) if piece != NONE else (NONE, saved.address)
             counts = category != "parameters" and storage not in seen
             seen.add(storage)
-            yield saved, category, saved.storage_bytes if counts else 0
+            yield saved, category, self._asked_bytes(saved, piece) if counts else 0
+
+    def _asked_bytes(self, saved: Saved, piece: int) -> int:
+        """The storage, as categories count it: without what the allocator added, which is in the marks where no node
+        keeps the tensor."""
+        return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
 
     def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
         """Those alike together, most bytes first; and the kinds beyond MOST_GROUPS."""

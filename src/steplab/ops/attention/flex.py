@@ -1,6 +1,7 @@
 """torch's FlexAttention: a kernel that its compiler writes for a score and a mask given in Python."""
 
 from functools import cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +34,17 @@ def flex_attention_compiled(
             "torch's FlexAttention has no backward pass there",
             "choose sdpa or flash_reference, or run it under torch.no_grad()",
         )
+    if torch.compiler.is_compiling():
+        return _attend(q_BHSD, k_BHKD, v_BHKD, causal, scale)
+    output: Tensor = _compiled(q_BHSD.shape, k_BHKD.shape, q_BHSD.dtype)(q_BHSD, k_BHKD, v_BHKD, causal, scale)
+    return output
+
+
+def _attend(q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, causal: bool, scale: float | None) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = causal_mask(q_BHSD.shape[-2], k_BHKD.shape[-2], q_BHSD.device) if causal else None
-    attend = flex_attention if torch.compiler.is_compiling() else _compiled()
-    output: Tensor = attend(
+    output: Tensor = flex_attention(
         q_BHSD, k_BHKD, v_BHKD, block_mask=mask, scale=scale, enable_gqa=q_BHSD.shape[-3] != k_BHKD.shape[-3]
     )
     return output
@@ -48,10 +55,14 @@ def _any_needs_gradient(*tensors: Tensor) -> bool:
 
 
 @cache
-def _compiled() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
+def _compiled(q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype) -> Any:
+    """The function compiled for a shape alone.
 
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    torch keeps what it compiled beside a function's code, goes through it at every call, and gives up at the ninth
+    shape. So each shape gets code of its own, a copy.
+    """
+    code = _attend.__code__.replace(co_name=f"_attend_{'x'.join(map(str, (*q_shape, *k_shape[1:3])))}")
+    return torch.compile(FunctionType(code, globals()), dynamic=False, fullgraph=True)
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> "BlockMask":

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.autocast import as_autocast_would
@@ -31,12 +32,15 @@ class _FlashAttention(torch.autograd.Function):
         that the implementation does not serve. Under autocast the inputs are cast as scaled_dot_product_attention's
         are. torch.compile goes to `forward` without passing here.
         """
-        # torch.func's transforms need a Function in another form. That torch has no public way to ask for them is why
-        # a private one is used: it costs a tenth of a microsecond.
+        # torch.func's transforms need a Function in another form, and forward-mode differentiation an error. Torch has
+        # no public way to ask for either.
         if torch._C._are_functorch_transforms_active():
             output: Tensor = _Transformable.apply(q, k, v, is_causal, scale, cls.operators)[0]  # type: ignore[no-untyped-call]
             return output
-        attended: Tensor = super().apply(q, k, v, is_causal, scale)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # nobody is going to ask for a gradient
+            return _computed(cls.operators, q, k, v, is_causal, scale)[0]
+        # What Function.apply itself does in Python takes longer than some kernels, and is for those transforms.
+        attended: Tensor = super(torch.autograd.Function, cls).apply(q, k, v, is_causal, scale)  # type: ignore[misc]
         return attended
 
 
