@@ -36,7 +36,7 @@ STUDY = {
 
 OTHERWISE_UNWATCHED = {"xl-512-train-bf16-default": 872 * 1024, "xl-512-train-bf16-full-default": 1976 * 1024}
 """Cells whose steps timed back to back reached so much more than the watched one and those timed phase by phase, which
-agree: which free blocks serve a compiled step's requests is not the same in each step."""
+agree: which free block serves a request is not the same in each step."""
 
 
 @pytest.fixture(scope="module")

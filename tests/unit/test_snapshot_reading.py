@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steplab.errors import UserError
+from steplab.errors import SteplabError, UserError
 from steplab.snapshots import event_runs, machine
 from steplab.snapshots.building import build_history
+from steplab.snapshots.digest import digest
 from steplab.snapshots.event_runs import EventRuns
 from steplab.snapshots.history import ACTIONS, ALLOCATED, AWAITING_FREE, INACTIVE, NONE, OTHER, History
 from steplab.snapshots.machine import Machine
@@ -376,6 +377,23 @@ def test_sizes_whose_sum_is_beyond_64_bits_are_refused(tmp_path: Path) -> None:
     events.append(event("alloc", 3 << 20, 2**61))
     message = refusal(written(tmp_path, pickle.dumps(snapshot(events))))
     assert message.startswith("its sizes together are no number of 64 bits")
+
+
+def test_a_history_that_no_allocator_has_written_is_told_without_negative_memory(tmp_path: Path) -> None:
+    """Events and segments that contradict one another, by the hundred: an answer, or one line."""
+    for seed in range(150):
+        chance = random.Random(seed)
+        near = [0, 1, 512, 4096, 1 << 20, chance.randrange(1 << 22), 1 << 40, (1 << 40) + chance.randrange(1 << 25)]
+        actions = chance.choices([*ACTIONS, "invented"], k=chance.randrange(40))
+        whole = snapshot([event(action, chance.choice(near), chance.choice(near), FRAMES[:2]) for action in actions])
+        for segment in whole["segments"] if seed % 2 else ():
+            segment["total_size"], segment["address"] = chance.choices(near, k=2)
+            for held in segment["blocks"]:
+                held["size"], held["address"], held["requested_size"] = chance.choices(near, k=3)
+        with suppress(SteplabError):
+            profile = digest(read_snapshot(written(tmp_path, pickle.dumps(whole))), None)
+            assert sum(profile.at_peak.values()) == profile.peak_bytes
+            assert min(profile.at_peak.values()) >= 0
 
 
 def test_a_block_that_follows_one_without_end_is_refused(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""Opening the store, and not losing a measurement when the store fails under it."""
+"""Opening the store, beginning a record of a file, and not losing a measurement when the store fails under it."""
 
 import tempfile
 from pathlib import Path
 
+from steplab import __version__
 from steplab.errors import SteplabError, UserError
-from steplab.records.codec import Record, encode
+from steplab.records.codec import Record, encode, new_id, now_utc
+from steplab.records.run import Run
 from steplab.store.database import Store
 from steplab.store.location import default_path, make_data_home
 
@@ -21,6 +23,17 @@ def checked_name(name: str) -> str:
     if not name.isprintable():
         raise UserError(f"the name {name!r} is not one line of printable text")
     return name
+
+
+def imported_run(path: Path, name: str | None) -> Run:
+    """A record for what a file tells, and so far without it; called as the file is (step.json.gz: step), unless it is
+    given a name. Raises UserError for a name that would garble a listing."""
+    return Run(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        name=Path(path.name.removesuffix(".gz")).stem if name is None else checked_name(name),
+    )
 
 
 def keep(store: Store, record: Record) -> None:

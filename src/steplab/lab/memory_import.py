@@ -1,12 +1,11 @@
 """Take a memory snapshot that anyone made into a record."""
 
+import dataclasses
 from pathlib import Path
 
-from steplab import __version__
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.keeping import imported_run, keep, open_store
 from steplab.lab.memory_reading import read_memory
 from steplab.measurement.launch import OnProgress
-from steplab.records.codec import new_id, now_utc
 from steplab.records.run import Run
 
 
@@ -27,11 +26,8 @@ def import_snapshot(
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
-        run = Run(
-            id=new_id(),
-            created_utc=now_utc(),
-            steplab_version=__version__,
-            name=Path(path.name.removesuffix(".gz")).stem if name is None else checked_name(name),
+        run = dataclasses.replace(
+            imported_run(path, name),
             memory_profile=read_memory(path, on_progress, file=path.name),
             notes=("timing: an imported snapshot tells of memory alone",),
         )

@@ -3,15 +3,13 @@
 import dataclasses
 from pathlib import Path
 
-from steplab import __version__
 from steplab.errors import UserError
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.keeping import checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, Progress, measure_in_child
 from steplab.measurement.nsys import is_watched_by_nsys, nsys_command
-from steplab.records.codec import new_id, now_utc
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
@@ -90,11 +88,8 @@ def import_trace(
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
-        run = Run(
-            id=new_id(),
-            created_utc=now_utc(),
-            steplab_version=__version__,
-            name=Path(path.name.removesuffix(".gz")).stem if name is None else checked_name(name),
+        run = dataclasses.replace(
+            imported_run(path, name),
             profile=_read(path, None, on_progress, file=path.name),
             notes=("timing, memory: an imported trace holds profiled steps alone",),
         )

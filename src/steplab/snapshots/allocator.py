@@ -130,10 +130,14 @@ class LargePool:
         self._set_free(border, end)
 
     def _set_free(self, start: int, end: int) -> None:
+        if start in self._free:  # as where segments overlap, which no allocator's do
+            self._take_free(start)
+        if end in self._free_before:
+            self._take_free(self._free_before[end])
         self._free[start] = end
         self._free_before[end] = start
 
     def _take_free(self, start: int) -> int:
         end = self._free.pop(start)
-        self._free_before.pop(end, None)  # gone before where segments overlap, as no allocator's do
+        del self._free_before[end]
         return end

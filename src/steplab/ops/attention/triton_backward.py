@@ -1,0 +1,161 @@
+"""flash_triton's backward pass: three gradients from what forward kept. triton_portable_backward.py says how."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steplab.ops.attention.triton_launch import (
+    base_two,
+    hopper_options,
+    numbers_of,
+    on_device_of,
+    portable_options,
+    positive_scale,
+    tiles_of_variant,
+)
+from steplab.ops.attention.triton_tensors import Columns, columns, copy_back, readable, strides_of, writable
+from steplab.ops.attention.triton_tuning import WIDEST_TILE, tiles_for
+
+PREPARED = 64
+"""Queries that a program of the first kernel prepares."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What both sweeps read."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    start_s: Tensor
+    """-lse / scale, [B, H, queries padded to a multiple of WIDEST_TILE]."""
+    start_dp: Tensor
+    """-rowsum(dO o O), likewise."""
+    causal: bool
+    scale: float
+    parts: Columns
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """Arguments that both sweeps take in this order."""
+        (_, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = self.q.shape, self.k.shape
+        num_padded = self.start_s.shape[-1]
+        scales = self.scale, base_two(self.scale)
+        return num_heads, num_heads // num_kv_heads, num_queries, num_keys, num_padded, *scales
+
+
+def triton_backward(
+    do_BHSD: Tensor,
+    q_BHSD: Tensor,
+    k_BNKD: Tensor,
+    v_BNKD: Tensor,
+    o_BHSD: Tensor,
+    lse_BHS: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, each laid out as its tensor; of any strides, as in `triton_forward`."""
+    dq_BHSD, dk_BNKD, dv_BNKD = torch.empty_like(q_BHSD), torch.empty_like(k_BNKD), torch.empty_like(v_BNKD)
+    if q_BHSD.numel() == 0 or k_BNKD.numel() == 0:
+        return dq_BHSD.zero_(), dk_BNKD.zero_(), dv_BNKD.zero_()
+    positive_q, positive = positive_scale(q_BHSD, scale)
+    do, o = readable(do_BHSD), readable(o_BHSD)
+    q, k, v = readable(positive_q), readable(k_BNKD), readable(v_BNKD)
+    dq, dk, dv = writable(dq_BHSD), writable(dk_BNKD), writable(dv_BNKD)
+    parts = columns(q_BHSD.shape[-1])
+    with on_device_of(q):
+        start_s, start_dp = _prepared(o, do, lse_BHS, positive, parts.box)
+        operands = _Operands(q, k, v, do, start_s, start_dp, causal, positive, parts)
+        _sweep_for_keys(operands, dk, dv)
+        _sweep_for_queries(operands, dq)
+    if scale < 0:
+        dq.neg_()
+    for written, wanted in ((dq, dq_BHSD), (dk, dk_BNKD), (dv, dv_BNKD)):
+        copy_back(written, wanted)
+    return dq_BHSD, dk_BNKD, dv_BNKD
+
+
+def _prepared(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor]:
+    from steplab.ops.attention.triton_portable_backward import prepare_kernel
+
+    batch, num_heads, num_queries, head_dim = o.shape
+    num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
+    start_s = torch.empty(batch, num_heads, num_padded, dtype=torch.float32, device=o.device)
+    start_dp = torch.empty_like(start_s)
+    prepare_kernel[(num_padded // PREPARED * batch * num_heads,)](
+        o,
+        do,
+        lse_BHS.contiguous(),
+        start_s,
+        start_dp,
+        *strides_of(o)[:3],
+        *strides_of(do)[:3],
+        num_heads,
+        num_queries,
+        num_padded,
+        head_dim,
+        scale,
+        M=PREPARED,
+        D=box,
+    )
+    return start_s, start_dp
+
+
+def _sweep_for_keys(operands: _Operands, dk: Tensor, dv: Tensor) -> None:
+    batch, num_kv_heads, num_keys, _ = dk.shape
+    tiles = tiles_for("backward_kv", operands.q, operands.parts.box, operands.q.shape[2])
+    numbers: tuple[Any, Any] = (operands.start_s, operands.start_dp)
+    if tiles.variant == "hopper":
+        from steplab.ops.attention.triton_hopper_backward import backward_kv_kernel
+
+        rows = 64  # of each of the two consumers
+        numbers = numbers_of(operands.start_s, tiles.queries), numbers_of(operands.start_dp, tiles.queries)
+        options = hopper_options(tiles, operands.parts) | {"M": tiles.queries}
+    else:
+        from steplab.ops.attention.triton_portable_backward import backward_kv_kernel
+
+        rows = tiles.keys
+        options = portable_options(tiles, dk.dtype)
+    backward_kv_kernel[(-(-num_keys // tiles.keys) * batch * num_kv_heads,)](
+        tiles_of_variant(tiles, operands.q, tiles.queries),
+        tiles_of_variant(tiles, operands.k, rows),
+        tiles_of_variant(tiles, operands.v, rows),
+        tiles_of_variant(tiles, operands.do, tiles.queries),
+        tiles_of_variant(tiles, dk, rows),
+        tiles_of_variant(tiles, dv, rows),
+        *numbers,
+        *operands.numbers,
+        CAUSAL=operands.causal,
+        **options,
+    )
+
+
+def _sweep_for_queries(operands: _Operands, dq: Tensor) -> None:
+    batch, num_heads, num_queries, _ = dq.shape
+    tiles = tiles_for("backward_q", operands.q, operands.parts.box, operands.k.shape[2])
+    if tiles.variant == "hopper":
+        from steplab.ops.attention.triton_hopper_backward import backward_q_kernel
+
+        rows = 64  # of each of the two consumers
+        options = hopper_options(tiles, operands.parts) | {"N": tiles.keys}
+    else:
+        from steplab.ops.attention.triton_portable_backward import backward_q_kernel
+
+        rows = tiles.queries
+        options = portable_options(tiles, dq.dtype)
+    backward_q_kernel[(-(-num_queries // tiles.queries) * batch * num_heads,)](
+        tiles_of_variant(tiles, operands.q, rows),
+        tiles_of_variant(tiles, operands.k, tiles.keys),
+        tiles_of_variant(tiles, operands.v, tiles.keys),
+        tiles_of_variant(tiles, operands.do, rows),
+        tiles_of_variant(tiles, dq, rows),
+        operands.start_s,
+        operands.start_dp,
+        *operands.numbers,
+        CAUSAL=operands.causal,
+        **options,
+    )

@@ -1,0 +1,161 @@
+"""The backward kernels that run wherever Triton does, its interpreter on a CPU included.
+
+FlashAttention-2 (Dao 2023), algorithm 2, in two sweeps instead of one: a program of the first has a tile of keys, goes
+over the queries that see it and sums dK and dV; a program of the second has a tile of queries, goes over the keys that
+it sees and sums dQ. S and dP are made twice, seven products where five are needed. In return nothing is added up by
+several programs: no atomics, no sums in memory, and the same bits at every run.
+
+Note "starting sums": P = exp(scale S - lse) and dS = P (dP - D) subtract a number per query from a sum of products.
+The sums start at that number instead of at zero, -lse / scale and -D, which `prepare_kernel` writes. That saves an
+operation an element and the registers that hold a row of these numbers for every column of a tile.
+
+Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dimension, filled up with zeros.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepare_kernel(
+    o_ptr, do_ptr, lse_ptr, start_s_ptr, start_dp_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
+    num_heads, num_queries, num_padded, head_dim, scale, M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Starting sums of M queries: -lse / scale, and minus D = rowsum(dO o O).
+
+    Rows of padding get -inf and 0, so that their weights are zero; so do queries that saw no key (lse is -inf).
+    """
+    num_tiles = num_padded // M
+    b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, head = b_head // num_heads, b_head % num_heads
+    queries = tl.program_id(0) % num_tiles * M + tl.arange(0, M)
+    exist = queries < num_queries
+    columns = tl.arange(0, D)[None, :]
+    inside = exist[:, None] & (columns < head_dim)
+    rows = queries.to(tl.int64)[:, None]
+    o_MD = tl.load(o_ptr + b * o_b + head * o_h + rows * o_s + columns, mask=inside, other=0.0).to(tl.float32)
+    do_MD = tl.load(do_ptr + b * do_b + head * do_h + rows * do_s + columns, mask=inside, other=0.0).to(tl.float32)
+    lse_M = tl.load(lse_ptr + b_head * num_queries + queries, mask=exist, other=float("-inf"))
+    start_M = tl.where(lse_M == float("-inf"), lse_M, -lse_M / scale)
+    tl.store(start_s_ptr + b_head * num_padded + queries, start_M)
+    tl.store(start_dp_ptr + b_head * num_padded + queries, -tl.sum(o_MD * do_MD, 1))
+
+
+@triton.jit
+def _sum_over_queries(
+    dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, start_s_ptr, start_dp_ptr, b, head, first_key, first, end, num_keys,
+    scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries from `first` to `end`, a tile at a time, transposed: what a key gets from them."""
+    for first_query in tl.range(first, end, M):
+        queries = first_query + tl.arange(0, M)
+        q_MD = q_tiles.load([b, head, first_query, 0]).reshape(M, D)
+        start_NM = tl.broadcast_to(tl.load(start_s_ptr + queries)[None, :], [N, M])
+        p_NM = tl.math.exp2(tl.dot(k_ND, q_MD.T, start_NM, input_precision=PRECISION) * scale_log2)
+        if MASKED:
+            keys = first_key + tl.arange(0, N)[:, None]
+            seen = keys < num_keys
+            if CAUSAL:
+                seen = seen & (keys <= queries[None, :])
+            p_NM = tl.where(seen, p_NM, 0.0)
+        do_MD = do_tiles.load([b, head, first_query, 0]).reshape(M, D)
+        start_NM = tl.broadcast_to(tl.load(start_dp_ptr + queries)[None, :], [N, M])
+        dp_NM = tl.dot(v_ND, do_MD.T, start_NM, input_precision=PRECISION)
+        dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
+        dk_ND = tl.dot((p_NM * dp_NM).to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
+    return dk_ND, dv_ND
+
+
+@triton.jit
+def backward_kv_kernel(
+    q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, start_s_ptr, start_dp_ptr,
+    num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
+    CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys, from all heads that share them."""
+    num_tiles = tl.cdiv(num_keys, N)
+    first_key = tl.program_id(0) % num_tiles * N
+    num_kv_heads = num_heads // sharing
+    b = tl.program_id(0) // num_tiles // num_kv_heads
+    kv_head = tl.program_id(0) // num_tiles % num_kv_heads
+    k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
+    v_ND = v_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
+    dk_ND = tl.zeros([N, D], tl.float32)
+    dv_ND = tl.zeros([N, D], tl.float32)
+    first = 0
+    masked_end = 0
+    if first_key + N > num_keys:
+        masked_end = num_queries
+    if CAUSAL:
+        first = first_key // M * M
+        masked_end = tl.maximum(masked_end, tl.minimum(num_queries, tl.cdiv(first_key + N - 1, M) * M))
+    for head in range(kv_head * sharing, (kv_head + 1) * sharing):
+        row = (b * num_heads + head).to(tl.int64) * num_padded
+        dk_ND, dv_ND = _sum_over_queries(
+            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, start_s_ptr + row, start_dp_ptr + row, b, head, first_key,
+            first, masked_end, num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
+        )  # fmt: skip
+        dk_ND, dv_ND = _sum_over_queries(
+            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, start_s_ptr + row, start_dp_ptr + row, b, head, first_key,
+            tl.maximum(first, masked_end), num_queries, num_keys, scale_log2, False, CAUSAL, M, N, D, PRECISION,
+        )  # fmt: skip
+    dk_tiles.store([b, kv_head, first_key, 0], (dk_ND * scale).to(dk_tiles.dtype).reshape(1, 1, N, D))
+    dv_tiles.store([b, kv_head, first_key, 0], dv_ND.to(dv_tiles.dtype).reshape(1, 1, N, D))
+
+
+@triton.jit
+def _sum_over_keys(
+    dq_MD, q_MD, do_MD, k_tiles, v_tiles, start_s_M, start_dp_M, b, kv_head, first_query, first, end, num_keys,
+    scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys from `first` to `end`, a tile at a time."""
+    for first_key in tl.range(first, end, N):
+        k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
+        start_MN = tl.broadcast_to(start_s_M[:, None], [M, N])
+        p_MN = tl.math.exp2(tl.dot(q_MD, k_ND.T, start_MN, input_precision=PRECISION) * scale_log2)
+        v_ND = v_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
+        start_MN = tl.broadcast_to(start_dp_M[:, None], [M, N])
+        ds_MN = p_MN * tl.dot(do_MD, v_ND.T, start_MN, input_precision=PRECISION)
+        if MASKED:
+            keys = first_key + tl.arange(0, N)[None, :]
+            seen = keys < num_keys
+            if CAUSAL:
+                seen = seen & (keys <= first_query + tl.arange(0, M)[:, None])
+            ds_MN = tl.where(seen, ds_MN, 0.0)
+        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
+    return dq_MD
+
+
+@triton.jit
+def backward_q_kernel(
+    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, start_s_ptr, start_dp_ptr,
+    num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
+    CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries; the longest rows of a head first."""
+    num_tiles = tl.cdiv(num_queries, M)
+    first_query = (num_tiles - 1 - tl.program_id(0) % num_tiles) * M
+    b_head = tl.program_id(0) // num_tiles
+    b, head = b_head // num_heads, b_head % num_heads
+    q_MD = q_tiles.load([b, head, first_query, 0]).reshape(M, D)
+    do_MD = do_tiles.load([b, head, first_query, 0]).reshape(M, D)
+    queries = b_head.to(tl.int64) * num_padded + first_query + tl.arange(0, M)
+    start_s_M = tl.load(start_s_ptr + queries)
+    start_dp_M = tl.load(start_dp_ptr + queries)
+    dq_MD = tl.zeros([M, D], tl.float32)
+    end = num_keys
+    whole = num_keys // N * N
+    if CAUSAL:
+        end = tl.minimum(num_keys, first_query + M)
+        whole = tl.minimum(whole, first_query // N * N)
+    dq_MD = _sum_over_keys(
+        dq_MD, q_MD, do_MD, k_tiles, v_tiles, start_s_M, start_dp_M, b, head // sharing, first_query, 0, whole,
+        num_keys, scale_log2, False, CAUSAL, M, N, D, PRECISION,
+    )  # fmt: skip
+    dq_MD = _sum_over_keys(
+        dq_MD, q_MD, do_MD, k_tiles, v_tiles, start_s_M, start_dp_M, b, head // sharing, first_query, whole, end,
+        num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
+    )  # fmt: skip
+    dq_tiles.store([b, head, first_query, 0], (dq_MD * scale).to(dq_tiles.dtype).reshape(1, 1, M, D))

@@ -1,0 +1,92 @@
+"""What the kernels need of a tensor: that the copy engine takes it, and tiles whose sizes are powers of two.
+
+Shape suffixes: B batch, H heads, S positions, D head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+ALIGNMENT = 16
+"""Bytes that an address and every stride but the last must be a multiple of (CUDA driver API, cuTensorMapEncodeTiled)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The head dimension as the matrix units get it: products are of `main` columns, then of `rest`."""
+
+    main: int
+    """A power of two."""
+    rest: int
+    """0, or a power of two: 80 columns are 64 and 16, for which 128 would be multiplied 48 times by zero."""
+    box: int
+    """Columns of a tile in shared memory, the power of two that holds them; the copy engine fills up with zeros."""
+
+
+def columns(head_dim: int) -> Columns:
+    """How `head_dim` columns are divided: in two where a half and less than another half hold them all.
+
+    Only from 65 on: below, a half is narrower than the 128 bytes in which shared memory is swizzled.
+    """
+    box = max(16, _power_of_two(head_dim))
+    main = box // 2
+    rest = max(16, _power_of_two(head_dim - main))
+    return Columns(box, 0, box) if main < 64 or rest == main else Columns(main, rest, box)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def readable(x_BHSD: Tensor) -> Tensor:
+    """The tensor itself where the copy engine takes it; else a copy whose rows are padded with zeros to 16 bytes."""
+    size = x_BHSD.element_size()
+    strides = strides_of(x_BHSD)
+    if (
+        strides[-1] == 1
+        and x_BHSD.data_ptr() % ALIGNMENT == 0
+        and x_BHSD.shape[-1] * size % ALIGNMENT == 0
+        and all(stride > 0 and stride * size % ALIGNMENT == 0 for stride in strides[:-1])
+    ):
+        return x_BHSD
+    padded = -x_BHSD.shape[-1] % (ALIGNMENT // size)
+    return pad(x_BHSD, (0, padded)) if padded else x_BHSD.contiguous().clone(memory_format=torch.contiguous_format)
+
+
+def writable(x_BHSD: Tensor) -> Tensor:
+    """The tensor itself where the copy engine writes it; else room of its shape, with padded rows, to copy from."""
+    padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
+    if not padded and readable(x_BHSD[:1, :1, :1]).data_ptr() == x_BHSD.data_ptr() and _aligned(x_BHSD):
+        return x_BHSD
+    return x_BHSD.new_empty(*x_BHSD.shape[:-1], x_BHSD.shape[-1] + padded)
+
+
+def _aligned(x_BHSD: Tensor) -> bool:
+    strides = strides_of(x_BHSD)
+    return strides[-1] == 1 and all(s > 0 and s * x_BHSD.element_size() % ALIGNMENT == 0 for s in strides[:-1])
+
+
+def copy_back(written: Tensor, wanted: Tensor) -> None:
+    """What `writable` gave room for, where it belongs."""
+    if written is not wanted:
+        wanted.copy_(written[..., : wanted.shape[-1]])
+
+
+def strides_of(x_BHSD: Tensor) -> list[int]:
+    """Strides, where those of dimensions of one element, which are never used, are as of a contiguous tensor."""
+    strides, expected = list(x_BHSD.stride()), 1
+    for dim in range(x_BHSD.dim() - 1, -1, -1):
+        if x_BHSD.shape[dim] == 1:
+            strides[dim] = expected
+        expected = strides[dim] * x_BHSD.shape[dim]
+    return strides
+
+
+def tiles_of(x_BHSD: Tensor, rows: int, box: int) -> Any:
+    """A descriptor of the tensor in tiles [1, 1, rows, box] for the portable kernels."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), [1, 1, rows, box])

@@ -1,0 +1,91 @@
+"""Which kernel, and of what tiles, for a GPU and a shape: read from a committed table, never searched for at first use.
+
+The table (triton_tiles.toml) has rows for GPUs by name, rows for all of a compute capability ("sm90"), and rows for
+"any" GPU, in this order of preference. `steplab tune attention` measures the candidates and writes rows for the GPU at
+hand.
+"""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+import torch
+
+from steplab.errors import Unsupported
+
+Kernel = Literal["forward", "backward_kv", "backward_q"]
+Variant = Literal["hopper", "portable"]
+TABLE = "triton_tiles.toml"
+WIDEST_TILE = 128
+"""Most queries of any tile: what is kept of each query is padded to a multiple of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """One row of the table."""
+
+    kernel: Kernel
+    """Which of the three kernels."""
+    gpu: str
+    """A GPU as torch names it, sm90 and the like, or any."""
+    bits: int
+    """Of a number: 16 or 32."""
+    box: int
+    """Columns of a tile: the power of two that holds the head dimension."""
+    tokens: int | None = None
+    """The row is for sequences up to this long; None: for any."""
+    variant: Variant
+    """Which of the two implementations of the kernel."""
+    queries: int
+    """Queries of a tile."""
+    keys: int
+    """Keys of a tile."""
+    stages: int
+    """Tiles on their way at a time."""
+    warps: int = 4
+    """Warps of a program; the Hopper kernels have twelve in any case."""
+
+
+def tiles_for(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles:
+    """The tiles of a kernel for tensors like x. Raises Unsupported where the table has none."""
+    name, capability = ("cpu", (0, 0))
+    if x.device.type == "cuda":
+        name, capability = _gpu(x.device.index)
+    return _found(kernel, name, capability, x.element_size() * 8, box, tokens)
+
+
+@cache
+def _gpu(index: int) -> tuple[str, tuple[int, int]]:
+    return torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+
+
+@cache
+def _found(kernel: Kernel, name: str, capability: tuple[int, int], bits: int, box: int, tokens: int) -> Tiles:
+    rows = [row for row in table() if (row.kernel, row.bits, row.box) == (kernel, bits, box)]
+    rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
+    if capability != (9, 0) or not hopper_kernels_run():
+        rows = [row for row in rows if row.variant == "portable"]
+    for gpu in (name, f"sm{capability[0]}{capability[1]}", "any"):
+        of_gpu = [row for row in rows if row.gpu == gpu]
+        if of_gpu:
+            return min(of_gpu, key=lambda row: row.tokens or float("inf"))
+    raise Unsupported(
+        f"attention 'flash_triton' on {name}", f"{TABLE} has no {kernel} for {bits}-bit tiles {box} wide", "choose sdpa"
+    )
+
+
+@cache
+def hopper_kernels_run() -> bool:
+    """Whether this Triton has the Gluon that the Hopper kernels are written in; its interface is not settled yet."""
+    import triton
+
+    return triton.__version__.startswith("3.6.")
+
+
+@cache
+def table() -> tuple[Tiles, ...]:
+    """The committed rows."""
+    text = files("steplab.ops.attention").joinpath(TABLE).read_text(encoding="utf-8")
+    return tuple(Tiles(**row) for row in tomllib.loads(text)["tiles"])
