@@ -78,6 +78,9 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     _refuse_without_triton(q)
     from steplab.ops.attention.triton_forward import triton_forward
 
+    if _interpreter_lacks(q):
+        o, lse = triton_forward(q.float(), k.float(), v.float(), causal=causal, scale=scale)
+        return o.to(q.dtype), lse
     return triton_forward(q, k, v, causal=causal, scale=scale)
 
 
@@ -86,7 +89,16 @@ def _triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from steplab.ops.attention.triton_backward import triton_backward
 
+    if _interpreter_lacks(q):
+        wide = [x.float() for x in (grad, q, k, v, o)]
+        dq, dk, dv = triton_backward(*wide, lse, causal=causal, scale=scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return triton_backward(grad, q, k, v, o, lse, causal=causal, scale=scale)
+
+
+def _interpreter_lacks(q: Tensor) -> bool:
+    """Triton's interpreter, which is what runs on a CPU, multiplies the bits of bfloat16 as integers."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
 
 
 WIDEST_OF_TRITON = 256

@@ -16,15 +16,15 @@ from steplab.ops.attention.triton_launch import (
     tiles_of_variant,
 )
 from steplab.ops.attention.triton_tensors import Columns, columns, copy_back, readable, strides_of, writable
-from steplab.ops.attention.triton_tuning import WIDEST_TILE, tiles_for
+from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for
 
 PREPARED = 64
 """Queries that a program of the first kernel prepares."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Operands:
-    """What both sweeps read."""
+class Operands:
+    """What both sweeps read; see `prepared`."""
 
     q: Tensor
     k: Tensor
@@ -62,16 +62,11 @@ def triton_backward(
     dq_BHSD, dk_BNKD, dv_BNKD = torch.empty_like(q_BHSD), torch.empty_like(k_BNKD), torch.empty_like(v_BNKD)
     if q_BHSD.numel() == 0 or k_BNKD.numel() == 0:
         return dq_BHSD.zero_(), dk_BNKD.zero_(), dv_BNKD.zero_()
-    positive_q, positive = positive_scale(q_BHSD, scale)
-    do, o = readable(do_BHSD), readable(o_BHSD)
-    q, k, v = readable(positive_q), readable(k_BNKD), readable(v_BNKD)
     dq, dk, dv = writable(dq_BHSD), writable(dk_BNKD), writable(dv_BNKD)
-    parts = columns(q_BHSD.shape[-1])
-    with on_device_of(q):
-        start_s, start_dp = _prepared(o, do, lse_BHS, positive, parts.box)
-        operands = _Operands(q, k, v, do, start_s, start_dp, causal, positive, parts)
-        _sweep_for_keys(operands, dk, dv)
-        _sweep_for_queries(operands, dq)
+    with on_device_of(q_BHSD):
+        operands = prepared(do_BHSD, q_BHSD, k_BNKD, v_BNKD, o_BHSD, lse_BHS, causal=causal, scale=scale)
+        sweep_for_keys(operands, dk, dv)
+        sweep_for_queries(operands, dq)
     if scale < 0:
         dq.neg_()
     for written, wanted in ((dq, dq_BHSD), (dk, dk_BNKD), (dv, dv_BNKD)):
@@ -79,7 +74,27 @@ def triton_backward(
     return dq_BHSD, dk_BNKD, dv_BNKD
 
 
-def _prepared(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor]:
+def prepared(
+    do_BHSD: Tensor,
+    q_BHSD: Tensor,
+    k_BNKD: Tensor,
+    v_BNKD: Tensor,
+    o_BHSD: Tensor,
+    lse_BHS: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Operands:
+    """What the sweeps take, for the same arguments as `triton_backward`'s; with a scale below zero, dQ comes negated."""
+    positive_q, positive = positive_scale(q_BHSD, scale)
+    do, o = readable(do_BHSD), readable(o_BHSD)
+    q, k, v = readable(positive_q), readable(k_BNKD), readable(v_BNKD)
+    parts = columns(q_BHSD.shape[-1])
+    start_s, start_dp = _starting_sums(o, do, lse_BHS, positive, parts.box)
+    return Operands(q, k, v, do, start_s, start_dp, causal, positive, parts)
+
+
+def _starting_sums(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor]:
     from steplab.ops.attention.triton_portable_backward import prepare_kernel
 
     batch, num_heads, num_queries, head_dim = o.shape
@@ -105,9 +120,10 @@ def _prepared(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) ->
     return start_s, start_dp
 
 
-def _sweep_for_keys(operands: _Operands, dk: Tensor, dv: Tensor) -> None:
+def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
+    """Write dK and dV, which the copy engine must take as they are. Without `tiles`, those of the table."""
     batch, num_kv_heads, num_keys, _ = dk.shape
-    tiles = tiles_for("backward_kv", operands.q, operands.parts.box, operands.q.shape[2])
+    tiles = tiles or tiles_for("backward_kv", operands.q, operands.parts.box, operands.q.shape[2])
     numbers: tuple[Any, Any] = (operands.start_s, operands.start_dp)
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_kv_kernel
@@ -134,9 +150,10 @@ def _sweep_for_keys(operands: _Operands, dk: Tensor, dv: Tensor) -> None:
     )
 
 
-def _sweep_for_queries(operands: _Operands, dq: Tensor) -> None:
+def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
+    """Write dQ, likewise."""
     batch, num_heads, num_queries, _ = dq.shape
-    tiles = tiles_for("backward_q", operands.q, operands.parts.box, operands.k.shape[2])
+    tiles = tiles or tiles_for("backward_q", operands.q, operands.parts.box, operands.k.shape[2])
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_q_kernel
 

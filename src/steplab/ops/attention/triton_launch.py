@@ -37,6 +37,16 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
+def num_multiprocessors(x: Tensor) -> int:
+    """Of the tensor's GPU."""
+    return _num_multiprocessors(x.device.index)
+
+
+@cache
+def _num_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def tiles_of_variant(tiles: Tiles, x_BHSD: Tensor, rows: int) -> Any:
     """A descriptor of the tensor in tiles [1, 1, rows, box], as the variant's kernels take it."""
     if tiles.variant == "portable":

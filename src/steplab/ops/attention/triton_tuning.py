@@ -45,7 +45,9 @@ class Tiles:
     stages: int
     """Tiles on their way at a time."""
     warps: int = 4
-    """Warps of a program; the Hopper kernels have twelve in any case."""
+    """Warps of a program; the Hopper kernels have nine in any case."""
+    persistent: bool = False
+    """Whether a program a multiprocessor takes one task after another (the Hopper kernels alone)."""
 
 
 def tiles_for(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles:

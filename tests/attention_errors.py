@@ -1,0 +1,118 @@
+"""Whether an attention that keeps no scores errs at most twice as much as plain attention, measured against float64."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steplab.ops.attention.api import attention
+
+Results = dict[str, Tensor]
+"""Output, log-sum-exp and the gradients of q, k and v, by name."""
+
+
+def rms(x: Tensor) -> float:
+    return float(x.to(torch.float64).square().mean().sqrt())
+
+
+def scores_of(q: Tensor, k: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, float("-inf")) if causal else scores
+
+
+def results_of_plain(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float | None = None
+) -> Results:
+    """Of attention as written, in the tensors' own type."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, causal=causal, scale=scale)
+    with torch.no_grad():
+        lse = scores_of(q, k, causal=causal, scale=scale).logsumexp(-1)
+    return _named(out, lse, torch.autograd.grad(out, (q, k, v), do))
+
+
+def results_of(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float | None = None
+) -> Results:
+    """Of FlashAttentionReference or FlashAttentionTriton."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    out = function.apply(q, k, v, causal, scale)
+    return _named(out, out.grad_fn.saved_tensors[4], torch.autograd.grad(out, (q, k, v), do))
+
+
+def _named(out: Tensor, lse: Tensor, gradients: tuple[Tensor, ...]) -> Results:
+    return dict(zip(("output", "log-sum-exp", "dq", "dk", "dv"), (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+def least_errors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    exact: Results,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    eps: float | None = None,
+) -> dict[str, float]:
+    """What no kernel that keeps no scores can promise to fall below, by the name of the result.
+
+    Each result is rounded once. The log-sum-exp is of scores that were summed in float32. The gradients of q and k are
+    made of dS = P (dP - D) with D = rowsum(dO O), of an output that was rounded: an error d of about a unit in the last
+    place times the root of the sum of (dO O)², in all of a row alike; and dP and D are summed in float32 in different
+    orders, a rounding a term. It is in dq as d P K, and in dk as a sum over rows of P d Q of either sign; plain
+    attention has none where the weights are one and zero. And the weights are made from a log-sum-exp in float32: of
+    scores of 5,000 that is off by up to 2e-4, and so are all weights of the row.
+
+    eps is that of the type, unless products are made with fewer bits (tf32).
+    """
+    eps = torch.finfo(q.dtype).eps if eps is None else eps
+    eps_of_sums = torch.finfo(torch.float32).eps
+    factor = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    q, k, v, do = (t.detach().double() for t in (q, k, v, do))
+    weights = scores_of(q, k, causal=causal, scale=scale).softmax(-1)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    a_term = eps + eps_of_sums / 2 * math.sqrt(q.shape[-1])
+    d = a_term * factor * (do * exact["output"]).square().sum(-1, keepdim=True).sqrt()
+    least = {name: eps / 2 * rms(right) for name, right in exact.items()}
+    least["log-sum-exp"] = eps_of_sums * max(1.0, rms(exact["log-sum-exp"]))
+    # A log-sum-exp that is off by some amount makes all weights of its row too large by that factor.
+    off = eps_of_sums / 2 * exact["log-sum-exp"].unsqueeze(-1).abs()
+    dscores = weights * (do @ v.mT - (do * exact["output"]).sum(-1, keepdim=True)) * factor
+    sharing = q.shape[1] // exact["dk"].shape[1]
+    least["dq"] += rms(d * (weights @ k)) + rms(off * exact["dq"])
+    least["dk"] += _summed(weights * d, q, sharing) + _summed(dscores * off, q, sharing)
+    least["dv"] += _summed(weights * off, do, sharing)
+    return least
+
+
+def _summed(errors: Tensor, rows: Tensor, sharing: int) -> float:
+    """The error of a key's sum over queries, and over the heads that share it, of errors of either sign."""
+    squares = errors.square().mT @ rows.square()
+    return rms(squares.unflatten(1, (-1, sharing)).sum(2).sqrt())
+
+
+def assert_at_most_twice_the_error_of_plain(
+    function: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    eps: float | None = None,
+    case: object = "",
+) -> None:
+    """Where plain attention happens to err less than rounding may cost, twice that cost is allowed."""
+    wide = (t.detach().double() for t in (q, k, v, do))
+    exact = results_of_plain(*wide, causal=causal, scale=scale)
+    plain = results_of_plain(q, k, v, do, causal=causal, scale=scale)
+    found = results_of(function, q, k, v, do, causal=causal, scale=scale)
+    least = least_errors(q, k, v, do, exact, causal=causal, scale=scale, eps=eps)
+    for name, right in exact.items():
+        error, allowed = rms(found[name] - right), 2 * max(rms(plain[name] - right), least[name])
+        assert error <= allowed, f"{name} errs by {error:.3g}, where {allowed:.3g} is allowed: {case}"

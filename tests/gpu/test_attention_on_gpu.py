@@ -1,0 +1,469 @@
+"""flash_triton on a GPU: a fuzz of shapes against float64, and what torch does around it.
+
+What Triton compiles anew for (types, the columns of the head dimension, the mask; a number that is one or a multiple of
+16) is drawn in groups, so that few kernels are compiled. A kernel that hangs ends the process with a trace.
+"""
+
+import faulthandler
+import math
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.attention_errors import assert_at_most_twice_the_error_of_plain, results_of, rms
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from steplab.ops.attention import triton_tuning
+from steplab.ops.attention.api import attention
+from steplab.ops.attention.functions import FlashAttentionTriton
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TF32_EPS = 2.0**-10
+HANGS_S = 120
+"""No test here takes a quarter as long."""
+
+
+@pytest.fixture(autouse=True)
+def a_hang_ends_the_process(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    with capfd.disabled():
+        terminal = os.fdopen(os.dup(2), "w")
+    faulthandler.dump_traceback_later(HANGS_S, exit=True, file=terminal)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    terminal.close()
+
+
+@pytest.fixture
+def tf32_put_back() -> Iterator[None]:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both implementations of the kernels, where the GPU and its Triton have both."""
+    chosen: str = request.param
+    if chosen == "hopper":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("the Hopper kernels are for compute capability 9.0")
+        if not triton_tuning.hopper_kernels_run():
+            pytest.skip("the Hopper kernels are for Triton 3.6")
+    else:
+        monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: False)
+    triton_tuning._found.cache_clear()
+    yield chosen
+    monkeypatch.undo()
+    triton_tuning._found.cache_clear()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One call."""
+
+    seed: int
+    batch: int
+    key_heads: int
+    sharing: int
+    """Heads of queries to a head of keys."""
+    queries: int
+    keys: int
+    dim: int
+    dtype: torch.dtype = BF16
+    causal: bool = False
+    scale: float | None = None
+    layout: str = "contiguous"
+    large: float = 1
+    """The standard deviation of q, k and v."""
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output."""
+        make = torch.Generator("cuda").manual_seed(self.seed)
+        heads = self.key_heads * self.sharing
+
+        def drawn(num_heads: int, rows: int, large: float = self.large, layout: str = self.layout) -> Tensor:
+            shape = (self.batch, num_heads, rows, self.dim)
+            x = (torch.randn(shape, generator=make, device="cuda") * large).to(self.dtype)
+            return laid_out(x, layout)
+
+        q, k, v = drawn(heads, self.queries), drawn(self.key_heads, self.keys), drawn(self.key_heads, self.keys)
+        if self.layout == "one gradient for all heads":
+            return q, k, v, drawn(1, self.queries, 1).expand(-1, heads, -1, -1)
+        if self.layout == "one gradient for all":
+            return q, k, v, drawn(1, 1, 1)[:1, :, :, :1].expand(q.shape)
+        return q, k, v, drawn(heads, self.queries, 1)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers, lying in memory in another way."""
+    if layout == "heads after positions":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "positions first":
+        return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    if layout == "every second column":
+        return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0]
+    if layout == "columns before rows":
+        return x.mT.contiguous().mT
+    if layout == "off by one element":
+        room = x.new_full((x.numel() + 1,), float("nan"))
+        room[1:] = x.flatten()
+        return room[1:].view(x.shape)
+    if layout == "part of a wider tensor":
+        return torch.cat([x, torch.full_like(x, float("nan"))], -1)[..., : x.shape[-1]]
+    if layout == "one batch for all":
+        return x[:1].expand(x.shape)
+    return x
+
+
+LAYOUTS = [
+    "contiguous",
+    "heads after positions",
+    "positions first",
+    "every second column",
+    "columns before rows",
+    "off by one element",
+    "part of a wider tensor",
+    "one batch for all",
+    "one gradient for all heads",
+    "one gradient for all",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Cases that run the same kernels."""
+
+    dims: tuple[int, ...]
+    causal: bool
+    key_heads: int
+    sharing: int
+    dtype: torch.dtype = BF16
+    tf32: bool = False
+
+    def __str__(self) -> str:
+        dtype = "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
+        mask = "causal" if self.causal else "full"
+        return f"{dtype}-{'_'.join(map(str, self.dims))}-{mask}-{self.key_heads}x{self.sharing}"
+
+
+GROUPS = [
+    Group(dims=(16, 1, 5), causal=True, key_heads=2, sharing=1),
+    Group(dims=(17, 24, 32), causal=False, key_heads=1, sharing=3),
+    Group(dims=(33, 50, 64), causal=True, key_heads=2, sharing=2),
+    Group(dims=(33, 40, 64), causal=False, key_heads=3, sharing=1),
+    Group(dims=(65, 72, 80), causal=True, key_heads=1, sharing=2),
+    Group(dims=(65, 77, 80), causal=False, key_heads=2, sharing=1),
+    Group(dims=(81, 88, 96), causal=True, key_heads=2, sharing=1),
+    Group(dims=(97, 112, 128), causal=True, key_heads=2, sharing=2),
+    Group(dims=(100, 120, 128), causal=False, key_heads=3, sharing=1),
+    Group(dims=(129, 136, 144), causal=True, key_heads=2, sharing=1),
+    Group(dims=(193, 200, 256), causal=True, key_heads=1, sharing=2),
+    Group(dims=(200, 240, 256), causal=False, key_heads=2, sharing=1),
+    Group(dims=(33, 48, 64), causal=True, key_heads=2, sharing=1, dtype=FP16),
+    Group(dims=(66, 80), causal=False, key_heads=1, sharing=3, dtype=FP16),
+    Group(dims=(99, 128), causal=True, key_heads=1, sharing=2, dtype=FP16),
+    Group(dims=(200, 256), causal=True, key_heads=2, sharing=1, dtype=FP16),
+    Group(dims=(17, 33, 64), causal=False, key_heads=2, sharing=1, dtype=FP32),
+    Group(dims=(80, 96, 128), causal=True, key_heads=1, sharing=2, dtype=FP32),
+    Group(dims=(200, 256), causal=True, key_heads=2, sharing=1, dtype=FP32),
+    Group(dims=(33, 64), causal=True, key_heads=2, sharing=1, dtype=FP32, tf32=True),
+    Group(dims=(80, 128), causal=False, key_heads=1, sharing=2, dtype=FP32, tf32=True),
+]
+CASES_A_GROUP = 14
+
+
+def length(draw: random.Random) -> int:
+    """Around the edges of tiles as often as anywhere, and never a multiple of 16, which has kernels of its own."""
+    near = draw.choice([64, 128, 192, 256, 384, 512]) + draw.choice([-1, 1])
+    found = draw.choice([draw.randint(2, 40), draw.randint(2, 300), draw.randint(2, 700), near])
+    return found + (found % 16 == 0)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_shapes_at_random_err_at_most_twice_as_much_as_plain(group: Group, tf32_put_back: None) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = group.tf32
+    draw = random.Random(str(group))
+    for seed in range(CASES_A_GROUP):
+        case = Case(
+            seed=seed,
+            batch=draw.choice([1, 2, 3]),
+            key_heads=group.key_heads,
+            sharing=group.sharing,
+            queries=length(draw),
+            keys=length(draw),
+            dim=draw.choice(group.dims),
+            dtype=group.dtype,
+            causal=group.causal,
+            scale=draw.choice([None, None, 0.2, -0.15]),
+            layout=draw.choice(LAYOUTS),
+            large=draw.choice([1, 1, 3]),
+        )
+        check(case, TF32_EPS if group.tf32 else None)
+
+
+SHAPE: dict[str, Any] = {"batch": 1, "key_heads": 2, "sharing": 1, "queries": 203, "keys": 261, "dim": 64}
+
+
+def check(case: Case, eps: float | None = None) -> None:
+    assert_at_most_twice_the_error_of_plain(
+        FlashAttentionTriton, *case.tensors(), causal=case.causal, scale=case.scale, eps=eps, case=case
+    )
+
+
+# Batch, heads of keys, sharing, queries, keys: the numbers that the fuzz leaves out, and those that divide evenly.
+EDGES = [
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 300),
+    (1, 1, 1, 300, 1),
+    (2, 1, 1, 128, 256),
+    (1, 2, 1, 256, 64),
+    (3, 1, 4, 129, 129),
+    (1, 1, 16, 16, 48),
+    (17, 1, 1, 1, 15),
+    (2, 16, 1, 96, 640),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_edges_err_at_most_twice_as_much_as_plain(causal: bool, dtype: torch.dtype) -> None:
+    for batch, key_heads, sharing, queries, keys in EDGES:
+        shape = SHAPE | {"batch": batch, "key_heads": key_heads, "sharing": sharing, "queries": queries, "keys": keys}
+        check(Case(seed=1, causal=causal, dtype=dtype, **shape))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_both_variants_err_at_most_twice_as_much_as_plain(dim: int, variant: str) -> None:
+    x = torch.empty(1, dtype=BF16, device="cuda")
+    assert triton_tuning.tiles_for("forward", x, max(64, 1 << (dim - 1).bit_length()), 513).variant == variant
+    for seed, (queries, keys) in enumerate([(513, 513), (65, 513), (513, 65), (63, 31), (200, 129)]):
+        for causal in (False, True):
+            check(Case(seed=seed, batch=2, key_heads=2, sharing=2, queries=queries, keys=keys, dim=dim, causal=causal))
+
+
+# --- large numbers, infinities and NaN -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_scores_do_not_overflow(dtype: torch.dtype, causal: bool, variant: str) -> None:
+    for seed in range(3):
+        check(Case(seed=seed, causal=causal, dtype=dtype, large=30, **SHAPE))
+
+
+SPECIAL = {
+    "a key that no query sees": lambda q, k, v: k[..., 1, :].fill_(float("-inf")),
+    "a tile of keys that no query sees": lambda q, k, v: k[..., :128, :].fill_(float("-inf")),
+    "no key that a query sees": lambda q, k, v: k.fill_(float("-inf")),
+    "a key that outweighs all": lambda q, k, v: k[..., 150, :].fill_(float("inf")),
+    "a NaN among the keys": lambda q, k, v: k[..., 1, 0].fill_(float("nan")),
+    "a NaN among the queries": lambda q, k, v: q[..., 1, 0].fill_(float("nan")),
+    "a NaN among the values": lambda q, k, v: v[..., 1, 0].fill_(float("nan")),
+    "an infinite value": lambda q, k, v: v[..., 200, 0].fill_(float("inf")),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_infinities_and_nan_come_out_as_of_torch(case: str, variant: str) -> None:
+    q, k, v = (t.abs() + 0.1 for t in Case(seed=1, **SHAPE).tensors()[:3])
+    SPECIAL[case](q, k, v)
+    found = attention(q, k, v, implementation="flash_triton")
+    with sdpa_kernel(SDPBackend.MATH):
+        right = scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(found, right, equal_nan=True, rtol=2e-2, atol=2e-2)
+
+
+def test_a_row_that_sees_nothing_gives_nothing_and_gets_no_gradient(variant: str) -> None:
+    q, k, v, do = Case(seed=1, **SHAPE).tensors()
+    q, k = q.abs() + 0.1, k.abs() + 0.1
+    q[..., 1, :] = float("-inf")
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=False)
+    assert not found["output"][..., 1, :].any()
+    assert (found["log-sum-exp"][..., 1] == float("-inf")).all()
+    kept = [row for row in range(203) if row != 1]
+    right = results_of(FlashAttentionTriton, q[:, :, kept], k, v, do[:, :, kept], causal=False)
+    torch.testing.assert_close(found["dv"], right["dv"], rtol=2e-2, atol=2e-2)
+
+
+# --- more than 2**31 elements --------------------------------------------------------------------------------------
+
+MANY = 2**24 + 100
+"""Rows of which two heads of 64 columns have more than 2**31 elements."""
+NEEDLES = [0, 1, 777, 2**23 - 1, 2**23, 2**24 - 1, 2**24, 2**24 + 37, MANY - 1]
+"""The rows that matter: what all others contribute is nothing."""
+needs_room = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 60e9,
+    reason="needs a GPU with 60 GB of memory",
+)
+
+
+def near(found: Tensor, right: Tensor) -> bool:
+    return rms(found - right) <= 0.01 * rms(right)
+
+
+@needs_room
+def test_more_than_two_to_the_31_elements_of_queries() -> None:
+    """Rows of no gradient contribute nothing: the others must come out as if they were alone."""
+    make = torch.Generator("cuda").manual_seed(1)
+    q = torch.randn(1, 2, MANY, 64, generator=make, device="cuda", dtype=BF16)
+    k, v = (torch.randn(1, 2, 70, 64, generator=make, device="cuda", dtype=BF16) for _ in range(2))
+    do = torch.zeros_like(q)
+    do[:, :, NEEDLES] = torch.randn(1, 2, len(NEEDLES), 64, generator=make, device="cuda", dtype=BF16)
+    assert q.numel() > 2**31
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=False)
+    few = results_of(FlashAttentionTriton, q[:, :, NEEDLES], k, v, do[:, :, NEEDLES], causal=False)
+    assert_at_most_twice_the_error_of_plain(
+        FlashAttentionTriton, q[:, :, NEEDLES], k, v, do[:, :, NEEDLES], causal=False
+    )
+    for name in ("output", "log-sum-exp", "dq"):
+        assert near(found[name][:, :, NEEDLES], few[name]), name
+    for name in ("dk", "dv"):
+        assert near(found[name], few[name]), name
+
+
+@needs_room
+def test_more_than_two_to_the_31_elements_of_keys() -> None:
+    """Keys of scores far below the others' weigh nothing: the others must come out as if they were alone."""
+    make = torch.Generator("cuda").manual_seed(1)
+    q, do = (torch.randn(1, 2, 70, 64, generator=make, device="cuda", dtype=BF16) for _ in range(2))
+    q = q.abs() + 1
+    k = torch.full((1, 2, MANY, 64), -2.0, device="cuda", dtype=BF16)
+    v = torch.ones_like(k)
+    for x in (k, v):
+        x[:, :, NEEDLES] = torch.randn(1, 2, len(NEEDLES), 64, generator=make, device="cuda", dtype=BF16)
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=False, scale=1.0)
+    few = results_of(FlashAttentionTriton, q, k[:, :, NEEDLES], v[:, :, NEEDLES], do, causal=False, scale=1.0)
+    for name in ("output", "log-sum-exp", "dq"):
+        assert near(found[name], few[name]), name
+    for name in ("dk", "dv"):
+        assert near(found[name][:, :, NEEDLES], few[name]), name
+        assert found[name][:, :, 2:777].abs().max() < 1e-6
+
+
+# --- what torch does around it -------------------------------------------------------------------------------------
+
+
+def test_every_run_gives_the_same_bits(variant: str) -> None:
+    case = Case(seed=1, batch=2, key_heads=2, sharing=2, queries=1025, keys=1025, dim=128, causal=True)
+    first = results_of(FlashAttentionTriton, *case.tensors(), causal=True)
+    for _ in range(5):
+        again = results_of(FlashAttentionTriton, *case.tensors(), causal=True)
+        for name, right in first.items():
+            assert torch.equal(again[name], right), f"{name}: {case}"
+
+
+def loss_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    doubled = FlashAttentionTriton.apply(q * 2, k, v, True)
+    return attention(doubled, k, v, causal=True, implementation="flash_triton").float().square().sum()
+
+
+def inputs(*shape: int, dtype: torch.dtype = BF16) -> list[Tensor]:
+    make = torch.Generator("cuda").manual_seed(1)
+    return [torch.randn(shape, generator=make, device="cuda", dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def test_a_compiler_goes_through_without_a_break() -> None:
+    q, k, v = inputs(2, 2, 130, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(compiled, loss_of(q, k, v), rtol=1e-2, atol=0)
+    right = torch.autograd.grad(loss_of(q, k, v), (q, k, v))
+    for found, expected in zip(torch.autograd.grad(compiled, (q, k, v)), right, strict=True):
+        assert (found - expected).float().norm() <= 0.02 * expected.float().norm()
+
+
+def test_a_cuda_graph_replays_it(variant: str) -> None:
+    q, k, v = inputs(2, 2, 130, 64)
+    do = torch.randn_like(q)
+    names = "output", "dq", "dk", "dv"
+
+    def run() -> tuple[Tensor, ...]:
+        out = FlashAttentionTriton.apply(q, k, v, True)
+        return out, *torch.autograd.grad(out, (q, k, v), do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for x in (q, k, v, do):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    for name, found, right in zip(names, captured, run(), strict=True):
+        assert torch.equal(found, right), name
+
+
+def test_it_runs_on_the_stream_that_is_current() -> None:
+    q, k, v = inputs(1, 2, 513, 64)
+    right = FlashAttentionTriton.apply(q, k, v, True)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.no_grad():
+        torch.cuda._sleep(20_000_000)  # cycles: whoever does not wait for this reads what is not there yet
+        found = FlashAttentionTriton.apply(q.clone(), k.clone(), v.clone(), True)
+    side.synchronize()
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_autocast_casts_what_goes_in(dtype: torch.dtype) -> None:
+    q, k, v = inputs(1, 2, 130, 64, dtype=FP32)
+    with torch.autocast("cuda", dtype):
+        out = FlashAttentionTriton.apply(q, k, v, True)
+    low = q_, k_, v_ = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+    right = FlashAttentionTriton.apply(q_, k_, v_, True)
+    assert out.dtype == dtype
+    assert torch.equal(out, right)
+    do = torch.randn_like(right)
+    pairs = zip(torch.autograd.grad(out, (q, k, v), do), torch.autograd.grad(right, low, do), strict=True)
+    for found, expected in pairs:
+        assert found.dtype == FP32
+        assert torch.equal(found, expected.float())
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 2, 3)], ids=str)
+def test_kept_are_exactly_inputs_output_and_log_sum_exp(lead: tuple[int, ...]) -> None:
+    q, k, v = inputs(*lead, 130, 64)
+    out = FlashAttentionTriton.apply(q, k, v)
+    kept = out.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert [tuple(t.shape) for t in kept] == [tuple(t.shape) for t in (q, k, v, q)] + [(*lead, 130)]
+    assert [t.data_ptr() for t in kept[:4]] == [t.data_ptr() for t in (q, k, v, out)]
+    scores = q.double() @ k.double().mT / math.sqrt(64)
+    torch.testing.assert_close(kept[4].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert kept[4].dtype == FP32
+
+
+def test_results_lie_in_memory_as_the_inputs_do() -> None:
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in inputs(2, 130, 3, 64))
+    out = FlashAttentionTriton.apply(q, k, v, True)
+    assert out.stride() == q.stride()
+    assert [d.stride() for d in torch.autograd.grad(out.sum(), (q, k, v))] == [x.stride() for x in (q, k, v)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_a_device_that_is_not_current() -> None:
+    q, k, v = inputs(1, 2, 130, 64)
+    do = torch.randn_like(q)
+    right = results_of(FlashAttentionTriton, q, k, v, do, causal=True)
+    assert torch.cuda.current_device() == 0
+    q, k, v, do = (x.to("cuda:1") for x in (q, k, v, do))
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=True)
+    for name, expected in right.items():
+        assert found[name].device.index == 1
+        assert torch.equal(found[name].to("cuda:0"), expected), name
