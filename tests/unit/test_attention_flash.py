@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.attention_errors import assert_at_most_twice_the_error_of_plain, results_of, results_of_plain
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -39,73 +40,9 @@ def inputs(
     return q, k, v
 
 
-def all_of_plain(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> dict[str, Tensor]:
-    """Output, log-sum-exp and gradients of attention as written, in the tensors' own type."""
-    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    out = attention(q, k, v, causal=causal)
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    return named(out, scores.logsumexp(-1), torch.autograd.grad(out, (q, k, v), do))
-
-
-def all_of_reference(q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool) -> dict[str, Tensor]:
-    out = FlashAttentionReference.apply(q, k, v, causal)
-    lse = out.grad_fn.saved_tensors[4]  # type: ignore[union-attr]
-    return named(out, lse, torch.autograd.grad(out, (q, k, v), do))
-
-
-def named(out: Tensor, lse: Tensor, gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return dict(zip(("output", "log-sum-exp", "dq", "dk", "dv"), (out.detach(), lse.detach(), *gradients), strict=True))
-
-
-def rms(x: Tensor) -> float:
-    return float(x.to(torch.float64).square().mean().sqrt())
-
-
-def least_errors(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, exact: dict[str, Tensor], *, causal: bool
-) -> dict[str, float]:
-    """What no kernel that keeps no scores can promise to fall below, by the name of the result.
-
-    Each result is rounded once. The log-sum-exp is of scores that were summed in float32. The gradients of q and k are
-    made of dS = P (dP - D) with D = rowsum(dO O), of an output that was rounded: an error d of about a unit in the last
-    place times the root of the sum of (dO O)², in all of a row alike. It is in dq as d P K, and in dk as a sum over
-    rows of P d Q of either sign; plain attention has none where the weights are one and zero. And the weights are made
-    from a log-sum-exp in float32: of scores of 5,000 that is off by up to 2e-4, and so are all weights of the row.
-    """
-    eps = torch.finfo(q.dtype).eps
-    q, k, v, do = (t.detach().double() for t in (q, k, v, do))
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    weights = scores.softmax(-1)
-    d = eps * (do * exact["output"]).square().sum(-1, keepdim=True).sqrt() / math.sqrt(q.shape[-1])
-    least = {name: eps / 2 * rms(right) for name, right in exact.items()}
-    least["log-sum-exp"] = torch.finfo(torch.float32).eps * max(1.0, rms(exact["log-sum-exp"]))
-    # A log-sum-exp that is off by some amount makes all weights of its row too large by that factor.
-    lse_BHS1 = exact["log-sum-exp"].unsqueeze(-1)
-    off = torch.finfo(torch.float32).eps / 2 * lse_BHS1.abs()
-    dweights = do @ v.mT
-    dscores = weights * (dweights - (do * exact["output"]).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    least["dq"] += rms(d * (weights @ k)) + rms(off * exact["dq"])
-    least["dk"] += rms(((weights * d).square().mT @ q.square()).sqrt()) + rms(
-        ((dscores * off).square().mT @ q.square()).sqrt()
-    )
-    least["dv"] += rms(((weights * off).square().mT @ do.square()).sqrt())
-    return least
-
-
-def assert_at_most_twice_the_error_of_plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
-    """Where plain attention happens to err less than rounding may cost, twice that cost is allowed."""
+def assert_at_most_twice_the_error(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
     do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
-    exact = all_of_plain(q.double(), k.double(), v.double(), do.double(), causal=causal)
-    plain = all_of_plain(q, k, v, do, causal=causal)
-    found = all_of_reference(q, k, v, do, causal=causal)
-    least = least_errors(q, k, v, do, exact, causal=causal)
-    for name, right in exact.items():
-        assert rms(found[name] - right) <= 2 * max(rms(plain[name] - right), least[name]), name
+    assert_at_most_twice_the_error_of_plain(FlashAttentionReference, q, k, v, do, causal=causal)
 
 
 SIZES = st.integers(1, TILE + 9)
@@ -133,14 +70,14 @@ def test_all_results_err_at_most_twice_as_much_as_plain_attention(
     causal: bool,
 ) -> None:
     q, k, v = inputs(batch, key_heads * sharing, key_heads, num_queries, num_keys, width, dtype)
-    assert_at_most_twice_the_error_of_plain(q, k, v, causal=causal)
+    assert_at_most_twice_the_error(q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_large_scores_do_not_overflow(dtype: torch.dtype, causal: bool) -> None:
     q, k, v = inputs(1, 2, 2, TILE + 3, TILE + 9, 32, dtype, large=30)
-    assert_at_most_twice_the_error_of_plain(q, k, v, causal=causal)
+    assert_at_most_twice_the_error(q, k, v, causal=causal)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, 5, 7, 3), (1, 2, 2, 7, 5, 3), (1, 1, 1, 1, 1, 1)], ids=str)
@@ -160,8 +97,8 @@ def test_the_size_of_a_tile_does_not_matter(tile: int, causal: bool, monkeypatch
     monkeypatch.setattr("steplab.ops.attention.flash_reference.TILE", tile)
     q, k, v = inputs(1, 2, 1, 17, 21, 4, torch.float64)
     do = torch.ones_like(q)
-    right = all_of_plain(q, k, v, do, causal=causal)
-    for name, found in all_of_reference(q, k, v, do, causal=causal).items():
+    right = results_of_plain(q, k, v, do, causal=causal)
+    for name, found in results_of(FlashAttentionReference, q, k, v, do, causal=causal).items():
         torch.testing.assert_close(found, right[name], msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
 
 
@@ -252,7 +189,7 @@ def test_results_lie_in_memory_as_the_inputs_do(dims: tuple[int, ...]) -> None:
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     out = FlashAttentionReference.apply(q, k, v, True)
     assert out.stride() == q.stride()
-    right = all_of_plain(q, k, v, torch.ones_like(q), causal=True)
+    right = results_of_plain(q, k, v, torch.ones_like(q), causal=True)
     gradients = torch.autograd.grad(out.sum(), (q, k, v))  # of a gradient of stride 0
     for name, found, of in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         torch.testing.assert_close(found, right[name])

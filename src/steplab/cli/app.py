@@ -24,6 +24,7 @@ from steplab.cli.report import report
 from steplab.cli.run import run
 from steplab.cli.show import show
 from steplab.cli.sweep import sweep
+from steplab.cli.tune import tune
 from steplab.errors import SteplabError, UserError
 
 INTERRUPTED = 130
@@ -43,6 +44,7 @@ app.command(profile)
 app.command(memory)
 app.command(precision)
 app.command(attention)
+app.command(tune)
 app.command(plan)
 app.command(explain)
 app.command(list_, name="list")

@@ -66,7 +66,7 @@ def attention(
     *,
     grid: Annotated[
         str | None,
-        Parameter(help="peers, study, long, tiny, or a TOML file [default: peers on a GPU, else tiny]"),
+        Parameter(help="peers, study, long, choice, tiny, or a TOML file [default: peers on a GPU, else tiny]"),
     ] = None,
     cells: CellOptions = CellOptions(),
     passes: Annotated[str, Parameter(name="--pass", help="Some of forward,backward,both")] = "forward,backward,both",

@@ -62,6 +62,8 @@ class Contender:
     """The passes that have run, and can be timed."""
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
     """Seconds, a repeat each."""
+    num_flushes: int = 1
+    """How often the cache is written over before a repeat."""
     interleaved: tuple[str, ...] = ()
     failure: Failure | None = None
     first_call_s: float | None = None

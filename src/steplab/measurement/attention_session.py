@@ -11,6 +11,7 @@ backward needs is made anew: a graph that is kept would not let all of them have
 
 import dataclasses
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -44,6 +45,10 @@ T = TypeVar("T")
 
 _LEAST_FLUSH_BYTES = 256 * MIB
 _LEAST_WARMUP_CALLS = 3
+_HEAD_START = 1.5
+"""Of the time that starting a pass takes, how much the device is kept busy before it."""
+_MOST_FLUSHES = 40
+_FLUSHES_TIMED = 20
 _TOLERATED_BYTES = 256 * MIB
 """So much more memory may be held after a failure: what libraries take once, and keep."""
 
@@ -94,7 +99,8 @@ class _Session:
 
     def __init__(self, study: AttentionStudy, device: Device, observer: AttentionObserver, make: MakeAttention) -> None:
         self.study, self.device, self.observer, self.make = study, device, observer, make
-        self._flush = _flush_buffer(device)
+        self._flush = flush_buffer(device)
+        self._flush_s = _seconds_of(self._flush, device)
         self._idle_bytes: int | None = None
 
     def measure(self, group: Sequence[int]) -> None:
@@ -215,6 +221,7 @@ class _Session:
         call_s = 0.0
         for contender in list(contenders):
             self.observer.on_cells([contender.index])
+            contender.num_flushes = 1
             call_s += self._attempt(name, contender, contenders, self._warm_up) or 0.0
         if not contenders:
             return
@@ -269,14 +276,31 @@ class _Session:
             calls += batch
             now = time.perf_counter()
             if calls >= _LEAST_WARMUP_CALLS and now - started >= self.study.warmup_s:
-                return (now - batch_started) / batch
+                break
             batch *= 2
+        contender.num_flushes = self._enough_flushes(name, contender)
+        return (now - batch_started) / batch + (contender.num_flushes - 1) * self._flush_s
+
+    def _enough_flushes(self, name: AttentionPass, contender: Contender) -> int:
+        """So many that the device is busy with them for longer than Python takes to start the pass behind them: what is
+        timed is the device's work, and not its wait for the host."""
+        if self._flush is None:
+            return 1
+        issued_s = []
+        for _ in range(_LEAST_WARMUP_CALLS):
+            self.device.synchronize()
+            started = time.perf_counter()
+            self._run(name, contender)
+            issued_s.append(time.perf_counter() - started)
+        self.device.synchronize()
+        return max(1, min(math.ceil(_HEAD_START * min(issued_s) / self._flush_s), _MOST_FLUSHES))
 
     def _run(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
         """One repeat, with cold caches; gives its marks."""
         output = contender.forward_for_backward() if name == "backward" else None
         if self._flush is not None:
-            self._flush.zero_()
+            for _ in range(contender.num_flushes):
+                self._flush.zero_()
         start = self.device.mark()
         if name == "forward":
             contender.forward()
@@ -292,9 +316,21 @@ class _Session:
         return contenders[0].spec.label if contenders else "nothing"
 
 
-def _flush_buffer(device: Device) -> torch.Tensor | None:
+def flush_buffer(device: Device) -> torch.Tensor | None:
     """What is written before each repeat so that the last one's data are in no cache; None where none is flushed."""
     if device.torch_device.type != "cuda":
         return None
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))
     return torch.empty(max(_LEAST_FLUSH_BYTES, 2 * cache_bytes), dtype=torch.uint8, device=device.torch_device)
+
+
+def _seconds_of(flush: torch.Tensor | None, device: Device) -> float:
+    """How long one flush takes; 0 without one."""
+    if flush is None:
+        return 0.0
+    device.synchronize()
+    started = time.perf_counter()
+    for _ in range(_FLUSHES_TIMED):
+        flush.zero_()
+    device.synchronize()
+    return (time.perf_counter() - started) / _FLUSHES_TIMED

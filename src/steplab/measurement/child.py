@@ -1,8 +1,8 @@
 """The measuring process: one request in on standard input, messages out on a pipe, the record last.
 
 Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, cells
-of a benchmark of attention, or a device whose ceilings are wanted. Standard input stays open for as long as the parent
-lives: when it ends, however the parent died, this process ends too and frees the GPU.
+of a benchmark of attention, tiles to be tuned, or a device whose ceilings are wanted. Standard input stays open for as
+long as the parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
 """
 
 import os
@@ -20,6 +20,7 @@ from steplab.records.codec import encode
 from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
+from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Request(msgspec.Struct):
     """A benchmark of attention, in place of a step; of its cells, by their numbers,"""
     groups: list[list[int]] = []
     """these are wanted, those of a group timed in turns."""
+    tuning: TuningStudy | None = None
+    """Candidates for the tiles of flash_triton, in place of a step."""
 
 
 def main() -> None:
@@ -91,6 +94,10 @@ def main() -> None:
                 on_result=lambda cell, result: send("cell", [cell, result]),
             )
             send("end", measure_attention_here(request.attention, request.groups, told))
+        elif request.tuning is not None:
+            from steplab.measurement.attention_tuning import tune_here
+
+            send("tuned", tune_here(request.tuning, on_stage, on_step))
         elif request.numerics:
             from steplab.measurement import compat
             from steplab.measurement.precision_session import numerics_here

@@ -99,8 +99,9 @@ def choose_from(
     best = min(times, key=lambda name: times[name], default=None)
     if best is None or math.isinf(times[best]):
         return Choice(implementation=FALLBACK, reason=f"nothing that was measured on {device} takes such inputs")
+    num_run = sum(map(math.isfinite, times.values()))
     reason = (
-        f"fastest of {len(times)} on {device} at {row[0]:.0f} tokens, head dimension {nearest.head_dim}, {dtype} "
+        f"fastest of {num_run} on {device} at {row[0]:.0f} tokens, head dimension {nearest.head_dim}, {dtype} "
         f"({nearest.source})"
     )
     return Choice(implementation=best, reason=reason)

@@ -30,10 +30,12 @@ class Operands:
     k: Tensor
     v: Tensor
     do: Tensor
+    minus_lse: Tensor
+    """-lse / log(2), [B, H, queries padded to a multiple of WIDEST_TILE]; like the others, as `prepare_kernel` says."""
+    minus_d: Tensor
+    """-rowsum(dO o O)."""
     start_s: Tensor
-    """-lse / scale, [B, H, queries padded to a multiple of WIDEST_TILE]."""
-    start_dp: Tensor
-    """-rowsum(dO o O), likewise."""
+    """-lse / scale."""
     causal: bool
     scale: float
     parts: Columns
@@ -85,28 +87,28 @@ def prepared(
     causal: bool,
     scale: float,
 ) -> Operands:
-    """What the sweeps take, for the same arguments as `triton_backward`'s; with a scale below zero, dQ comes negated."""
+    """What the sweeps take, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated."""
     positive_q, positive = positive_scale(q_BHSD, scale)
     do, o = readable(do_BHSD), readable(o_BHSD)
     q, k, v = readable(positive_q), readable(k_BNKD), readable(v_BNKD)
     parts = columns(q_BHSD.shape[-1])
-    start_s, start_dp = _starting_sums(o, do, lse_BHS, positive, parts.box)
-    return Operands(q, k, v, do, start_s, start_dp, causal, positive, parts)
+    return Operands(q, k, v, do, *_subtrahends(o, do, lse_BHS, positive, parts.box), causal, positive, parts)
 
 
-def _starting_sums(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor]:
+def _subtrahends(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor, Tensor]:
     from steplab.ops.attention.triton_portable_backward import prepare_kernel
 
     batch, num_heads, num_queries, head_dim = o.shape
     num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
-    start_s = torch.empty(batch, num_heads, num_padded, dtype=torch.float32, device=o.device)
-    start_dp = torch.empty_like(start_s)
+    shape = batch, num_heads, num_padded
+    minus_lse, minus_d, start_s = (torch.empty(shape, dtype=torch.float32, device=o.device) for _ in range(3))
     prepare_kernel[(num_padded // PREPARED * batch * num_heads,)](
         o,
         do,
         lse_BHS.contiguous(),
+        minus_lse,
+        minus_d,
         start_s,
-        start_dp,
         *strides_of(o)[:3],
         *strides_of(do)[:3],
         num_heads,
@@ -117,19 +119,19 @@ def _starting_sums(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: in
         M=PREPARED,
         D=box,
     )
-    return start_s, start_dp
+    return minus_lse, minus_d, start_s
 
 
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
     """Write dK and dV, which the copy engine must take as they are. Without `tiles`, those of the table."""
     batch, num_kv_heads, num_keys, _ = dk.shape
     tiles = tiles or tiles_for("backward_kv", operands.q, operands.parts.box, operands.q.shape[2])
-    numbers: tuple[Any, Any] = (operands.start_s, operands.start_dp)
+    numbers: tuple[Any, Any] = (operands.minus_lse, operands.minus_d)
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_kv_kernel
 
         rows = 64  # of each of the two consumers
-        numbers = numbers_of(operands.start_s, tiles.queries), numbers_of(operands.start_dp, tiles.queries)
+        numbers = numbers_of(operands.start_s, tiles.queries), numbers_of(operands.minus_d, tiles.queries)
         options = hopper_options(tiles, operands.parts) | {"M": tiles.queries}
     else:
         from steplab.ops.attention.triton_portable_backward import backward_kv_kernel
@@ -170,8 +172,8 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
         tiles_of_variant(tiles, operands.v, tiles.keys),
         tiles_of_variant(tiles, operands.do, rows),
         tiles_of_variant(tiles, dq, rows),
-        operands.start_s,
-        operands.start_dp,
+        operands.start_s if tiles.variant == "hopper" else operands.minus_lse,
+        operands.minus_d,
         *operands.numbers,
         CAUSAL=operands.causal,
         **options,

@@ -1,5 +1,10 @@
-"""The backward kernels for Hopper GPUs in bf16 and fp16: the two sweeps of triton_portable_backward.py, with its
-"starting sums", divided among warps as triton_hopper_tiles.py says.
+"""The backward kernels for Hopper GPUs in bf16 and fp16: the two sweeps of triton_portable_backward.py, divided among
+warps as triton_hopper_tiles.py says.
+
+Note "starting sums": the number that is to be subtracted from a sum of products, lse or D of the query, is where the sum
+starts, -lse / scale and -D, instead of zero. That saves an operation an element, and the registers that would hold a
+number for every column of a tile. In float32 it would cost accuracy: each step of the sum is rounded as a number of the
+size of its start. Sums of bf16 and fp16 products have digits to spare.
 
 Shape suffixes: R rows of a consumer (keys in the first sweep, queries in the second), M queries of a tile, N keys of a
 tile, D columns of the head dimension.
@@ -32,9 +37,9 @@ def _numbers(M: gl.constexpr, num_slots: gl.constexpr):
 
 
 @gluon.jit
-def _load_for_keys(q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, start_dp_tiles, b, kv_head, num_heads, sharing,
+def _load_for_keys(q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
                    first_key, first_query, num_tiles, num_padded, k_own, v_own, kv_arrived, q_ring, do_ring, start_s,
-                   start_dp, M: gl.constexpr):  # fmt: skip
+                   minus_d, M: gl.constexpr):  # fmt: skip
     mbarrier.expect(kv_arrived, NUM_CONSUMERS * (k_tiles.block_type.nbytes + v_tiles.block_type.nbytes))
     for c in gl.static_range(NUM_CONSUMERS):
         tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key + c * ROWS, 0], kv_arrived, k_own.index(c))
@@ -46,13 +51,13 @@ def _load_for_keys(q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, start_dp_
         arrived = q_ring.room(i, q_tiles.block_type.nbytes + start_s_tiles.block_type.nbytes)
         tma.async_copy_global_to_shared(q_tiles, [b, head, query, 0], arrived, q_ring.slot(i))
         tma.async_copy_global_to_shared(start_s_tiles, [number], arrived, start_s.index(i % q_ring.num_slots))
-        arrived = do_ring.room(i, do_tiles.block_type.nbytes + start_dp_tiles.block_type.nbytes)
+        arrived = do_ring.room(i, do_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes)
         tma.async_copy_global_to_shared(do_tiles, [b, head, query, 0], arrived, do_ring.slot(i))
-        tma.async_copy_global_to_shared(start_dp_tiles, [number], arrived, start_dp.index(i % do_ring.num_slots))
+        tma.async_copy_global_to_shared(minus_d_tiles, [number], arrived, minus_d.index(i % do_ring.num_slots))
 
 
 @gluon.jit
-def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s, start_dp,
+def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s, minus_d,
                    scale_log2, first_key, first_query, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
                    M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """What the consumer's keys get from the i-th tile of queries; of dK, what they get from the tile before."""
@@ -64,7 +69,7 @@ def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q
     start_M = start_s.index(i % q_ring.num_slots).load(gl.SliceLayout(0, S))
     s_RM = times_transposed(k_RD, q_MD, start_M[None, :] + zero, MAIN, REST)
     do_MD = do_ring.take(i)
-    start_M = start_dp.index(i % do_ring.num_slots).load(gl.SliceLayout(0, S))
+    start_M = minus_d.index(i % do_ring.num_slots).load(gl.SliceLayout(0, S))
     dp_RM = times_transposed(v_RD, do_MD, start_M[None, :] + zero, MAIN, REST)
     # Before the first tile there is none: ds is zero then, and any queries will do, so its own.
     before = gl.maximum(i - 1, 0)
@@ -94,7 +99,7 @@ def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q
 
 @gluon.jit
 def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked, num_keys,
-                      scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, start_dp,
+                      scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
                       CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
                       REST: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
@@ -113,12 +118,12 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
         for t in range(0, num_masked):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
                 h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                start_dp, scale_log2, first_key, first_query + t * M, num_keys, True, CAUSAL, M, MAIN, REST,
+                minus_d, scale_log2, first_key, first_query + t * M, num_keys, True, CAUSAL, M, MAIN, REST,
             )  # fmt: skip
         for t in range(num_masked, num_tiles):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
                 h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                start_dp, scale_log2, first_key, first_query + t * M, num_keys, False, CAUSAL, M, MAIN, REST,
+                minus_d, scale_log2, first_key, first_query + t * M, num_keys, False, CAUSAL, M, MAIN, REST,
             )  # fmt: skip
     if num_tiles > 0:
         last_MD = q_ring.slot(sharing * num_tiles - 1)
@@ -133,8 +138,8 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
     tma.store_wait(0)
 
 
-@gluon.jit
-def backward_kv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, start_s_tiles, start_dp_tiles,
+@gluon.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
+def backward_kv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, start_s_tiles, minus_d_tiles,
                        num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
                        CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
                        BOX: gl.constexpr, NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
@@ -164,18 +169,18 @@ def backward_kv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, 
     q_ring = ring(k_tiles.dtype, M, BOX, NUM_SLOTS)
     do_ring = ring(k_tiles.dtype, M, BOX, ENOUGH)
     start_s = _numbers(M, NUM_SLOTS)
-    start_dp = _numbers(M, ENOUGH)
+    minus_d = _numbers(M, ENOUGH)
     fence_async_shared()
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, start_dp,
+                             num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
                              FIRST, CAUSAL, M, MAIN, REST)),
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, start_dp,
+                             num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
                              SECOND, CAUSAL, M, MAIN, REST)),
-        (_load_for_keys, (q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, start_dp_tiles, b, kv_head, num_heads,
+        (_load_for_keys, (q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, minus_d_tiles, b, kv_head, num_heads,
                           sharing, first_key, first_query, num_tiles, num_padded, k_own, v_own, kv_arrived, q_ring,
-                          do_ring, start_s, start_dp, M)),
+                          do_ring, start_s, minus_d, M)),
     ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
@@ -198,7 +203,7 @@ def _load_for_queries(q_tiles, k_tiles, v_tiles, do_tiles, b, head, kv_head, fir
 
 
 @gluon.jit
-def _round_of_queries(i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, start_dp_R, k_ring, v_ring, scale_log2,
+def _round_of_queries(i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2,
                       first_query, first_key, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr,
                       MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """dS of the i-th tile of keys, and what the consumer's queries get from the tile before."""
@@ -208,7 +213,7 @@ def _round_of_queries(i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, start_dp
     zero = gl.zeros([ROWS, N], gl.float32, S)
     k_ND = k_ring.take(i)
     s_RN = times_transposed(q_RD, k_ND, start_s_R[:, None] + zero, MAIN, REST)
-    dp_RN = times_transposed(do_RD, v_ring.take(i), start_dp_R[:, None] + zero, MAIN, REST)
+    dp_RN = times_transposed(do_RD, v_ring.take(i), minus_d_R[:, None] + zero, MAIN, REST)
     # Before the first tile there is none: ds is zero then, and any keys will do, so its own.
     before = gl.maximum(i - 1, 0)
     dq_RD, rest_RD = times(ds_RN, k_ring.slot(before), dq_RD, rest_RD, MAIN, REST)
@@ -233,7 +238,7 @@ def _round_of_queries(i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, start_dp
 
 
 @gluon.jit
-def _sum_over_keys(dq_tiles, start_s_ptr, start_dp_ptr, b, head, b_head, first_query, num_tiles, num_masked, num_keys,
+def _sum_over_keys(dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_query, num_tiles, num_masked, num_keys,
                    num_padded, scale, scale_log2, q_own, do_own, q_arrived, k_ring, v_ring,
                    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr,
                    REST: gl.constexpr):  # fmt: skip
@@ -246,19 +251,19 @@ def _sum_over_keys(dq_tiles, start_s_ptr, start_dp_ptr, b, head, b_head, first_q
     do_RD = do_own.index(CONSUMER)
     queries = b_head.to(gl.int64) * num_padded + first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     start_s_R = gl.load(start_s_ptr + queries)
-    start_dp_R = gl.load(start_dp_ptr + queries)
+    minus_d_R = gl.load(minus_d_ptr + queries)
     dq_RD = gl.zeros([ROWS, MAIN], gl.float32, G)
     rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     ds_RN = gl.zeros([ROWS, N], q_RD.dtype, gl.DotOperandLayout(0, G, 2))
     mbarrier.wait(q_arrived, 0)
     for i in range(0, num_masked):
         dq_RD, rest_RD, ds_RN = _round_of_queries(
-            i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, start_dp_R, k_ring, v_ring, scale_log2, first_query,
+            i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2, first_query,
             (num_tiles - 1 - i) * N, num_keys, True, CAUSAL, N, MAIN, REST,
         )  # fmt: skip
     for i in range(num_masked, num_tiles):
         dq_RD, rest_RD, ds_RN = _round_of_queries(
-            i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, start_dp_R, k_ring, v_ring, scale_log2, first_query,
+            i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2, first_query,
             (num_tiles - 1 - i) * N, num_keys, False, CAUSAL, N, MAIN, REST,
         )  # fmt: skip
     dq_RD, rest_RD = times(ds_RN, k_ring.slot(num_tiles - 1), dq_RD, rest_RD, MAIN, REST)
@@ -270,8 +275,8 @@ def _sum_over_keys(dq_tiles, start_s_ptr, start_dp_ptr, b, head, b_head, first_q
     tma.store_wait(0)
 
 
-@gluon.jit
-def backward_q_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, start_s_ptr, start_dp_ptr, num_heads, sharing,
+@gluon.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
+def backward_q_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, start_s_ptr, minus_d_ptr, num_heads, sharing,
                       num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
                       MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
                       CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
@@ -299,10 +304,10 @@ def backward_q_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, start_s_ptr
     v_ring = ring(q_tiles.dtype, N, BOX, ENOUGH)
     fence_async_shared()
     gl.warp_specialize([
-        (_sum_over_keys, (dq_tiles, start_s_ptr, start_dp_ptr, b, head, b_head, first_query, num_tiles, num_masked,
+        (_sum_over_keys, (dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_query, num_tiles, num_masked,
                           num_keys, num_padded, scale, scale_log2, q_own, do_own, q_arrived, k_ring, v_ring,
                           FIRST, CAUSAL, N, MAIN, REST)),
-        (_sum_over_keys, (dq_tiles, start_s_ptr, start_dp_ptr, b, head, b_head, first_query, num_tiles, num_masked,
+        (_sum_over_keys, (dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_query, num_tiles, num_masked,
                           num_keys, num_padded, scale, scale_log2, q_own, do_own, q_arrived, k_ring, v_ring,
                           SECOND, CAUSAL, N, MAIN, REST)),
         (_load_for_queries, (q_tiles, k_tiles, v_tiles, do_tiles, b, head, kv_head, first_query, num_tiles, q_own,

@@ -19,10 +19,9 @@ TASK = gl.constexpr(128)
 
 @gluon.jit
 def _task(number, num_tasks, num_heads, num_queries, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr):
-    """Batch, head, first query and number of tiles of keys of a program's number-th task.
+    """Batch, head, first query and number of tiles of keys of a program's number-th task; the longest of a head first.
 
-    Every other round of tasks is dealt in reverse, so that who has got a long one gets a short one. The longest of a
-    head come first.
+    Every other round of tasks is dealt in reverse, so that who had a long one gets a short one.
     """
     num_programs = gl.num_programs(0)
     task = number * num_programs + gl.program_id(0)
@@ -170,7 +169,7 @@ def _attend(o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tasks", "num_heads", "sharing", "num_queries", "num_keys"])
 def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, num_tasks, num_heads, sharing, num_queries, num_keys,
                    scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
                    BOX: gl.constexpr, NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,

@@ -121,4 +121,3 @@ def put(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
     if REST > 0:
         tile_RD.slice(MAIN, REST, dim=1).store(rest_RD.to(tile_RD.dtype))
     fence_async_shared()
-

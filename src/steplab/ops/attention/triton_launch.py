@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.ops.attention.triton_tensors import Columns, strides_of, tiles_of
+from steplab.ops.attention.triton_tensors import Columns, strides_of
 from steplab.ops.attention.triton_tuning import Tiles
 
 LEAST_SCALE = 1e-30
@@ -49,19 +49,32 @@ def _num_multiprocessors(index: int) -> int:
 
 def tiles_of_variant(tiles: Tiles, x_BHSD: Tensor, rows: int) -> Any:
     """A descriptor of the tensor in tiles [1, 1, rows, box], as the variant's kernels take it."""
+    block = [1, 1, rows, tiles.box]
     if tiles.variant == "portable":
-        return tiles_of(x_BHSD, rows, tiles.box)
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return _described(TensorDescriptor, x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), block)
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _shared_layout(tiles.box, x_BHSD.dtype)
-    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), [1, 1, rows, tiles.box], layout)
+    return _described(TensorDescriptor, x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), block, layout=layout)
 
 
 def numbers_of(x: Tensor, rows: int) -> Any:
     """A descriptor of numbers in a row, so many at a time, for the Hopper kernels."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, [x.numel()], [1], [rows], _numbers_layout())
+    return _described(TensorDescriptor, x, [x.numel()], [1], [rows], layout=_numbers_layout())
+
+
+def _described(
+    kind: type[Any], base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], **layout: Any
+) -> Any:
+    """A descriptor without the checks of its constructor, which take longer than some kernels; `readable` made them."""
+    descriptor = object.__new__(kind)
+    fields = {"base": base, "shape": shape, "strides": strides, "block_shape": block_shape, "padding": "zero"}
+    descriptor.__dict__.update(fields, **layout)
+    return descriptor
 
 
 @cache

@@ -5,10 +5,6 @@ over the queries that see it and sums dK and dV; a program of the second has a t
 it sees and sums dQ. S and dP are made twice, seven products where five are needed. In return nothing is added up by
 several programs: no atomics, no sums in memory, and the same bits at every run.
 
-Note "starting sums": P = exp(scale S - lse) and dS = P (dP - D) subtract a number per query from a sum of products.
-The sums start at that number instead of at zero, -lse / scale and -D, which `prepare_kernel` writes. That saves an
-operation an element and the registers that hold a row of these numbers for every column of a tile.
-
 Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dimension, filled up with zeros.
 """
 
@@ -16,14 +12,15 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "head_dim"])
 def prepare_kernel(
-    o_ptr, do_ptr, lse_ptr, start_s_ptr, start_dp_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
+    o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, start_s_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
     num_heads, num_queries, num_padded, head_dim, scale, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Starting sums of M queries: -lse / scale, and minus D = rowsum(dO o O).
+    """What backward subtracts for each of M queries of a head, negated: lse in powers of two, and D = rowsum(dO o O).
 
-    Rows of padding get -inf and 0, so that their weights are zero; so do queries that saw no key (lse is -inf).
+    And -lse / scale, with which sums of products may start instead (see triton_hopper_backward.py). Rows of padding get
+    -inf and 0, so that their weights are zero; so do queries that saw no key, whose lse is -inf.
     """
     num_tiles = num_padded // M
     b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -36,14 +33,16 @@ def prepare_kernel(
     o_MD = tl.load(o_ptr + b * o_b + head * o_h + rows * o_s + columns, mask=inside, other=0.0).to(tl.float32)
     do_MD = tl.load(do_ptr + b * do_b + head * do_h + rows * do_s + columns, mask=inside, other=0.0).to(tl.float32)
     lse_M = tl.load(lse_ptr + b_head * num_queries + queries, mask=exist, other=float("-inf"))
-    start_M = tl.where(lse_M == float("-inf"), lse_M, -lse_M / scale)
-    tl.store(start_s_ptr + b_head * num_padded + queries, start_M)
-    tl.store(start_dp_ptr + b_head * num_padded + queries, -tl.sum(o_MD * do_MD, 1))
+    nothing = lse_M == float("-inf")
+    rows_of_head = b_head * num_padded + queries
+    tl.store(minus_lse_ptr + rows_of_head, tl.where(nothing, lse_M, -lse_M * 1.4426950408889634))  # log2(e)
+    tl.store(start_s_ptr + rows_of_head, tl.where(nothing, lse_M, -lse_M / scale))
+    tl.store(minus_d_ptr + rows_of_head, -tl.sum(o_MD * do_MD, 1))
 
 
 @triton.jit
 def _sum_over_queries(
-    dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, start_s_ptr, start_dp_ptr, b, head, first_key, first, end, num_keys,
+    dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr, minus_d_ptr, b, head, first_key, first, end, num_keys,
     scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,8 +50,8 @@ def _sum_over_queries(
     for first_query in tl.range(first, end, M):
         queries = first_query + tl.arange(0, M)
         q_MD = q_tiles.load([b, head, first_query, 0]).reshape(M, D)
-        start_NM = tl.broadcast_to(tl.load(start_s_ptr + queries)[None, :], [N, M])
-        p_NM = tl.math.exp2(tl.dot(k_ND, q_MD.T, start_NM, input_precision=PRECISION) * scale_log2)
+        s_NM = tl.dot(k_ND, q_MD.T, input_precision=PRECISION)
+        p_NM = tl.math.exp2(s_NM * scale_log2 + tl.load(minus_lse_ptr + queries)[None, :])
         if MASKED:
             keys = first_key + tl.arange(0, N)[:, None]
             seen = keys < num_keys
@@ -60,16 +59,15 @@ def _sum_over_queries(
                 seen = seen & (keys <= queries[None, :])
             p_NM = tl.where(seen, p_NM, 0.0)
         do_MD = do_tiles.load([b, head, first_query, 0]).reshape(M, D)
-        start_NM = tl.broadcast_to(tl.load(start_dp_ptr + queries)[None, :], [N, M])
-        dp_NM = tl.dot(v_ND, do_MD.T, start_NM, input_precision=PRECISION)
+        dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION) + tl.load(minus_d_ptr + queries)[None, :]
         dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
         dk_ND = tl.dot((p_NM * dp_NM).to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_ND
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
 def backward_kv_kernel(
-    q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, start_s_ptr, start_dp_ptr,
+    q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, minus_lse_ptr, minus_d_ptr,
     num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -93,11 +91,11 @@ def backward_kv_kernel(
     for head in range(kv_head * sharing, (kv_head + 1) * sharing):
         row = (b * num_heads + head).to(tl.int64) * num_padded
         dk_ND, dv_ND = _sum_over_queries(
-            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, start_s_ptr + row, start_dp_ptr + row, b, head, first_key,
+            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr + row, minus_d_ptr + row, b, head, first_key,
             first, masked_end, num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
         )  # fmt: skip
         dk_ND, dv_ND = _sum_over_queries(
-            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, start_s_ptr + row, start_dp_ptr + row, b, head, first_key,
+            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr + row, minus_d_ptr + row, b, head, first_key,
             tl.maximum(first, masked_end), num_queries, num_keys, scale_log2, False, CAUSAL, M, N, D, PRECISION,
         )  # fmt: skip
     dk_tiles.store([b, kv_head, first_key, 0], (dk_ND * scale).to(dk_tiles.dtype).reshape(1, 1, N, D))
@@ -106,18 +104,17 @@ def backward_kv_kernel(
 
 @triton.jit
 def _sum_over_keys(
-    dq_MD, q_MD, do_MD, k_tiles, v_tiles, start_s_M, start_dp_M, b, kv_head, first_query, first, end, num_keys,
+    dq_MD, q_MD, do_MD, k_tiles, v_tiles, minus_lse_M, minus_d_M, b, kv_head, first_query, first, end, num_keys,
     scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys from `first` to `end`, a tile at a time."""
     for first_key in tl.range(first, end, N):
         k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
-        start_MN = tl.broadcast_to(start_s_M[:, None], [M, N])
-        p_MN = tl.math.exp2(tl.dot(q_MD, k_ND.T, start_MN, input_precision=PRECISION) * scale_log2)
+        s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
+        p_MN = tl.math.exp2(s_MN * scale_log2 + minus_lse_M[:, None])
         v_ND = v_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
-        start_MN = tl.broadcast_to(start_dp_M[:, None], [M, N])
-        ds_MN = p_MN * tl.dot(do_MD, v_ND.T, start_MN, input_precision=PRECISION)
+        ds_MN = p_MN * (tl.dot(do_MD, v_ND.T, input_precision=PRECISION) + minus_d_M[:, None])
         if MASKED:
             keys = first_key + tl.arange(0, N)[None, :]
             seen = keys < num_keys
@@ -128,9 +125,9 @@ def _sum_over_keys(
     return dq_MD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
 def backward_q_kernel(
-    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, start_s_ptr, start_dp_ptr,
+    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, minus_lse_ptr, minus_d_ptr,
     num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -142,8 +139,8 @@ def backward_q_kernel(
     q_MD = q_tiles.load([b, head, first_query, 0]).reshape(M, D)
     do_MD = do_tiles.load([b, head, first_query, 0]).reshape(M, D)
     queries = b_head.to(tl.int64) * num_padded + first_query + tl.arange(0, M)
-    start_s_M = tl.load(start_s_ptr + queries)
-    start_dp_M = tl.load(start_dp_ptr + queries)
+    minus_lse_M = tl.load(minus_lse_ptr + queries)
+    minus_d_M = tl.load(minus_d_ptr + queries)
     dq_MD = tl.zeros([M, D], tl.float32)
     end = num_keys
     whole = num_keys // N * N
@@ -151,11 +148,11 @@ def backward_q_kernel(
         end = tl.minimum(num_keys, first_query + M)
         whole = tl.minimum(whole, first_query // N * N)
     dq_MD = _sum_over_keys(
-        dq_MD, q_MD, do_MD, k_tiles, v_tiles, start_s_M, start_dp_M, b, head // sharing, first_query, 0, whole,
+        dq_MD, q_MD, do_MD, k_tiles, v_tiles, minus_lse_M, minus_d_M, b, head // sharing, first_query, 0, whole,
         num_keys, scale_log2, False, CAUSAL, M, N, D, PRECISION,
     )  # fmt: skip
     dq_MD = _sum_over_keys(
-        dq_MD, q_MD, do_MD, k_tiles, v_tiles, start_s_M, start_dp_M, b, head // sharing, first_query, whole, end,
+        dq_MD, q_MD, do_MD, k_tiles, v_tiles, minus_lse_M, minus_d_M, b, head // sharing, first_query, whole, end,
         num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
     )  # fmt: skip
     dq_tiles.store([b, head, first_query, 0], (dq_MD * scale).to(dq_tiles.dtype).reshape(1, 1, M, D))

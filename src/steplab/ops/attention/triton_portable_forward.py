@@ -40,7 +40,7 @@ def _attend(
     return o_MD, largest_M, sum_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys"])
 def forward_kernel(
     q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, num_heads, sharing, num_queries, num_keys, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,

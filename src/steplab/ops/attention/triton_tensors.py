@@ -4,8 +4,6 @@ Shape suffixes: B batch, H heads, S positions, D head dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -43,30 +41,29 @@ def _power_of_two(number: int) -> int:
 
 def readable(x_BHSD: Tensor) -> Tensor:
     """The tensor itself where the copy engine takes it; else a copy whose rows are padded with zeros to 16 bytes."""
-    size = x_BHSD.element_size()
-    strides = strides_of(x_BHSD)
-    if (
-        strides[-1] == 1
-        and x_BHSD.data_ptr() % ALIGNMENT == 0
-        and x_BHSD.shape[-1] * size % ALIGNMENT == 0
-        and all(stride > 0 and stride * size % ALIGNMENT == 0 for stride in strides[:-1])
-    ):
+    if _takes(x_BHSD):
         return x_BHSD
-    padded = -x_BHSD.shape[-1] % (ALIGNMENT // size)
-    return pad(x_BHSD, (0, padded)) if padded else x_BHSD.contiguous().clone(memory_format=torch.contiguous_format)
+    padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
+    return pad(x_BHSD, (0, padded)) if padded else x_BHSD.clone(memory_format=torch.contiguous_format)
 
 
 def writable(x_BHSD: Tensor) -> Tensor:
     """The tensor itself where the copy engine writes it; else room of its shape, with padded rows, to copy from."""
-    padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
-    if not padded and readable(x_BHSD[:1, :1, :1]).data_ptr() == x_BHSD.data_ptr() and _aligned(x_BHSD):
+    if _takes(x_BHSD):
         return x_BHSD
+    padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
     return x_BHSD.new_empty(*x_BHSD.shape[:-1], x_BHSD.shape[-1] + padded)
 
 
-def _aligned(x_BHSD: Tensor) -> bool:
-    strides = strides_of(x_BHSD)
-    return strides[-1] == 1 and all(s > 0 and s * x_BHSD.element_size() % ALIGNMENT == 0 for s in strides[:-1])
+def _takes(x_BHSD: Tensor) -> bool:
+    """Whether the copy engine takes the tensor as it is."""
+    numbers = ALIGNMENT // x_BHSD.element_size()
+    if x_BHSD.shape[-1] % numbers or x_BHSD.data_ptr() % ALIGNMENT:
+        return False
+    if x_BHSD.is_contiguous():  # the common case, and quick
+        return True
+    b, h, s, d = strides_of(x_BHSD)
+    return d == 1 and b > 0 and h > 0 and s > 0 and not (b % numbers or h % numbers or s % numbers)
 
 
 def copy_back(written: Tensor, wanted: Tensor) -> None:
@@ -83,10 +80,3 @@ def strides_of(x_BHSD: Tensor) -> list[int]:
             strides[dim] = expected
         expected = strides[dim] * x_BHSD.shape[dim]
     return strides
-
-
-def tiles_of(x_BHSD: Tensor, rows: int, box: int) -> Any:
-    """A descriptor of the tensor in tiles [1, 1, rows, box] for the portable kernels."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), [1, 1, rows, box])

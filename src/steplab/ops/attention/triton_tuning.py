@@ -89,5 +89,9 @@ def hopper_kernels_run() -> bool:
 @cache
 def table() -> tuple[Tiles, ...]:
     """The committed rows."""
-    text = files("steplab.ops.attention").joinpath(TABLE).read_text(encoding="utf-8")
+    return read_table(files("steplab.ops.attention").joinpath(TABLE).read_text(encoding="utf-8"))
+
+
+def read_table(text: str) -> tuple[Tiles, ...]:
+    """The rows of a table in TOML."""
     return tuple(Tiles(**row) for row in tomllib.loads(text)["tiles"])

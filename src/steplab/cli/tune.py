@@ -1,0 +1,65 @@
+"""steplab tune: tables that come from measurements of the machine at hand"""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from steplab.cli.options import OutputOptions
+
+tune = App(
+    name="tune",
+    help="Measure what kernels should choose on this GPU.",
+    help_format="plaintext",
+)
+
+
+@tune.command
+def attention(
+    *,
+    dim: Annotated[str, Parameter(help="Head dimensions; those of one power of two choose together")] = "64,80,128",
+    portable: Annotated[
+        bool,
+        Parameter(help="Try the portable kernels as well, where the GPU has others of its own", negative=""),
+    ] = False,
+    device: Annotated[str, Parameter(help="auto, cuda or cuda:N")] = "auto",
+    tiles: Annotated[
+        Path | None,
+        Parameter(help="Put the rows for this GPU into this table; a new file begins as the package's own"),
+    ] = None,
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """Tune the tiles of attention's flash_triton on a CUDA GPU.
+
+    Some 15 candidates for each of its three kernels are compiled on all cores
+    of the CPU, compared with float64 and timed in turns, in bf16, on short and
+    long sequences, causal and not. One that fails, errs or hangs is named and
+    left out. A few minutes; --tiles keeps the fastest.
+
+    For example: steplab tune attention --dim 128 --tiles tiles.toml
+    """
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.errors import UserError
+    from steplab.lab.tuning import packaged_table, rows_of, rows_text, table_before, table_with, tune_attention
+    from steplab.report.tuning_rows import render_tuning
+    from steplab.specs.attention_tuning import TuningStudy
+
+    chosen = chosen_format(out.format, out.output)
+    before = ""
+    if tiles is not None:
+        chosen_format("table", tiles)  # that it can be written is known before the work begins
+        before = table_before(tiles)
+    parts = [part.strip() for part in dim.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise UserError(f"--dim takes whole numbers, as in 64,128, not '{dim}'")
+    head_dims = tuple(dict.fromkeys(int(part) for part in parts))
+    study = TuningStudy(head_dims=head_dims, portable=portable, device=device)
+    with ProgressLine() as line:
+        tuning = tune_attention(study, on_progress=line.within)
+    emit(render_tuning(tuning, chosen, color=stdout_color() and out.output is None), out.output)
+    if tiles is not None:
+        emit(table_with(tuning, before), tiles)
+    elif tuning.chosen:
+        say(f"{rows_text(rows_of(tuning))}\nthese rows are for {packaged_table()}; --tiles FILE writes them")
+    return 0 if tuning.chosen else 1

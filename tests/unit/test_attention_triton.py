@@ -1,0 +1,284 @@
+"""The portable kernels of flash_triton, run by Triton's interpreter on the CPU."""
+
+import importlib.util
+import math
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.attention_errors import (
+    assert_at_most_twice_the_error_of_plain,
+    results_of,
+    results_of_plain,
+)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
+
+from steplab.ops.attention import triton_tuning
+from steplab.ops.attention.api import attention
+from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
+from steplab.ops.attention.operators import TRITON
+from steplab.ops.attention.triton_tuning import Kernel, Tiles
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (where there is a GPU, tests/gpu)"
+    ),
+    # The interpreter computes with numpy, which warns of what the kernels mean to do with infinities.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def inputs(
+    batch: int, heads: int, key_heads: int, num_queries: int, num_keys: int, width: int, dtype: torch.dtype = FP32
+) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    make = torch.Generator().manual_seed(num_queries * 1000 + num_keys * 10 + width)
+    shapes = (heads, num_queries), (key_heads, num_keys), (key_heads, num_keys), (heads, num_queries)
+    return [torch.randn(batch, *shape, width, generator=make).to(dtype) for shape in shapes]
+
+
+def check(tensors: list[Tensor], *, causal: bool, scale: float | None = None, case: object = "") -> None:
+    q, k, v, do = tensors
+    assert_at_most_twice_the_error_of_plain(
+        FlashAttentionTriton, q, k, v, do, causal=causal, scale=scale, case=(case, causal, scale)
+    )
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@settings(max_examples=8)
+@given(
+    batch=st.integers(1, 2),
+    key_heads=st.integers(1, 2),
+    sharing=st.integers(1, 2),
+    num_queries=st.integers(1, 140),
+    num_keys=st.integers(1, 80),
+    width=st.sampled_from([1, 8, 17, 33, 80, 200]),
+    causal=st.booleans(),
+    scale=st.sampled_from([None, None, 0.3, -0.2]),
+)
+def test_all_results_err_at_most_twice_as_much_as_plain_attention(
+    dtype: torch.dtype,
+    batch: int,
+    key_heads: int,
+    sharing: int,
+    num_queries: int,
+    num_keys: int,
+    width: int,
+    causal: bool,
+    scale: float | None,
+) -> None:
+    tensors = inputs(batch, key_heads * sharing, key_heads, num_queries, num_keys, width, dtype)
+    check(tensors, causal=causal, scale=scale)
+
+
+def tiles_of(queries: int, keys: int) -> object:
+    def found(kernel: Kernel, name: str, capability: object, bits: int, box: int, tokens: int) -> Tiles:
+        return Tiles(
+            kernel=kernel, gpu="any", bits=bits, box=box, variant="portable", queries=queries, keys=keys, stages=1
+        )
+
+    return patch.object(triton_tuning, "_found", found)
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@settings(max_examples=6)
+@given(num_queries=st.integers(1, 70), num_keys=st.integers(1, 70))
+def test_the_size_of_a_tile_does_not_matter(
+    tiles: tuple[int, int], causal: bool, num_queries: int, num_keys: int
+) -> None:
+    with tiles_of(*tiles):  # type: ignore[attr-defined]
+        check(inputs(1, 1, 1, num_queries, num_keys, 16), causal=causal)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 65), (65, 1), (64, 64), (33, 32), (64, 1)])
+def test_lengths_of_one_and_of_whole_tiles(num_queries: int, num_keys: int) -> None:
+    for causal in (False, True):
+        check(inputs(1, 1, 1, num_queries, num_keys, 16), causal=causal)
+
+
+@pytest.mark.parametrize("num_queries", [0, 5])
+@pytest.mark.parametrize("num_keys", [0, 5])
+def test_nothing_to_attend_to_gives_zeros(num_queries: int, num_keys: int) -> None:
+    if num_queries and num_keys:
+        return
+    found = results_of(FlashAttentionTriton, *inputs(2, 2, 1, num_queries, num_keys, 8), causal=True)
+    assert found["output"].shape == (2, 2, num_queries, 8)
+    assert found["dv"].shape == (2, 1, num_keys, 8)
+    assert not any(found[name].any() for name in ("output", "dq", "dk", "dv"))
+    assert (found["log-sum-exp"] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scale_of_zero_weighs_all_alike(causal: bool) -> None:
+    q, k, v, do = inputs(1, 2, 1, 20, 40, 16)
+    right = results_of_plain(q, k, v, do, causal=causal, scale=0.0)
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=causal, scale=0.0)
+    for name, expected in right.items():
+        torch.testing.assert_close(found[name], expected, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_scores_do_not_overflow(dtype: torch.dtype, causal: bool) -> None:
+    q, k, v, do = inputs(1, 2, 2, 70, 75, 80, dtype)
+    check([q * 30, k * 30, v * 30, do], causal=causal)
+
+
+# --- strides -------------------------------------------------------------------------------------------------------
+
+
+def in_wider(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.full_like(x, float("nan"))], -1)[..., : x.shape[-1]]
+
+
+def one_off(x: Tensor) -> Tensor:
+    return torch.cat([torch.full((1,), float("nan"), dtype=x.dtype), x.flatten()])[1:].view(x.shape)
+
+
+LAYOUTS = {
+    "heads after positions": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "columns before rows": lambda x: x.mT.contiguous().mT,
+    "every second column": lambda x: torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0],
+    "part of a wider tensor": in_wider,
+    "off by one element": one_off,
+    "one batch for all": lambda x: x[:1].expand(x.shape),
+    "one number for all": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [8, 5])
+def test_strides_do_not_matter(layout: str, width: int) -> None:
+    tensors = [LAYOUTS[layout](x) for x in inputs(2, 2, 1, 20, 40, width)]
+    found = results_of(FlashAttentionTriton, *tensors, causal=True)
+    right = results_of(
+        FlashAttentionTriton, *(x.clone(memory_format=torch.contiguous_format) for x in tensors), causal=True
+    )
+    for name, expected in right.items():
+        assert torch.equal(found[name], expected), name
+    for name, of in zip(("output", "dq", "dk", "dv"), [tensors[0], *tensors], strict=False):
+        assert found[name].stride() == torch.empty_like(of).stride(), name
+
+
+# --- infinities and NaN --------------------------------------------------------------------------------------------
+
+SPECIAL = {
+    "a key that no query sees": lambda q, k, v: k[..., 1, :].fill_(float("-inf")),
+    "a tile of keys that no query sees": lambda q, k, v: k[..., :32, :].fill_(float("-inf")),
+    "no key that a query sees": lambda q, k, v: k.fill_(float("-inf")),
+    "a query that sees no key": lambda q, k, v: q[..., 1, :].fill_(float("-inf")),
+    "a key that outweighs all": lambda q, k, v: k[..., 35, :].fill_(float("inf")),
+    "a NaN among the keys": lambda q, k, v: k[..., 1, 0].fill_(float("nan")),
+    "a NaN among the queries": lambda q, k, v: q[..., 1, 0].fill_(float("nan")),
+    "a NaN among the values": lambda q, k, v: v[..., 1, 0].fill_(float("nan")),
+    "an infinite value": lambda q, k, v: v[..., 35, 0].fill_(float("inf")),
+    "a NaN in the last key": lambda q, k, v: k[..., -1, 0].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_infinities_and_nan_come_out_as_of_torch(case: str) -> None:
+    *qkv, do = inputs(1, 2, 2, 40, 45, 4)
+    q, k, v = (t.abs() + 0.1 for t in qkv)
+    SPECIAL[case](q, k, v)
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=False)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH):
+        out = scaled_dot_product_attention(q, k, v)
+    right = dict(zip(("output", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, (q, k, v), do)), strict=True))
+    for name, expected in right.items():
+        torch.testing.assert_close(
+            found[name],
+            expected,
+            equal_nan=True,
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",  # type: ignore[misc]
+        )
+
+
+def test_hidden_tiles_are_not_looked_at() -> None:
+    """Else NaN times a weight of zero would come out of a key that no query sees."""
+    q, k, v, do = inputs(1, 1, 1, 32, 64, 16)
+    k[:, :, 32:], v[:, :, 32:] = float("nan"), float("nan")
+    found = results_of(FlashAttentionTriton, q, k, v, do, causal=True)
+    assert found["output"].isfinite().all()
+    assert found["dq"].isfinite().all()
+    assert found["dv"][:, :, :32].isfinite().all()
+
+
+# --- what a Function must be ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 2)], ids=str)
+def test_kept_are_exactly_inputs_output_and_log_sum_exp(lead: tuple[int, ...]) -> None:
+    q, k, v = (torch.randn(*lead, n, 8, requires_grad=True) for n in (5, 6, 6))
+    out = FlashAttentionTriton.apply(q, k, v)
+    kept = out.grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert [tuple(t.shape) for t in kept] == [tuple(t.shape) for t in (q, k, v, q)] + [(*lead, 5)]
+    assert [t.data_ptr() for t in kept[:4]] == [t.data_ptr() for t in (q, k, v, out)]
+    torch.testing.assert_close(kept[4], (q @ k.mT / math.sqrt(8)).logsumexp(-1))
+    assert kept[4].dtype == FP32
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_it_is_the_reference_in_other_kernels(dtype: torch.dtype) -> None:
+    tensors = inputs(1, 4, 2, 33, 40, 24, dtype)
+    right = results_of(FlashAttentionReference, *tensors, causal=True)
+    for name, found in results_of(FlashAttentionTriton, *tensors, causal=True).items():
+        assert (found.dtype, found.shape) == (right[name].dtype, right[name].shape)
+        torch.testing.assert_close(found, right[name], rtol=2e-2 if dtype == BF16 else 2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_operators_are_what_torch_asks_of_one(transposed: bool) -> None:
+    q, k, v, do = inputs(1, 2, 1, 5, 6, 8)
+    if transposed:
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    operators = torch.ops.steplab
+    torch.library.opcheck(operators.flash_triton_forward.default, (q, k, v, True, 0.5))
+    o, lse = TRITON.forward(q, k, v, True, 0.5)
+    torch.library.opcheck(operators.flash_triton_backward.default, (do, q, k, v, o, lse, True, 0.5))
+
+
+def test_a_compiler_goes_through_without_a_break() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        doubled = FlashAttentionTriton.apply(q * 2, k, v, is_causal=True)
+        return attention(doubled, k, v, causal=True, implementation="flash_triton").square().sum()
+
+    q, k, v = (t.requires_grad_() for t in inputs(1, 2, 2, 5, 6, 8)[:3])
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(compiled, loss(q, k, v))
+    right = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    for found, expected in zip(torch.autograd.grad(compiled, (q, k, v)), right, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_autocast_casts_what_goes_in() -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(1, 2, 2, 5, 6, 8)[:3])
+    with torch.autocast("cpu", BF16):
+        out = FlashAttentionTriton.apply(q, k, v, True)
+    assert out.dtype == BF16
+    assert torch.equal(out, FlashAttentionTriton.apply(q.bfloat16(), k.bfloat16(), v.bfloat16(), True))
+    assert {d.dtype for d in torch.autograd.grad(out.sum(), (q, k, v))} == {FP32}
+
+
+def test_flops_are_those_of_the_reference() -> None:
+    counts = []
+    for function in (FlashAttentionTriton, FlashAttentionReference):
+        q, k, v = (t.requires_grad_() for t in inputs(1, 2, 1, 5, 7, 8)[:3])
+        with FlopCounterMode(display=False) as counter:
+            function.apply(q, k, v, True).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
