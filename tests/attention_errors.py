@@ -64,34 +64,48 @@ def least_errors(
     made of dS = P (dP - D) with D = rowsum(dO O), of an output that was rounded: an error d of about a unit in the last
     place times the root of the sum of (dO O)², in all of a row alike; and dP and D are summed in float32 in different
     orders, a rounding a term. It is in dq as d P K, and in dk as a sum over rows of P d Q of either sign; plain
-    attention has none where the weights are one and zero. And the weights are made from a log-sum-exp in float32: of
-    scores of 5,000 that is off by up to 2e-4, and so are all weights of the row.
+    attention has none where the weights are one and zero. And the weights are made of numbers in float32: a score of
+    5,000 is off by up to 5e-4, and so is its weight; and in backward the log-sum-exp, and so are all weights of the
+    row. Where two scores that large are nearly the same, all of the error comes from that row, in plain attention too.
 
     eps is that of the type, unless products are made with fewer bits (tf32).
     """
     eps = torch.finfo(q.dtype).eps if eps is None else eps
     eps_of_sums = torch.finfo(torch.float32).eps
     factor = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    sharing = q.shape[1] // k.shape[1]
     q, k, v, do = (t.detach().double() for t in (q, k, v, do))
-    weights = scores_of(q, k, causal=causal, scale=scale).softmax(-1)
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    a_term = eps + eps_of_sums / 2 * math.sqrt(q.shape[-1])
-    d = a_term * factor * (do * exact["output"]).square().sum(-1, keepdim=True).sqrt()
+    scores = scores_of(q, k, causal=causal, scale=scale)
+    weights = scores.softmax(-1)
+    k, v = (t.repeat_interleave(sharing, 1) for t in (k, v))
+    dweights = do @ v.mT
+    dscores = weights * (dweights - (do * exact["output"]).sum(-1, keepdim=True)) * factor
+
+    # By how much weights are off, as parts of themselves: each for its own score, rounded when it is summed and when it
+    # is scaled, and all of a row alike.
+    own = eps_of_sums * torch.where(weights > 0, scores.abs(), 0.0)
+    row = eps_of_sums / 2 * exact["log-sum-exp"].unsqueeze(-1).abs()
+    rounded = eps * (do * exact["output"]).square().sum(-1, keepdim=True).sqrt()
+    summed = eps_of_sums / 2 * math.sqrt(q.shape[-1]) * rounded / eps
+    d = (rounded + summed) * factor + (dscores * own).square().sum(-1, keepdim=True).sqrt()
+
     least = {name: eps / 2 * rms(right) for name, right in exact.items()}
     least["log-sum-exp"] = eps_of_sums * max(1.0, rms(exact["log-sum-exp"]))
-    # A log-sum-exp that is off by some amount makes all weights of its row too large by that factor.
-    off = eps_of_sums / 2 * exact["log-sum-exp"].unsqueeze(-1).abs()
-    dscores = weights * (do @ v.mT - (do * exact["output"]).sum(-1, keepdim=True)) * factor
-    sharing = q.shape[1] // exact["dk"].shape[1]
-    least["dq"] += rms(d * (weights @ k)) + rms(off * exact["dq"])
-    least["dk"] += _summed(weights * d, q, sharing) + _summed(dscores * off, q, sharing)
-    least["dv"] += _summed(weights * off, do, sharing)
+    # Weights have a sum of one, so that only what differs from the output itself is weighted wrongly.
+    squares, o = (weights * own).square(), exact["output"]
+    around = squares @ v.square() - 2 * (squares @ v) * o + squares.sum(-1, keepdim=True) * o.square()
+    least["output"] += rms(around.clamp(min=0).sqrt())
+    least["dq"] += rms(d * (weights @ k)) + rms(row * exact["dq"]) + _root(dscores * own, k)
+    for off in (weights * d, dscores * row, dscores * own):
+        least["dk"] += _root(off.mT, q, sharing)
+    for off in (weights * row, weights * own):
+        least["dv"] += _root(off.mT, do, sharing)
     return least
 
 
-def _summed(errors: Tensor, rows: Tensor, sharing: int) -> float:
-    """The error of a key's sum over queries, and over the heads that share it, of errors of either sign."""
-    squares = errors.square().mT @ rows.square()
+def _root(errors: Tensor, rows: Tensor, sharing: int = 1) -> float:
+    """The error of sums of rows, over the heads that share a result too, weighted with errors of either sign."""
+    squares = errors.square() @ rows.square()
     return rms(squares.unflatten(1, (-1, sharing)).sum(2).sqrt())
 
 

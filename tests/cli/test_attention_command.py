@@ -28,7 +28,10 @@ TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "--devi
         (("--implementation", "magic"), "implementation 'magic' is not known; choose one of plain, sdpa"),
         (("--sequence", "many"), "sequence must be a whole number, not 'many'"),
         (("--pass", "sideways"), "pass 'sideways' is not known; choose some of forward, backward, both"),
-        (("--grid", "nowhere"), "no grid 'nowhere': neither one of choice, long, peers, study, tiny nor a readable TOML file"),
+        (
+            ("--grid", "nowhere"),
+            "no grid 'nowhere': neither one of choice, long, peers, study, tiny nor a readable TOML file",
+        ),
         (("--hardware", "H200 SXM"), "--hardware is for --derive"),
         (("--derive", "--hardware", "abacus"), "unknown hardware 'abacus'"),
         (("--derive", "--format", "csv"), "this command does not write csv; choose one of table"),

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -142,6 +143,54 @@ def test_implementations_take_turns_and_each_is_the_first_in_its_turn(bench: Ben
     assert bench.results[0].samples("both") == ()
     assert bench.results[0].memory is not None
     assert bench.results[0].memory.saved_bytes is None
+
+
+class Queue(FakeClock):
+    """A device that works off what the host starts, which goes on meanwhile. Its flush buffer is itself."""
+
+    flush_s, work_s = 1e-4, 3e-4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host_s, self.flushes = 0.0, 0
+
+    def start(self, host_s: float, work_s: float) -> None:
+        self.host_s += host_s
+        self.time_s = max(self.time_s, self.host_s) + work_s
+
+    def zero_(self) -> None:
+        self.flushes += 1
+        self.start(0.0, self.flush_s)
+
+    def synchronize(self) -> None:
+        self.host_s = max(self.host_s, self.time_s)
+
+
+@pytest.mark.parametrize(
+    ("start_s", "num_flushes", "waited_s"), [(2e-5, 1, 0.0), (9e-4, 14, 0.0), (9e-3, 40, 9e-3 - 40 * Queue.flush_s)]
+)
+def test_the_device_is_busy_until_python_has_started_the_pass_or_the_cell_says_that_it_was_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, start_s: float, num_flushes: int, waited_s: float
+) -> None:
+    device = bench.device = Queue()
+    monkeypatch.setattr(attention_session, "flush_buffer", lambda device: device)
+    monkeypatch.setattr(attention_session, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        device.start(start_s, device.work_s)
+        return plain_attention(q, k, v, causal=causal)
+
+    bench.functions = {"plain": function}
+    before: list[int] = []
+    monkeypatch.setattr(device, "reserve_marks", lambda number: before.append(device.flushes))
+    assert bench.run(study_of("plain", passes=("forward",), errors=False))
+    cell = bench.results[0]
+    first, *others = cell.samples("forward")
+    assert first == pytest.approx(device.work_s + waited_s)
+    # The host did not wait for the repeat before: what the device still had to do of it is a head start as well.
+    assert others == pytest.approx([device.work_s + max(waited_s - device.work_s, 0)] * 3)
+    assert device.flushes - before[0] == 4 * num_flushes
+    assert any("waited for Python" in note for note in cell.notes) == (waited_s > 0)
 
 
 def test_out_of_memory_in_forward_is_a_cell_and_the_others_go_on(bench: Bench) -> None:

@@ -18,12 +18,14 @@ from steplab.lab.reporting import runs_to_report
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import decode, encode, kind_of
-from steplab.report.attention_rows import attention_rows, default_peer, geometric_means
+from steplab.report.attention_rows import attention_rows, default_peer
+from steplab.report.attention_speeds import geometric_means, speed_grid
 from steplab.report.attention_steps import attention_step_grid, attention_step_rows
 from steplab.report.attention_text import account_grid, render_account, render_attention
 from steplab.report.html import render_page
 from steplab.specs.attention_study import Grid
 from steplab.store.database import Store
+from steplab.units import format_time
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,45 @@ def test_means_over_shapes_are_geometric(peers: AttentionRun) -> None:
     assert shown["flash_triton"][at] == f"{math.prod(numbers) ** (1 / 7):.2f}"
     assert shown["flash_triton"][at + 1] == f"{min(numbers):.2f}"
     assert "sdpa_flash" not in shown
+
+
+def test_speeds_stand_shape_by_shape_with_each_implementation_beside_the_peer(peers: AttentionRun) -> None:
+    grid = speed_grid(peers.cells, "flex", "both")
+    assert grid is not None
+    columns = ["plain", "sdpa_flash", "flex", "sdpa_cudnn", "flash_triton"]
+    assert [*grid.headers] == ["B×H×S×D", *columns]
+    rows = attention_rows(peers.cells, "flex")
+    found = {(row["shape"], row["causal"], row["implementation"]): row for row in rows}
+    assert len(grid.rows) == 7
+    for label, *texts in grid.rows:
+        shape, _, causal = label.partition(" ")
+        for column, text in zip(columns, texts, strict=True):
+            row = found[shape, "yes" if causal else "no", column]
+            seconds, times = row["both_s"], row["both_speed"]
+            if not isinstance(seconds, float) or not isinstance(times, float):
+                assert text == "out of memory"
+            else:
+                assert text == format_time(seconds) + ("" if column == "flex" else f" {times:.2f}×")
+    assert len(grid.bad_rows) == 6
+    assert speed_grid(peers.cells, None, "both") is not None
+    alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
+    assert speed_grid(alone, None, "both") is None
+    assert speed_grid([make_cell(cell.spec, passes=()) for cell in peers.cells], None, "both") is None
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("grid", ["peers", "study"])
+def test_the_answer_is_on_the_first_screen_and_nothing_is_cut(grid: str, width: int) -> None:
+    lines = render_attention(make_benchmark(grid), width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    titles = [line for line in lines if line.startswith(("Speed", "Time and", "Memory", "Error"))]
+    assert titles[:3] == ["Speed over all shapes", "Speed, forward + backward", "Time and rate"]
+    answer = "\n".join(lines[: lines.index("Time and rate")])
+    assert len(answer.splitlines()) < 28 + 22
+    assert re.search(r"flash_triton +\d+ +\d\.\d\d +\d\.\d\d", answer)
+    assert re.search(r"\d [µm]s \d\.\d\d×", answer)
+    head = lines[lines.index("Error against float64") + 1]
+    assert all(name in head.split() for name in ("output", "dQ", "dK", "dV"))  # a table, and not a record a cell
 
 
 def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
 from steplab.ops.attention.plain import plain_attention
-from steplab.plan.attention_memory import account_of_failure, plain_account, smallest_that_does_not_fit
+from steplab.plan.attention_memory import OF_CUDA_ALONE, account_of_failure, plain_account, smallest_that_does_not_fit
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid, grid_names, resolve_attention
 
@@ -97,7 +97,7 @@ def test_a_grid_of_ones_own(tmp_path: Path) -> None:
     path.write_text("[[grids]]\n")
     with pytest.raises(UserError, match="unknown key 'grids'"):
         cells_of_grid(str(path), {})
-    with pytest.raises(UserError, match="no grid 'nowhere': neither one of long, peers, study, tiny nor"):
+    with pytest.raises(UserError, match="no grid 'nowhere': neither one of choice, long, peers, study, tiny nor"):
         cells_of_grid("nowhere", {})
 
 
@@ -164,9 +164,11 @@ def highest_moment(spec: AttentionSpec, *, backward: bool) -> int:
 def test_the_account_of_plain_attention_is_what_the_allocator_gives_out(
     batch: int, heads: int, causal: bool, backward: bool
 ) -> None:
+    """Of a CPU here; tests/gpu/test_attention_benchmark_on_gpu.py is about a GPU's, which holds one square more."""
     spec = AttentionSpec(batch=batch, heads=heads, queries=192, dim=8, causal=causal, dtype="fp32")
     _, terms = plain_account(spec, backward=backward)
-    own = sum(term.num_bytes for term in terms[4:])
+    own = sum(term.num_bytes for term in terms[4:] if term.what != OF_CUDA_ALONE)
+    assert any(term.what == OF_CUDA_ALONE for term in terms) == backward
     assert [term.what for term in terms[:4]] == ["queries", "keys", "values", "gradient of the output"]
     assert highest_moment(spec, backward=backward) == pytest.approx(own, rel=0.02)
 
@@ -175,7 +177,7 @@ def test_the_smallest_that_does_not_fit_is_found_by_doubling() -> None:
     cells = cells_of([{"sequence": [1024], "dim": [64, 16], "dtype": ["fp32"], "causal": [True]}])
     account = smallest_that_does_not_fit(cells, 140 * GIB, "a GPU", backward=True)
     assert (account.spec.queries, account.spec.dim) == (131072, 16)
-    squares = 3 * 4 * 131072**2 + 131072**2
+    squares = 4 * 4 * 131072**2 + 131072**2
     assert squares < account.total_bytes < 1.01 * squares
     assert account.previous is not None
     assert (account.previous.queries, account.previous.dim) == (65536, 16)

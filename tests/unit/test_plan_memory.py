@@ -25,9 +25,10 @@ from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.attention import plain
-from steplab.plan.dry_run.fused_attention import flash
+from steplab.plan.dry_run.fused_attention import FUSED, flash
 from steplab.plan.dry_run.machine import Machine
-from steplab.plan.dry_run.sizes import Sizes
+from steplab.plan.dry_run.memory import Tensor
+from steplab.plan.dry_run.sizes import BF16, Count, Dtype, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters
 from steplab.plan.memory import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES, predict_memory
 from steplab.records.codec import decode
@@ -252,6 +253,36 @@ def test_a_block_keeps_what_autograd_keeps(part: str, attention: str, precision:
     x = torch.randn(B, T, d, dtype=next(module.parameters()).dtype, requires_grad=True)
     table = (rotary_table(T, d // h),) if part == "attention" else ()
     assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(part, precision, attention)
+
+
+@pytest.mark.parametrize(("num_heads", "num_copied"), [(4, (0, 0)), (8, (4, 8))], ids=["16 bytes a row", "8 bytes"])
+def test_the_triton_kernels_take_three_rows_of_numbers_and_copies_where_rows_are_not_16_bytes(
+    num_heads: int, num_copied: tuple[int, int]
+) -> None:
+    """In ops/attention: `triton_backward._subtrahends`, `triton_tensors.readable` and `writable`."""
+    shape = TransformerShape(vocab_size=V, d_model=d, d_ff=f, num_layers=L, num_heads=num_heads)
+    machine = Machine(Sizes(shape, B, 130), "bf16_pure", 0)
+    machine.ledger.begin("forward")
+    made: list[int] = []
+    new = machine.new
+
+    def noted(count: Count, dtype: Dtype, what: str, category: str = "temporaries") -> Tensor:
+        made.append(count.value * dtype.num_bytes)
+        return new(count, dtype, what, category)
+
+    q, k, v = (machine.new(machine.sizes.residual, BF16, name) for name in ("query", "key", "value"))
+    machine.new = noted  # type: ignore[method-assign]
+    tensor, padded, lse = (2 * B * 130 * width for width in (d, 8 * num_heads, 2 * num_heads))
+    rows = 4 * B * num_heads * 256
+    with machine.forward_pass(gradients=True):
+        output = FUSED["flash_triton"](machine, q, k, v)
+        assert made == [tensor, lse, *[padded] * num_copied[0]]
+        made.clear()
+        assert machine.tape is not None
+        assert output.slot is not None
+        output.slot.gradient = new(machine.sizes.residual, BF16, "gradient of the output")
+        machine.tape.run_backward(machine)
+    assert made == [*[tensor] * 3, *[padded] * num_copied[1], *[rows] * 3]
 
 
 # --- what holds for every step ----------------------------------------------------------------------------

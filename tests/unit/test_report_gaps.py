@@ -10,7 +10,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.columns import make_sheet
 from steplab.report.formats import render_rows
-from steplab.report.gaps import doubts, gaps
+from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.html import render_page
 from steplab.report.run_text import render_run
 from steplab.report.shares import format_share
@@ -115,3 +115,15 @@ def test_a_list_keeps_the_name_of_a_loop_before_batch_pass_and_compile(width: in
     assert "name" in header
     assert ("compile" in header) == (width == 120)
     assert ("pass" in header) == (width > 80)
+
+
+def test_what_was_chosen_stands_with_the_run_and_not_among_what_was_not_measured() -> None:
+    chosen = "attention auto: flash_triton, the fastest of 4 on NVIDIA H200"
+    run = replace(make_run(), notes=(chosen, "memory: this device's allocator keeps no count"))
+    assert (choices(run), [text for text in gaps(run) if "auto" in text]) == ([chosen], [])
+    text = render_run(run, width=120)
+    assert text.index(chosen) < text.index("Environment") < text.index("Not measured") < text.index("keeps no count")
+    page = render_page([run], title="A run")
+    runs = page[page.index('<section id="runs">') :]
+    assert runs.index("attention auto: flash_triton") < runs.index('<section id="missing">')
+    assert page.count("attention auto: flash_triton") == 1

@@ -60,7 +60,7 @@ def table_before(path: Path) -> str:
     """
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else packaged_table().read_text(encoding="utf-8")
-        rows = tomllib.loads(text).get("tiles", [])
+        rows = tomllib.loads(text).get("tiles")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is no table of tiles: {error}; name a file that does not exist yet") from error
     named = {"kernel", "gpu", "box"}

@@ -293,7 +293,10 @@ class _Session:
             self._run(name, contender)
             issued_s.append(time.perf_counter() - started)
         self.device.synchronize()
-        return max(1, min(math.ceil(_HEAD_START * min(issued_s) / self._flush_s), _MOST_FLUSHES))
+        enough = math.ceil(_HEAD_START * min(issued_s) / self._flush_s)
+        if enough > _MOST_FLUSHES:
+            contender.notes.append(f"{name}: the device waited for Python to start its kernels, and its time has that")
+        return max(1, min(enough, _MOST_FLUSHES))
 
     def _run(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
         """One repeat, with cold caches; gives its marks."""

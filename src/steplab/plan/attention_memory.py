@@ -1,9 +1,12 @@
 """The tensors that plain attention holds at its highest moment, and the smallest attention that does not fit.
 
-As ops/attention/plain.py runs, eager: its variables live to the end of the function, so that the masked scores are
-there beside their softmax; softmax's backward then holds three squares, its result, the gradient that comes and the
-gradient that goes. Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an
-element.
+As ops/attention/plain.py runs, eager, on a CUDA device: its variables live to the end of the function, so that the
+masked scores are there beside their softmax; softmax's backward then holds four squares, its result, the gradient that
+comes, the product of these two, and the gradient that goes. The product is CUDA's own: softmax_backward_cuda_out makes
+it before its kernel starts (aten/src/ATen/native/cuda/SoftMax.cu). A CPU's kernel multiplies element by element, and
+holds three squares.
+
+Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """
 
 import dataclasses
@@ -13,6 +16,8 @@ from steplab.errors import UserError
 from steplab.records.attention import AttentionAccount, AttentionCell, TensorTerm
 from steplab.specs.attention import AttentionSpec
 
+OF_CUDA_ALONE = "gradient times softmax, within the kernel"
+"""The tensor that other devices do without."""
 _LONGEST = 2**24
 """Positions beyond which no longer sequence is looked at."""
 
@@ -48,7 +53,7 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
         made = (square("scores, scaled"), mask("ones, of which the mask is made"), *masks)
         moments.append(("forward, making the mask", made))
     if backward:
-        gradients = (square("gradient of the softmax"), square("gradient of the scores"))
+        gradients = (square("gradient of the softmax"), square(OF_CUDA_ALONE), square("gradient of the scores"))
         own = (*masks, weights, *gradients, rows("output"), columns("gradient of the values"))
         moments.append(("backward of the softmax", own))
     moment, own = max(moments, key=lambda one: sum(term.num_bytes for term in one[1]))

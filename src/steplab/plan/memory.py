@@ -35,7 +35,7 @@ _CHOSEN = {
 _WORKSPACES = {
     "sdpa_cudnn": "cuDNN's workspace is not known, and taken to be that of the flash kernel",
     "flex": "its workspace is taken to be one number a row of scores",
-    "flash_triton": "its workspace is taken to be one number a row of scores",
+    "flash_triton": "its workspace is as its source says, three numbers a row of scores",
     "flash_reference": "its tiles, which pass, are not followed",
     "flash_attn_4": "its workspace is not known, and taken to be that of torch's flash kernel",
     "auto": "taken to keep what every fused kernel does, with the workspace of torch's flash kernel",

@@ -62,7 +62,7 @@ class AttentionCell:
     failure: Failure | None = None
     """Why there is no timing."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why."""
+    """What was not measured, and why; whom `auto` chose; what its time holds besides its work."""
 
     @property
     def status(self) -> str:

@@ -107,7 +107,7 @@ class Run:
     failure: Failure | None = None
     """Why there is no timing; None for a success."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why, in words."""
+    """What was not measured, and why, in words; and what was chosen where the spec left it open."""
     schema: str = field(default=RUN_SCHEMA)
     """Format of this record."""
 

@@ -11,6 +11,7 @@ from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.report import axes as ax
 from steplab.report.attention_rows import flops_per_s
+from steplab.report.attention_speeds import PASS_WORDS
 from steplab.report.cells import Layout
 from steplab.report.charts import AXES_HEIGHT, GLYPHS, MARKERS, Chart, Picture
 from steplab.report.columns import reason
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Figure = Callable[[AttentionCell], float | None]
 _BESIDE_OTHERS = 440.0
 """Width of a panel that is not alone."""
-_RATES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +62,9 @@ def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None
-    note = f"{_RATES[name].capitalize()}: FLOPs, as the convention counts them, over the median time."
+    note = f"{PASS_WORDS[name].capitalize()}: FLOPs, as the convention counts them, over the median time."
     scale = ax.count_scale(values)
-    return _chart(cells, _Plot(figure, scale, _RATES[name], lambda v: units.format_rate(v, "FLOP/s")), note)
+    return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], lambda v: units.format_rate(v, "FLOP/s")), note)
 
 
 def memory_chart(cells: Sequence[AttentionCell], *, kept: bool) -> Chart | None:

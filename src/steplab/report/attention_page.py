@@ -9,9 +9,9 @@ from steplab.report.attention_rows import (
     AttentionTable,
     attention_tables,
     default_peer,
-    geometric_means,
     notes_of,
 )
+from steplab.report.attention_speeds import PASS_WORDS, geometric_means, speed_grid, telling_pass
 from steplab.report.columns import make_sheet
 from steplab.report.grid import Grid
 from steplab.report.profile_page import Block, ProfileSection
@@ -44,10 +44,13 @@ def _blocks(run: AttentionRun) -> Iterator[Block]:
     means = geometric_means(run.cells, peer)
     if means:
         yield Block(title="Speed over all shapes", grid=means)
+    telling = telling_pass(run.cells)
+    if telling and (speeds := speed_grid(run.cells, peer, telling)):
+        yield Block(title=f"Speed, {PASS_WORDS[telling]}", grid=speeds)
     for name in PASSES:
         chart = rate_chart(run.cells, name)
         if chart:
-            yield Block(title=f"FLOP/s, {'forward + backward' if name == 'both' else name}", chart=chart)
+            yield Block(title=f"FLOP/s, {PASS_WORDS[name]}", chart=chart)
     for kept, title in ((True, "Memory kept for backward"), (False, "Peak memory")):
         chart = memory_chart(run.cells, kept=kept)
         if chart:

@@ -1,6 +1,5 @@
 """A benchmark of attention as rows, and as the tables people read: time and speed, memory, errors."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -9,7 +8,6 @@ from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import Column, figure_column
-from steplab.report.grid import Grid
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
@@ -62,6 +60,7 @@ def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, At
         "dtype": spec.dtype,
         "implementation": spec.implementation,
         "compile": spec.compile,
+        "column": spec.column,
         "status": cell.status,
         "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
     }
@@ -126,27 +125,20 @@ _HEAD = (
     Column(key="shape", header="B×H×S×D", caption="{} (batch, heads, sequence, dimension)"),
     Column(key="causal", header="causal", show=lambda value: _CAUSAL[str(value)]),
     Column(key="dtype", header="type"),
-    Column(key="implementation", header="implementation"),
-    Column(key="compile", header="compile", caption="compile {}"),
+    Column(key="column", header="implementation"),
 )
-_RESULT = Column(key="failure", header="result", shared=False, wraps_from=30)
+_RESULT = Column(key="failure", header="result", shared=False, wraps_from=12)
 ERROR_COLUMNS = (
     *_HEAD,
-    *(
-        column
-        for tensor, name in TENSORS.items()
-        for column in (
-            figure_column(f"{tensor}_error", name, _error, 0),
-            figure_column(f"{tensor}_error_ratio", f"{name} ÷ plain's", _times, 1),
-            figure_column(f"{tensor}_max_abs", f"{name} largest", _error, 2),
-        )
-    ),
+    *(figure_column(f"{tensor}_error_ratio", name, _times, 0) for tensor, name in TENSORS.items()),
+    *(figure_column(f"{tensor}_error", f"{name} relative", _error, 1) for tensor, name in TENSORS.items()),
+    *(figure_column(f"{tensor}_max_abs", f"{name} largest", _error, 2) for tensor, name in TENSORS.items()),
 )
 MEMORY_COLUMNS = (
     *_HEAD,
-    figure_column("saved_bytes", "kept for backward", _size, 0),
-    figure_column("forward_peak_bytes", "peak, forward", _size, 0),
-    figure_column("both_peak_bytes", "peak, forward + backward", _size, 0),
+    figure_column("saved_bytes", "kept", _size, 0),
+    figure_column("forward_peak_bytes", "peak, forward", _size, 1),
+    figure_column("both_peak_bytes", "peak, both", _size, 0),
     _RESULT,
 )
 
@@ -191,7 +183,8 @@ def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[A
             title="Time and rate",
             columns=time_columns(peer),
             rows=rows,
-            caption="Medians, implementations in turns, caches cold on a GPU. FLOPs are 4 B H Sq Sk D forward, half "
+            caption="Medians, implementations in turns; a GPU's caches are cold, and it is kept busy until Python has "
+            "started the pass. FLOPs are 4 B H Sq Sk D forward, half "
             "if causal, and 2.5 times as many backward, whatever is executed.",
         )
     ]
@@ -213,43 +206,15 @@ def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[A
                 title="Error against float64",
                 columns=ERROR_COLUMNS,
                 rows=checked,
-                caption="Norm of the difference over the norm of the result, as a multiple of that of plain attention "
-                "in the same type, and the largest difference of an element.",
+                caption="As a multiple of plain attention's error in the same type. Relative: norm of the difference "
+                "over the norm of the result. Largest: difference of an element.",
             )
         )
     return tables
 
 
-def geometric_means(cells: Sequence[AttentionCell], peer: str | None) -> Grid | None:
-    """Speed of each implementation against the peer over all shapes they share; None without anything to compare."""
-    peers = peers_of(cells, peer)
-    columns = [c for c in dict.fromkeys(cell.spec.column for cell in cells) if c != peer]
-    rows = []
-    for column in columns:
-        own = [cell for cell in cells if cell.spec.column == column]
-        found = {name: [s for cell in own if (s := speed(cell, peers, name)) is not None] for name in PASSES}
-        if any(found.values()):
-            texts = [text for name in PASSES for text in _mean_and_least(found[name])]
-            rows.append((column, str(max(map(len, found.values()))), *texts))
-    if not peer or not rows:
-        return None
-    headers = [text for name in PASSES for text in (name, f"{name}, least")]
-    return Grid(
-        headers=("implementation", "shapes", *headers),
-        rows=tuple(rows),
-        numeric=(False, *(True for _ in range(1 + len(headers)))),
-        caption=f"Times as fast as {peer}: geometric mean over the shapes that both ran, and the least of them.",
-    )
-
-
-def _mean_and_least(speeds: Sequence[float]) -> tuple[str, str]:
-    if not speeds:
-        return "–", "–"
-    return f"{math.exp(sum(map(math.log, speeds)) / len(speeds)):.2f}", f"{min(speeds):.2f}"
-
-
 def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
-    """What was not measured, each text once, with the shapes and implementations it is told of."""
+    """What is to be said of the cells, each text once, with the shapes and implementations it is told of."""
     found: dict[str, list[str]] = {}
     for cell in cells:
         for note in cell.notes:

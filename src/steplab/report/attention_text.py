@@ -10,10 +10,10 @@ from steplab.report.attention_rows import (
     attention_rows,
     attention_tables,
     default_peer,
-    geometric_means,
     median_s,
     notes_of,
 )
+from steplab.report.attention_speeds import PASS_WORDS, geometric_means, markdown, speed_grid, telling_pass
 from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.columns import reason
 from steplab.report.environments import condition_pairs, environment_pairs
@@ -44,17 +44,16 @@ def render_attention(
     if format in ("json", "csv"):
         rows = attention_rows(run.cells, peer)
         return json.dumps(rows, indent=2, allow_nan=False) if format == "json" else render_rows(rows, "csv")
-    tables, means = attention_tables(run.cells, peer), geometric_means(run.cells, peer)
     if format == "table":
         return _terminal(run, peer, width or terminal_width(), color)
     heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
     parts = []
-    for table in tables:
+    if format == "md":
+        parts += [heading.format(title) + markdown(grid) for title, grid in _at_a_glance(run, peer)]
+    for table in attention_tables(run.cells, peer):
         text = render_rows(table.rows, format, columns=table.columns)
         remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
         parts.append(heading.format(table.title) + text + remark)
-    if means and format == "md":
-        parts.append(heading.format("Speed over all shapes") + _markdown(means))
     return "\n\n".join(parts)
 
 
@@ -65,25 +64,20 @@ def cell_line(cell: AttentionCell) -> str:
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 
 
-def _markdown(grid: Grid) -> str:
-    lines = [grid.headers, ["---:" if numeric else "---" for numeric in grid.numeric], *grid.rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{escape_markdown(grid.caption)}"
-
-
 def _terminal(run: AttentionRun, peer: str | None, width: int, color: bool) -> str:
-    """Title, tables, means over the shapes, environment, and what was not measured."""
+    """Title, means over the shapes, speeds shape by shape; then tables of everything, environment and notes."""
     from rich.text import Text
 
     inside = width - INDENT
-    texts = [draw(*_title(run), width=width, color=color)]
+    first = list(_title(run))
+    for title, grid in _at_a_glance(run, peer):
+        first += section(title, grid_table(grid, inside), Text(grid.caption, style="dim"))
+    texts = [draw(*first, width=width, color=color)]
     for table in attention_tables(run.cells, peer):
         drawn = render_rows(table.rows, "table", columns=table.columns, width=width, color=color)
         head, foot = Text(table.title, style="bold"), Text(table.caption, style="dim")
         texts.append(f"{draw(head, width=width, color=color)}\n{drawn}\n{draw(foot, width=width, color=color)}")
     rest: list[RenderableType] = []
-    means = geometric_means(run.cells, peer)
-    if means:
-        rest += section("Speed over all shapes", grid_table(means, inside), Text(means.caption, style="dim"))
     if run.environment:
         pairs = [*environment_pairs(run.environment), *condition_pairs([run.environment])]
         rest += section("Environment", *(Text(plain(f"{name}: {value}")) for name, value in pairs))
@@ -91,6 +85,15 @@ def _terminal(run: AttentionRun, peer: str | None, width: int, color: bool) -> s
     if notes:
         rest += section("Notes", *(Text(f"- {plain(note)}") for note in notes))
     return "\n\n".join(texts) + ("\n" + draw(*rest, width=width, color=color) if rest else "")
+
+
+def _at_a_glance(run: AttentionRun, peer: str | None) -> Iterator[tuple[str, Grid]]:
+    """The answer: how they compare over all shapes, and on each."""
+    if means := geometric_means(run.cells, peer):
+        yield "Speed over all shapes", means
+    name = telling_pass(run.cells)
+    if name and (speeds := speed_grid(run.cells, peer, name)):
+        yield f"Speed, {PASS_WORDS[name]}", speeds
 
 
 def _title(run: AttentionRun) -> "Iterator[RenderableType]":

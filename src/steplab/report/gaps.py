@@ -5,7 +5,7 @@ from steplab.records.run import Run
 
 def gaps(run: Run) -> list[str]:
     """What was not measured and why: the run's notes, its environment's gaps, and what its utilizations lack."""
-    told = [note for note in run.notes if not _is_doubt(note)]
+    told = [note for note in run.notes if not _is_doubt(note) and not _is_choice(note)]
     told += run.environment.gaps if run.environment else ()
     return told + _utilization_gaps(run, told)
 
@@ -13,6 +13,15 @@ def gaps(run: Run) -> list[str]:
 def doubts(run: Run) -> list[str]:
     """Notes on figures that are there and cannot be right: a share above one of a peak."""
     return [note for note in run.notes if _is_doubt(note)]
+
+
+def choices(run: Run) -> list[str]:
+    """Notes on what was chosen where the spec left it open: whom attention `auto` was."""
+    return [note for note in run.notes if _is_choice(note)]
+
+
+def _is_choice(note: str) -> bool:
+    return note.startswith("attention auto: ")
 
 
 def _is_doubt(note: str) -> bool:

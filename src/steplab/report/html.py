@@ -20,7 +20,7 @@ from steplab.report.columns import ABSENT, make_sheet, reason
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
-from steplab.report.gaps import doubts, gaps
+from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.grid import Grid
 from steplab.report.memory_page import memory_part
 from steplab.report.narrative import facts
@@ -86,6 +86,7 @@ def render_page(
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
         runs=runs_table,
+        choices=_told_once(cells, choices),
         doubts=_told_once(cells, doubts),
         missing=_told_once(cells, _missing),
         environments=_environments([*(cell.run for cell in cells), *attention] or numerics),

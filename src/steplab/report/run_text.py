@@ -12,7 +12,7 @@ from steplab.report.blocks import figure_table, pairs_table, section
 from steplab.report.columns import ABSENT, reason
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
-from steplab.report.gaps import doubts, gaps
+from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.memory_text import memory_parts
 from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.shares import format_share
@@ -42,12 +42,13 @@ def render_profiled(run: Run, *, width: int | None = None, color: bool = False) 
 
 
 def _title(run: Run) -> "Iterator[RenderableType]":
-    """What was measured; which record it is, of when, and by which version."""
+    """What was measured; which record it is, of when, and by which version; what was chosen for it."""
     from rich.text import Text
 
     yield Text(plain(run_title(run)), style="bold")
     made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
     yield Text(plain(" · ".join(made + ([f"'{run.name}'"] if run.name else []))), style="dim")
+    yield from (Text(plain(choice), style="dim") for choice in choices(run))
 
 
 def _parts(run: Run, others: Sequence[Run], width: int) -> "Iterator[RenderableType]":

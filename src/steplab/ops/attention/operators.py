@@ -90,7 +90,7 @@ def _triton_backward(
     from steplab.ops.attention.triton_backward import triton_backward
 
     if _interpreter_lacks(q):
-        wide = [x.float() for x in (grad, q, k, v, o)]
+        wide = (grad.float(), q.float(), k.float(), v.float(), o.float())
         dq, dk, dv = triton_backward(*wide, lse, causal=causal, scale=scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return triton_backward(grad, q, k, v, o, lse, causal=causal, scale=scale)

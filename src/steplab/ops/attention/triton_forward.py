@@ -42,7 +42,7 @@ def triton_forward(
 
         num_programs = min(num_tasks, num_multiprocessors(q)) if tiles.persistent else num_tasks
         rows = 64  # of each of the two consumers
-        numbers = (num_tasks, *shape)
+        numbers: tuple[int, ...] = (num_tasks, *shape)
         options = hopper_options(tiles, parts) | {"N": tiles.keys}
     else:
         from steplab.ops.attention.triton_portable_forward import forward_kernel

@@ -1,10 +1,10 @@
 """The backward kernels for Hopper GPUs in bf16 and fp16: the two sweeps of triton_portable_backward.py, divided among
 warps as triton_hopper_tiles.py says.
 
-Note "starting sums": the number that is to be subtracted from a sum of products, lse or D of the query, is where the sum
-starts, -lse / scale and -D, instead of zero. That saves an operation an element, and the registers that would hold a
-number for every column of a tile. In float32 it would cost accuracy: each step of the sum is rounded as a number of the
-size of its start. Sums of bf16 and fp16 products have digits to spare.
+Note "starting sums": the number that is to be subtracted from a sum of products, lse or D of the query, is where the
+sum starts, -lse / scale and -D, instead of zero. That saves an operation an element, and the registers that would hold
+a number for every column of a tile. In float32 it would cost accuracy: each step of the sum is rounded as a number of
+the size of its start. Sums of bf16 and fp16 products have digits to spare.
 
 Shape suffixes: R rows of a consumer (keys in the first sweep, queries in the second), M queries of a tile, N keys of a
 tile, D columns of the head dimension.
@@ -115,7 +115,7 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
     ds_RM = gl.zeros([ROWS, M], k_RD.dtype, gl.DotOperandLayout(0, G, 2))
     mbarrier.wait(kv_arrived, 0)
     for h in range(sharing):
-        for t in range(0, num_masked):
+        for t in range(num_masked):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
                 h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
                 minus_d, scale_log2, first_key, first_query + t * M, num_keys, True, CAUSAL, M, MAIN, REST,
@@ -256,7 +256,7 @@ def _sum_over_keys(dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_qu
     rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     ds_RN = gl.zeros([ROWS, N], q_RD.dtype, gl.DotOperandLayout(0, G, 2))
     mbarrier.wait(q_arrived, 0)
-    for i in range(0, num_masked):
+    for i in range(num_masked):
         dq_RD, rest_RD, ds_RN = _round_of_queries(
             i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2, first_query,
             (num_tiles - 1 - i) * N, num_keys, True, CAUSAL, N, MAIN, REST,

@@ -124,7 +124,7 @@ def _attend(o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale
         s_RN = times_transposed(q_RD, k_ring.take(first_tile), gl.zeros([ROWS, N], gl.float32, S), MAIN, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile)
-        e_RN, largest_R, sum_R, shrink_R = _softmax(
+        e_RN, largest_R, sum_R, _ = _softmax(
             s_RN, largest_R, sum_R, scale_log2, first_query, (num_tiles - 1) * N, num_keys, True, CAUSAL, N
         )
         p_RN = gl.convert_layout(e_RN.to(q_RD.dtype), gl.DotOperandLayout(0, O, 2))

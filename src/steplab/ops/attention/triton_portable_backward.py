@@ -42,9 +42,9 @@ def prepare_kernel(
 
 @triton.jit
 def _sum_over_queries(
-    dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr, minus_d_ptr, b, head, first_key, first, end, num_keys,
-    scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr, minus_d_ptr, b, head, first_key, first, end,
+    num_queries, num_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries from `first` to `end`, a tile at a time, transposed: what a key gets from them."""
     for first_query in tl.range(first, end, M):
@@ -54,7 +54,7 @@ def _sum_over_queries(
         p_NM = tl.math.exp2(s_NM * scale_log2 + tl.load(minus_lse_ptr + queries)[None, :])
         if MASKED:
             keys = first_key + tl.arange(0, N)[:, None]
-            seen = keys < num_keys
+            seen = (keys < num_keys) & (queries[None, :] < num_queries)
             if CAUSAL:
                 seen = seen & (keys <= queries[None, :])
             p_NM = tl.where(seen, p_NM, 0.0)
@@ -88,15 +88,22 @@ def backward_kv_kernel(
     if CAUSAL:
         first = first_key // M * M
         masked_end = tl.maximum(masked_end, tl.minimum(num_queries, tl.cdiv(first_key + N - 1, M) * M))
+    start = tl.maximum(first, masked_end)
+    # Padding has weights of zero by itself, but not for keys of -inf: times its own zeros they are NaN.
+    whole = tl.maximum(start, num_queries // M * M)
     for head in range(kv_head * sharing, (kv_head + 1) * sharing):
         row = (b * num_heads + head).to(tl.int64) * num_padded
         dk_ND, dv_ND = _sum_over_queries(
             dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr + row, minus_d_ptr + row, b, head, first_key,
-            first, masked_end, num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
+            first, masked_end, num_queries, num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
         )  # fmt: skip
         dk_ND, dv_ND = _sum_over_queries(
             dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr + row, minus_d_ptr + row, b, head, first_key,
-            tl.maximum(first, masked_end), num_queries, num_keys, scale_log2, False, CAUSAL, M, N, D, PRECISION,
+            start, whole, num_queries, num_keys, scale_log2, False, CAUSAL, M, N, D, PRECISION,
+        )  # fmt: skip
+        dk_ND, dv_ND = _sum_over_queries(
+            dk_ND, dv_ND, k_ND, v_ND, q_tiles, do_tiles, minus_lse_ptr + row, minus_d_ptr + row, b, head, first_key,
+            whole, num_queries, num_queries, num_keys, scale_log2, True, CAUSAL, M, N, D, PRECISION,
         )  # fmt: skip
     dk_tiles.store([b, kv_head, first_key, 0], (dk_ND * scale).to(dk_tiles.dtype).reshape(1, 1, N, D))
     dv_tiles.store([b, kv_head, first_key, 0], dv_ND.to(dv_tiles.dtype).reshape(1, 1, N, D))

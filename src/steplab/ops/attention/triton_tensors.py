@@ -4,12 +4,12 @@ Shape suffixes: B batch, H heads, S positions, D head dimension.
 """
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 ALIGNMENT = 16
-"""Bytes that an address and every stride but the last must be a multiple of (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""Bytes of which addresses and all strides but the last must be multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,13 @@ def readable(x_BHSD: Tensor) -> Tensor:
     """The tensor itself where the copy engine takes it; else a copy whose rows are padded with zeros to 16 bytes."""
     if _takes(x_BHSD):
         return x_BHSD
-    padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
-    return pad(x_BHSD, (0, padded)) if padded else x_BHSD.clone(memory_format=torch.contiguous_format)
+    head_dim = x_BHSD.shape[-1]
+    padded = -head_dim % (ALIGNMENT // x_BHSD.element_size())
+    if not padded:
+        return x_BHSD.clone(memory_format=torch.contiguous_format)
+    room = x_BHSD.new_zeros(*x_BHSD.shape[:-1], head_dim + padded)  # torch's own `pad` may keep another order
+    room[..., :head_dim] = x_BHSD
+    return room
 
 
 def writable(x_BHSD: Tensor) -> Tensor:

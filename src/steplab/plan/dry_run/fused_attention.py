@@ -1,8 +1,9 @@
-"""torch's scaled_dot_product_attention in the dry run, by the kernel that serves it.
+"""Attention whose scores are in no memory, and torch's composition, in the dry run, by the kernel that serves it.
 
 A fused kernel keeps its inputs, its output and one number a row, and no scores. What its backward takes besides its
 results is within the kernel, and read off aten/src/ATen/native/transformers/cuda (flash_api.cpp,
-attention_backward.cu). cuDNN does not say what its workspace takes; it is given that of the flash kernel.
+attention_backward.cu). cuDNN does not say what its workspace takes; it is given that of the flash kernel. steplab's own
+kernels are beside it: ops/attention/triton_backward.py.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from steplab.plan.dry_run.attention import Attend, batched_product, contiguous, 
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.memory import Tensor
 from steplab.plan.dry_run.operators import elementwise
-from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Sizes
+from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype, Sizes
 
-_FLASH_ROWS, _FLASH_COLUMNS, _EFFICIENT_ROWS = 128, 32, 32
+_FLASH_ROWS, _FLASH_COLUMNS, _EFFICIENT_ROWS, _TRITON_ROWS = 128, 32, 32, 128
 """Multiples that the kernels round tokens and head widths up to."""
+_COPY_ENGINE_BYTES = 16
+"""What the stride from token to token must be a multiple of for the Triton kernels; else they work on padded copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,8 @@ class _Kernel:
     """Whether the output is laid out as [B, T, h, d / h], which the output projection takes without a copy."""
     within_backward: Callable[[Sizes], tuple[tuple[Count, str], ...]]
     """What its backward takes for itself, in fp32."""
+    row_bytes: int = 1
+    """Where the bytes of a head's token are no multiple of this, inputs and results are copied, padded."""
 
 
 def _flash_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
@@ -43,6 +48,13 @@ def _row_sums(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
     return ((sizes.rows, "row sums within the kernel"),)
 
 
+def _triton_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
+    tokens = _up(sizes.context, _TRITON_ROWS)
+    rows = Count(sizes.batch * sizes.shape.num_heads * tokens, f"B h {tokens}")
+    subtrahends = ("log-sum-exp in powers of two", "row sums", "log-sum-exp over the scale")
+    return tuple((rows, f"{what}, within the kernels") for what in subtrahends)
+
+
 def _reference_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
     tensors = ("rotated query, widened", "gradient of the output, widened", "gradient of the rotated query, gathered")
     return (*((sizes.residual, f"{tensor}, within the function") for tensor in tensors), *_row_sums(sizes))
@@ -55,9 +67,18 @@ def _efficient_backward(sizes: Sizes) -> tuple[tuple[Count, str], ...]:
     )
 
 
+_OF_FORWARD = ("rotated query", "rotated key", "value", "attention output")
+_OF_BACKWARD = (
+    *("gradient of the rotated query", "gradient of the rotated key", "gradient of the value"),
+    *("gradient of the attention output", "attention output", "rotated query", "rotated key", "value"),
+)
+"""What is copied where the kernels do not take it as it is, in their order."""
 _FLASH = _Kernel(tokens_in=1, gives_heads_together=False, within_backward=_flash_backward)
 _EFFICIENT = _Kernel(tokens_in=_EFFICIENT_ROWS, gives_heads_together=True, within_backward=_efficient_backward)
 _REFERENCE = _Kernel(tokens_in=1, gives_heads_together=False, within_backward=_reference_backward)
+_TRITON = _Kernel(
+    tokens_in=1, gives_heads_together=False, within_backward=_triton_backward, row_bytes=_COPY_ENGINE_BYTES
+)
 _ROW_SUMS = _Kernel(tokens_in=1, gives_heads_together=False, within_backward=_row_sums)
 
 
@@ -67,8 +88,13 @@ def flash(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def row_sums_alone(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Kernels that take one number a row for themselves backward: steplab's Triton ones, and FlexAttention's."""
+    """FlexAttention's kernels, which take one number a row for themselves backward."""
     return _fused(m, q, k, v, _ROW_SUMS)
+
+
+def triton(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """steplab's own kernels."""
+    return _fused(m, q, k, v, _TRITON)
 
 
 def reference(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,16 +115,33 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, kernel: _Kernel) -> Tens
     rows = Count(
         m.sizes.batch * m.sizes.shape.num_heads * tokens, "B h T" if kernel.tokens_in == 1 else f"B h {tokens}"
     )
-    row_sums = m.dear(lambda: m.new(rows, FP32, "log of the sum of each row of scores"))
+    dtype, padded = q.dtype, _padded(m.sizes, q.dtype, kernel)
+
+    def run() -> Tensor:
+        made = m.new(rows, FP32, "log of the sum of each row of scores")
+        _copies = [m.new(padded, dtype, f"{what}, padded") for what in _OF_FORWARD] if padded else []
+        return made
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
         gradients = tuple(m.new(*like) for like in likes)
         gradients[2].heads_together = True
+        _copies = [m.new(padded, dtype, f"{what}, padded") for what in _OF_BACKWARD] if padded else []
         _within = [m.new(count, FP32, what) for count, what in kernel.within_backward(m.sizes)]
         return gradients
 
+    row_sums = m.dear(run)
+
     m.node((q.slot, k.slot, v.slot), (q, k, v, output, row_sums), backward).gives(output)
     return output
+
+
+def _padded(sizes: Sizes, dtype: Dtype, kernel: _Kernel) -> Count | None:
+    """Elements of a padded copy; None where the kernel takes the tensors as they are."""
+    multiple = max(kernel.row_bytes // dtype.num_bytes, 1)
+    width = _up(sizes.shape.head_dim, multiple)
+    if width == sizes.shape.head_dim:
+        return None
+    return Count(sizes.tokens.value * sizes.shape.num_heads * width, f"B h T {width}")
 
 
 def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,7 +190,7 @@ FUSED: dict[str, Attend] = {
     "sdpa_cudnn": flash,
     "sdpa_efficient": efficient,
     "sdpa_math": math,
-    "flash_triton": row_sums_alone,
+    "flash_triton": triton,
     "flash_reference": reference,
     "flex": row_sums_alone,
     "flash_attn_4": flash,

@@ -1,0 +1,248 @@
+"""The committed tables of the benchmarks of attention, from their records.
+
+    python benchmarks/attention_table.py RECORDS > benchmarks/results/attention_h200_202611.md
+    python benchmarks/attention_table.py RECORDS --into docs/attention.md       (what stands between the marks in it)
+
+RECORDS is what `steplab export` writes of the benchmarks that benchmarks/attention_study.py made, gzipped or not. Every
+figure is computed from the raw samples in the records; nothing is typed in but the ceilings below.
+"""
+
+import gzip
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from steplab import units
+from steplab.plan.attention_memory import account_of_failure
+from steplab.records.attention import AttentionCell, AttentionRun
+from steplab.records.codec import decode
+from steplab.report.attention_rows import default_peer, median_s
+from steplab.report.attention_speeds import PASS_WORDS, by_shape, geometric_means, markdown, speed_grid
+from steplab.report.attention_text import account_grid
+from steplab.report.grid import Grid
+from steplab.specs.attention import PASSES, AttentionSpec
+
+OURS, PEER = "flash_triton", "flex"
+MATMUL_FLOPS_PER_S = 790e12
+"""What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
+COPY_BYTES_PER_S = 4.3e12
+"""What a copy on the device reaches, read and written."""
+EXPONENTIALS_PER_CLOCK = 16 * 132
+"""Of a multiprocessor (CUDA C++ Programming Guide, throughput of native arithmetic instructions, 9.0) times 132."""
+MOST = 0.75
+"""Of a time, what binds it."""
+CLOCKS_HZ = (1.755e9, 1.98e9)
+"""What an H200 runs at, under its power limit and at most."""
+BEGIN, END = "<!-- begin: benchmarks/attention_table.py -->", "<!-- end: benchmarks/attention_table.py -->"
+
+HEAD = """# Attention by itself, on one {device}
+
+torch {env.torch}, Triton {env.triton}, cuDNN {env.cudnn}, driver {env.driver}. Made by `python
+benchmarks/attention_study.py STORE`, written by `python benchmarks/attention_table.py`; how each figure is measured is
+in docs/attention_study.md. B×H×S×D is batch, heads, sequence and head dimension; plain materialises the scores.
+Records: {ids}.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a pass of flash_triton needs and executes."""
+
+    products: int
+    """That it executes, of 2 B H D p FLOPs each, p being the pairs of a query and a key that it sees."""
+    needed: int
+    """Products of the formula."""
+    exponentials: int
+    """Executed, a pair."""
+    tensors_q: int
+    """As large as q that are read or written at least once; so many as large as k as well."""
+
+
+WORK = {
+    "forward": Work(products=2, needed=2, exponentials=1, tensors_q=2),
+    "backward": Work(products=7, needed=5, exponentials=2, tensors_q=4),
+}
+
+
+def main(records: str, *rest: str) -> None:
+    runs = read(Path(records))
+    if rest:
+        _, page = rest
+        write_between_marks(Path(page), "\n\n".join(for_docs(cells_of(runs, "peers"))))
+    else:
+        print("\n\n".join(parts(runs)))
+
+
+def write_between_marks(page: Path, text: str) -> None:
+    """Put the text in place of what stands between BEGIN and END in the page."""
+    content = page.read_text(encoding="utf-8")
+    begin, end = content.find(BEGIN), content.find(END)
+    if not 0 <= begin < end:
+        sys.exit(f"{page} has no {BEGIN} with {END} after it")
+    page.write_text(f"{content[:begin]}{BEGIN}\n\n{text}\n\n{content[end:]}", encoding="utf-8")
+
+
+def read(path: Path) -> list[AttentionRun]:
+    """The benchmarks among the records, the oldest first."""
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    runs = [run for line in lines if isinstance(run := decode(line), AttentionRun)]
+    return sorted(runs, key=lambda run: run.created_utc)
+
+
+def cells_of(runs: Sequence[AttentionRun], grid: str) -> list[AttentionCell]:
+    """The cells of all benchmarks of a grid; of one measured twice, the later."""
+    found = {cell.spec: cell for run in runs if run.study.name == grid for cell in run.cells}
+    return list(found.values())
+
+
+def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
+    """The page, piece by piece."""
+    env = next(run.environment for run in runs if run.environment)
+    ids = ", ".join(f"{run.id} ({run.name or run.study.name}, {run.created_utc[:10]})" for run in runs)
+    yield HEAD.format(env=env, device=env.device.name, ids=ids).strip()
+    if peers := cells_of(runs, "peers"):
+        yield "## Against its peers"
+        for name in PASSES:
+            yield from _titled(PASS_WORDS[name].capitalize(), speed_grid(peers, PEER, name))
+        for peer in dict.fromkeys(cell.spec.column for cell in peers if cell.spec.column != OURS):
+            yield from _titled(f"Speed over all shapes, {peer} being 1", geometric_means(peers, peer))
+        yield from _titled(f"Which cell of {OURS} is bound by what", bounds(peers))
+        yield from _titled("Errors and first calls, the worst of all shapes", worst(peers))
+        yield from _titled("Memory, peak of forward and backward beyond the inputs", memory(peers))
+    for grid, title in (("study", "Batch 8, one head, fp32, not causal"), ("long", "Batch 1, one head, causal")):
+        cells = cells_of(runs, grid)
+        if not cells:
+            continue
+        yield f"## {title}"
+        for dtype in dict.fromkeys(cell.spec.dtype for cell in cells):
+            own = [cell for cell in cells if cell.spec.dtype == dtype]
+            for name in PASSES:
+                yield from _titled(f"{PASS_WORDS[name].capitalize()}, {dtype}", speed_grid(own, "plain", name))
+            yield from _titled(f"Memory kept from forward until backward, {dtype}", memory(own, kept=True))
+            yield from _titled(f"Memory, peak of forward and backward beyond the inputs, {dtype}", memory(own))
+            yield from _titled(f"Errors and first calls, the worst of all shapes, {dtype}", worst(own))
+        if env.device.memory_bytes and (account := account_of_failure(cells, env.device.memory_bytes, env.device.name)):
+            text = f"{account.moment}; the device has {units.format_bytes(account.memory_bytes)}."
+            said = f" It said: {account.measured.message}." if account.measured else ""
+            yield f"### The smallest plain attention that ran out of memory: {account.spec.label}"
+            yield markdown(account_grid(account).remarking(f"Most at once: {text}{said}"))
+
+
+def for_docs(peers: Sequence[AttentionCell]) -> Iterator[str]:
+    """What docs/attention.md shows."""
+
+    def text(cell: AttentionCell) -> str | None:
+        times = [median_s(cell, name) for name in PASSES]
+        return " / ".join(_milliseconds(seconds) for seconds in times if seconds) or None
+
+    yield markdown(by_shape(peers, text, "forward / backward / both, milliseconds."))
+    for peer in (PEER, default_peer(peers)):
+        if means := geometric_means(peers, peer):
+            yield markdown(means)
+    if found := bounds(peers):
+        yield markdown(found)
+
+
+def bounds(cells: Sequence[AttentionCell]) -> Grid | None:
+    """Of each cell of flash_triton and pass: its time, and the least that each unit needs for the work by itself."""
+    rows = []
+    for cell in cells:
+        for name, work in WORK.items():
+            seconds = median_s(cell, name)
+            if cell.spec.implementation == OURS and seconds:
+                rows.append(_bound_row(cell.spec, name, work, seconds))
+    if not rows:
+        return None
+    return Grid(
+        headers=("B×H×S×D", "pass", "measured", "products", "exponentials", "bytes", "bound by", "products' share"),
+        rows=tuple(rows),
+        numeric=(False, False, True, True, True, True, False, True),
+        caption=f"Milliseconds. Products that are executed (2 forward, 7 backward, where 5 are needed) at "
+        f"{MATMUL_FLOPS_PER_S / 1e12:.0f} TFLOP/s; exponentials (1 a pair forward, 2 backward) at 16 a clock and "
+        f"multiprocessor, {CLOCKS_HZ[1] / 1e9:.2f} to {CLOCKS_HZ[0] / 1e9:.3f} GHz; each tensor once at "
+        f"{COPY_BYTES_PER_S / 1e12:.1f} TB/s; pairs as the mask leaves them. Bound by products: they alone need three "
+        "quarters of the time; by products and exponentials: these need it together, one after the other; by neither: "
+        "not even so. Share: products over measured.",
+    )
+
+
+def _bound_row(spec: AttentionSpec, name: str, work: Work, seconds: float) -> tuple[str, ...]:
+    pairs = spec.batch * spec.heads * pairs_of_head(spec)
+    products_s = work.products * 2 * spec.dim * pairs / MATMUL_FLOPS_PER_S
+    slow_s, fast_s = (work.exponentials * pairs / (EXPONENTIALS_PER_CLOCK * hz) for hz in CLOCKS_HZ)
+    queries, keys = spec.heads * spec.queries, spec.num_kv_heads * spec.num_keys
+    moved = 2 * spec.batch * spec.dim * work.tensors_q * (queries + keys) + 4 * spec.batch * queries
+    bytes_s = moved / COPY_BYTES_PER_S
+    if bytes_s > max(products_s, fast_s):
+        bound = "bytes"
+    elif products_s > MOST * seconds:
+        bound = "products"
+    else:
+        bound = "products and exponentials" if products_s + fast_s > MOST * seconds else "neither"
+    label = spec.sizes_label + (" causal" if spec.causal else "")
+    exponentials = f"{_milliseconds(fast_s)} to {_milliseconds(slow_s)}"
+    figures = _milliseconds(seconds), _milliseconds(products_s), exponentials, _milliseconds(bytes_s)
+    return label, name, *figures, bound, f"{100 * products_s / seconds:.0f} %"
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three significant digits, trailing zeros among them."""
+    return f"{1e3 * seconds:#.3g}".rstrip(".")
+
+
+def pairs_of_head(spec: AttentionSpec) -> int:
+    """Pairs of a query and a key that it sees."""
+    square = min(spec.queries, spec.num_keys)
+    if not spec.causal:
+        return spec.queries * spec.num_keys
+    return square * (square + 1) // 2 + (spec.queries - square) * spec.num_keys
+
+
+def worst(cells: Sequence[AttentionCell]) -> Grid:
+    """Largest errors over plain attention's, and the longest first call, of each implementation."""
+    rows = []
+    for column in dict.fromkeys(cell.spec.column for cell in cells):
+        own = [cell for cell in cells if cell.spec.column == column]
+        ratios = [
+            max((_ratio(cell, tensor) for cell in own), default=0.0)
+            for tensor in ("output", "queries", "keys", "values")
+        ]
+        calls = [cell.first_call_s for cell in own if cell.first_call_s is not None]
+        texts = [f"{ratio:.2f}" if ratio else "–" for ratio in ratios]
+        rows.append((column, *texts, *(units.format_time(f(calls)) if calls else "–" for f in (median, max))))
+    return Grid(
+        headers=("implementation", "output", "dQ", "dK", "dV", "first call, median", "longest"),
+        rows=tuple(rows),
+        numeric=(False, *(True for _ in range(6))),
+        caption="Errors against float64 (norm of the difference), as multiples of plain attention's in the same type.",
+    )
+
+
+def _ratio(cell: AttentionCell, tensor: str) -> float:
+    for error in cell.errors:
+        if error.tensor == tensor and error.relative is not None and error.plain_relative:
+            return error.relative / error.plain_relative
+    return 0.0
+
+
+def memory(cells: Sequence[AttentionCell], *, kept: bool = False) -> Grid:
+    """Bytes of each cell, shapes by implementations."""
+
+    def text(cell: AttentionCell) -> str | None:
+        found = (cell.memory.saved_bytes if kept else cell.memory.both_peak_bytes) if cell.memory else None
+        return units.format_bytes(found) if found is not None and not cell.failure else None
+
+    return by_shape(cells, text, "The output is among it." if kept else "The output and the gradients are among it.")
+
+
+def _titled(title: str, grid: Grid | None) -> Iterator[str]:
+    if grid:
+        yield f"### {title}"
+        yield markdown(grid)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
