@@ -160,7 +160,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [8, 5])
 def test_strides_do_not_matter(layout: str, width: int) -> None:
-    tensors = [LAYOUTS[layout](x) for x in inputs(2, 2, 1, 20, 40, width)]
+    tensors = [LAYOUTS[layout](x) for x in inputs(2, 2, 1, 5, 9, width)]
     found = results_of(FlashAttentionTriton, *tensors, causal=True)
     right = results_of(
         FlashAttentionTriton, *(x.clone(memory_format=torch.contiguous_format) for x in tensors), causal=True
@@ -241,11 +241,9 @@ def test_it_is_the_reference_in_other_kernels(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, right[name], rtol=2e-2 if dtype == BF16 else 2e-3, atol=2e-2)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_operators_are_what_torch_asks_of_one(transposed: bool) -> None:
+def test_operators_are_what_torch_asks_of_one() -> None:
     q, k, v, do = inputs(1, 2, 1, 5, 6, 8)
-    if transposed:
-        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
     operators = torch.ops.steplab
     torch.library.opcheck(operators.flash_triton_forward.default, (q, k, v, True, 0.5))
     o, lse = TRITON.forward(q, k, v, True, 0.5)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gzip
+import hashlib
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,15 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         (encode(dataclasses.replace(MARKS, phases=(Stretch(name="step", start=-1, end=2),))), "a start is -1"),
         (encode(MARKS).replace(b"parameters", b"mine"), "a category is 'mine'"),
         (encode(dataclasses.replace(MARKS, block_bytes=(100, 30, 8))), "of another snapshot: it counts 3 allocations"),
+        (b"{}", "missing required field `schema`"),
+        (encode(MARKS).replace(b"schema", b"scheme"), "missing required field `schema`"),
+        (b'{"schema": "steplab.memory_marks/1"}', "does not say which snapshot it is of"),
+        (encode(dataclasses.replace(MARKS, device_index=1)), "the snapshot has no device 1"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block of its is smaller"),
+        (encode(MARKS).replace(b":4096", b":4160"), "of 1 addresses in it, that one has 0"),
+        (encode(dataclasses.replace(MARKS, phases=(Stretch(name="forward", start=0, end=2),), owned=())),
+         "none of the model's parameters"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "addresses and sizes"),
     ],
 )  # fmt: skip
 def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path, written: bytes, why: str) -> None:
@@ -120,6 +131,28 @@ def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
     assert stored(tmp_path / "store.db") == []
+
+
+def test_marks_know_their_history_by_every_address_size_and_action_in_it(tmp_path: Path) -> None:
+    """The digest is worked out here from its definition, and each number of the history is changed in turn."""
+    trace = SNAPSHOT["device_traces"][0]
+    columns = [[["alloc", "free_requested", "free_completed"].index(entry["action"]) for entry in trace]]
+    columns += [[entry[key] for entry in trace] for key in ("addr", "size")]
+    numbers = [number.to_bytes(width, "little") for column, width in zip(columns, (1, 8, 8), strict=True)
+               for number in column]  # fmt: skip
+    digest = hashlib.sha256(b"".join(numbers)).hexdigest()
+    path = tmp_path / "odd.pickle"
+    path.with_suffix(".marks.json").write_bytes(
+        encode(dataclasses.replace(MARKS, owned=(), block_bytes=(), history_sha256=digest))
+    )
+    path.write_bytes(pickle.dumps(SNAPSHOT))
+    assert import_snapshot(path, store=tmp_path / "store.db").memory_profile is not None
+    changes: tuple[dict[str, object], ...] = ({"action": "segment_free"}, {"addr": 12_288}, {"size": 1})
+    for number, change in itertools.product(range(len(trace)), changes):
+        other = [entry | change if place == number else entry for place, entry in enumerate(trace)]
+        path.write_bytes(pickle.dumps(SNAPSHOT | {"device_traces": [other]}))
+        with pytest.raises(UserError, match="of another snapshot"):
+            import_snapshot(path, store=tmp_path / "store.db")
 
 
 @pytest.mark.parametrize("target", [None, "kept.pickle"])

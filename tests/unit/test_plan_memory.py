@@ -30,7 +30,7 @@ from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.memory import Tensor
 from steplab.plan.dry_run.sizes import BF16, Count, Dtype, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters
-from steplab.plan.memory import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES, predict_memory
+from steplab.plan.memory import HOPPER_WORKSPACE, WORKSPACE, predict_memory
 from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction
@@ -134,7 +134,7 @@ def test_what_an_eager_step_holds_in_fp32_by_hand() -> None:
     assert found.at_peak["temporaries"] == 4 * (2 * LOGITS) + 4
     assert found.at_peak["parameters"] == 4 * N + ROTARY
     assert found.at_peak["inputs"] == 2 * 2 * 8 * ROWS
-    assert found.at_peak["workspaces"] == 2 * HOPPER_WORKSPACE_BYTES  # autograd has a thread of its own
+    assert found.at_peak["workspaces"] == 2 * HOPPER_WORKSPACE.value  # autograd has a thread of its own
     assert "gradients" not in found.at_peak
     assert found.peak_phase == "backward"
     assert found.peak_where == "head and loss: gradient of the logits"
@@ -182,9 +182,9 @@ def test_what_an_optimizer_holds_by_hand(optimizer: str, precision: str, state: 
     weights = width * N + 4 * d // h
     held = weights + width * N + state + within + 4 * 8
     assert found.at_peak.get("optimizer_state", 0) == state
-    assert found.phase_peaks["optimizer"] >= held + 2 * HOPPER_WORKSPACE_BYTES
+    assert found.phase_peaks["optimizer"] >= held + 2 * HOPPER_WORKSPACE.value
     assert (
-        found.phase_peaks["optimizer"] <= held + 2 * HOPPER_WORKSPACE_BYTES + 30 * MIB
+        found.phase_peaks["optimizer"] <= held + 2 * HOPPER_WORKSPACE.value + 30 * MIB
     )  # rounding, and what begins it
 
 
@@ -229,7 +229,7 @@ def kept_by_torch(module: torch.nn.Module, *arguments: torch.Tensor) -> int:
 
 
 def kept_in_the_dry_run(part: str, precision: str, attention: str) -> int:
-    machine = Machine(Sizes(SHAPE, B, T), precision, 0)
+    machine = Machine(Sizes(SHAPE, B, T), precision, Count(0, ""))
     machine.ledger.begin("forward")
     parameters = Parameters(machine)
     for parameter in parameters.all:
@@ -261,7 +261,7 @@ def test_the_triton_kernels_take_three_rows_of_numbers_and_copies_where_rows_are
 ) -> None:
     """In ops/attention: `triton_backward._subtrahends`, `triton_tensors.readable` and `writable`."""
     shape = TransformerShape(vocab_size=V, d_model=d, d_ff=f, num_layers=L, num_heads=num_heads)
-    machine = Machine(Sizes(shape, B, 130), "bf16_pure", 0)
+    machine = Machine(Sizes(shape, B, 130), "bf16_pure", Count(0, ""))
     machine.ledger.begin("forward")
     made: list[int] = []
     new = machine.new
@@ -404,8 +404,8 @@ def test_what_is_not_known_is_refused(fields: dict[str, object], said: str) -> N
 
 def test_another_card_has_another_workspace() -> None:
     hopper, other = (predict_memory(resolve_step(TINY), device=name) for name in (None, "NVIDIA A100-SXM4-80GB"))
-    assert hopper.at_peak["workspaces"] == 2 * HOPPER_WORKSPACE_BYTES == 67_108_864
-    assert other.at_peak["workspaces"] == 2 * WORKSPACE_BYTES == 17_039_360
+    assert hopper.at_peak["workspaces"] == 2 * HOPPER_WORKSPACE.value == 67_108_864
+    assert other.at_peak["workspaces"] == 2 * WORKSPACE.value == 17_039_360
     assert "A100" in other.notes[0]
 
 

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from tests.unit.test_snapshot_reading import assert_same
 
+from steplab.errors import UserError
+from steplab.measurement import memory_recorder
 from steplab.records.memory_marks import Marks
 from steplab.snapshots.building import build_history
 from steplab.snapshots.digest import digest
 from steplab.snapshots.history import History
+from steplab.snapshots.marks import check_same_history
 from steplab.snapshots.reading import read_snapshot
 from steplab.snapshots.replay import replay, reserved_peak_bytes
 from steplab.snapshots.stacks import Stacks
@@ -49,6 +52,28 @@ def marks() -> Marks:
 
 def test_it_is_read_as_pickle_reads_it(pickled: bytes, history: History) -> None:
     assert_same(history, build_history(pickle.loads(pickled), Stacks()))
+
+
+def test_the_marks_beside_it_are_taken_as_its_own_and_no_others(history: History, marks: Marks) -> None:
+    """They were written before marks named their history."""
+    path = Path("step.marks.json")
+    check_same_history(marks, history, path)
+    for shift in (64, 512, -(1 << 20)):
+        owned = tuple(dataclasses.replace(owner, address=owner.address + shift) for owner in marks.owned)
+        with pytest.raises(UserError, match=r"step\.marks\.json: it is of another snapshot: of 1178 addresses"):
+            check_same_history(dataclasses.replace(marks, owned=owned), history, path)
+    with pytest.raises(UserError, match="none of the model's parameters"):
+        check_same_history(dataclasses.replace(marks, owned=()), history, path)
+
+
+def test_the_recorder_and_the_reader_know_a_history_by_the_same_digest(
+    pickled: bytes, history: History, marks: Marks
+) -> None:
+    snapshot = pickle.loads(pickled)
+    named = dataclasses.replace(
+        marks, history_sha256=memory_recorder._digest(snapshot["device_traces"][marks.device_index])
+    )
+    check_same_history(named, history, Path("step.marks.json"))
 
 
 def test_every_block_has_the_size_that_the_profiler_saw(history: History, marks: Marks) -> None:

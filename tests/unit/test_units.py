@@ -10,7 +10,7 @@ from steplab import units
 from steplab.errors import UserError
 
 FACTORS: dict[str, Decimal | int] = {
-    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30,
+    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60,
     "ns": Decimal("1e-9"), "µs": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": 1,
     "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "": 1,
 }  # fmt: skip
@@ -58,11 +58,11 @@ def test_a_time_is_shown_in_the_unit_that_makes_it_read_from_1_to_1000(seconds: 
     assert number <= 1000 or text.endswith(" s")
 
 
-@given(st.integers(1, 2**50))
+@given(st.integers(1, 2**70))
 def test_bytes_are_shown_in_binary_units(size: int) -> None:
     text = units.format_bytes(size)
     assert_reads_as(text, size)
-    assert 1 <= float(text.split()[0]) <= 1024 or text.endswith(" GiB")
+    assert 1 <= float(text.split()[0]) <= 1024 or text.endswith(" EiB")
 
 
 @given(st.floats(1, 1e16))
@@ -83,6 +83,7 @@ def test_rates_are_shown_in_decimal_units(per_s: float) -> None:
         (units.format_bytes(0), "0 B"),
         (units.format_bytes(3 * 2**29), "1.50 GiB"),
         (units.format_bytes(512), "512 B"),
+        (units.format_bytes(3_220_006_174_480_015_360), "2.79 EiB"),
         (units.format_rate(9.9e14, "FLOP/s"), "990 TFLOP/s"),
         (units.format_rate(4.8e12, "B/s"), "4.80 TB/s"),
         (units.format_rate(12, "tokens/s"), "12.0 tokens/s"),

@@ -36,6 +36,9 @@ def with_choice(tuning: AttentionTuning) -> AttentionTuning:
 
 def _choice(tuning: AttentionTuning, kernel: TunedKernel, box: int) -> Iterator[ChosenTiles]:
     short, long = (tuning.slowdowns(kernel, box, tokens) for tokens in (SHORT, LONG))
+    # Persistent programs are dealt their tasks beforehand, and how evenly depends on the number of heads: by up to half
+    # as much again for few heads of long sequences. Where tasks are short that matters little.
+    long = {candidate: slowdown for candidate, slowdown in long.items() if not candidate.persistent}
     if not short or not long:
         return  # nothing ran: the table's rows for other GPUs hold
     fastest = [min(found, key=lambda candidate: found[candidate]) for found in (short, long)]

@@ -27,6 +27,7 @@ from steplab.records.codec import Record, decode, encode, new_id, now_utc
 from steplab.records.environment import Environment
 from steplab.records.numerics import Numerics
 from steplab.records.run import Failure, Run
+from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
@@ -78,6 +79,7 @@ def measure_in_child(
     Raises UserError (or the SteplabError the child named) for a request that cannot be served: that is no
     measurement. KeyboardInterrupt ends the child and passes on.
     """
+    refuse_planning_only(spec.model)  # here already: torch takes seconds to load
     request = Request(
         step=spec,
         profiled_steps=profiled_steps,

@@ -10,6 +10,7 @@ What runs is the step that was timed: no hook touches autograd, and no mode the 
 
 import dataclasses
 import pickle
+import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from steplab.measurement.step_marks import LINE, MOMENT, PHASE, STEP, StepMarks
 from steplab.measurement.step_sightings import StepSightings
 from steplab.ops.attention.plain import Span, no_span
 from steplab.records.codec import encode
-from steplab.records.memory_marks import Marks
+from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
 from steplab.specs.step import StepSpec
 
 
@@ -197,7 +198,8 @@ class MemoryRecorder:
         return notes
 
     def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:
-        """Both files, or neither."""
+        """Both files, or neither; the marks name the history that they are of."""
+        marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
         unfinished = self._watch.snapshot.with_name(f"unfinished-{self._watch.snapshot.name}")
         with unfinished.open("wb") as file:
             pickle.dump(snapshot, file)
@@ -216,6 +218,16 @@ def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None)
             sightings.see_graph()
     if sightings:
         sightings.see_what_is_there()
+
+
+def _digest(trace: list[dict[str, Any]]) -> str:
+    events = [entry for entry in trace if entry["action"] in BLOCK_ACTIONS]
+    layout = f"<{len(events)}q"
+    return history_digest(
+        bytes(BLOCK_ACTIONS.index(entry["action"]) for entry in events),
+        struct.pack(layout, *(entry["addr"] for entry in events)),
+        struct.pack(layout, *(entry["size"] for entry in events)),
+    )
 
 
 def _mark_moment(number: int) -> None:

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from steplab.errors import Unsupported
 from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
 from steplab.ops.attention.choice import Choice, choose, device_name
 from steplab.ops.attention.plain import Span, no_span
-from steplab.specs.model import PLANNING_ONLY
+from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 
 _ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
@@ -43,12 +42,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
 
     shape = spec.model.shape
     assert shape is not None
-    if shape.num_heads == 0:
-        raise Unsupported(
-            f"measuring '{spec.model.name}'",
-            "it is a size for planning only, feed-forward blocks without attention",
-            f"choose a model other than {', '.join(PLANNING_ONLY)}",
-        )
+    refuse_planning_only(spec.model)
     choice = _choose_attention(spec, shape.head_dim, device) if spec.attention == "auto" else None
     attention = choice.implementation if choice else spec.attention
     with device:

@@ -12,17 +12,18 @@ from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
 from steplab.plan.dry_run.memory import Peak, Piece
+from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import run_dry
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec
-from steplab.units import MIB, format_bytes
+from steplab.units import KIB, MIB, format_bytes
 
-HOPPER_WORKSPACE_BYTES = 32 * MIB
-WORKSPACE_BYTES = 2 * 4 * MIB + 8 * 16 * 1024
-"""Of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default for Hopper, and for any other card."""
+HOPPER_WORKSPACE = Count(8 * 4 * MIB, "8 x 4 MiB")
+WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
+"""Bytes of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default for Hopper, and for any other card."""
 
 _MOST_LAYERS = 200
 """A second or two."""
@@ -58,8 +59,8 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
     if shape.num_heads == 0:
         return _without_activations(spec)
     on_hopper = device is None or _HOPPER.search(device) is not None
-    workspace_bytes = HOPPER_WORKSPACE_BYTES if on_hopper else WORKSPACE_BYTES
-    ledger = run_dry(spec, workspace_bytes=workspace_bytes)
+    workspace = HOPPER_WORKSPACE if on_hopper else WORKSPACE
+    ledger = run_dry(spec, workspace=workspace)
     peak = ledger.peak()
     terms, kind = _terms(peak), _kind(spec)
     least = least_device_bytes(peak.num_bytes)
@@ -71,7 +72,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
         peak_where=f"{peak.piece.where}: {peak.piece.what}",
         terms=terms,
         phase_peaks=dict(ledger.phase_peaks),
-        notes=tuple(_notes(spec, workspace_bytes, device)),
+        notes=tuple(_notes(spec, workspace.value, device)),
         kind=kind,
         reserved_bytes=ledger.reserved_bytes,
         least_device_bytes=least,

@@ -5,9 +5,12 @@ allocations: position n lies after the n-th `alloc` event of the history and bef
 meet exactly, whatever the clocks say.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 
 MARKS_SCHEMA = "steplab.memory_marks/1"
+BLOCK_ACTIONS = ("alloc", "free_requested", "free_completed")
+"""Events that make or release memory, by torch's names; `history_digest` knows each by its place here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,5 +111,16 @@ class Marks:
     """As in MemoryProfile."""
     notes: tuple[str, ...] = ()
     """What could not be watched."""
+    history_sha256: str | None = None
+    """`history_digest` of the history that they are of; None in files of before this was written."""
     schema: str = field(default=MARKS_SCHEMA)
     """Format of this file."""
+
+
+def history_digest(actions: bytes, addresses: bytes, sizes: bytes) -> str:
+    """SHA-256 of a device's history, by which marks know it again; in hexadecimal digits.
+
+    Of the events in BLOCK_ACTIONS, in order: a byte each for the action, and for address and size (bytes asked for)
+    eight each, the lowest first.
+    """
+    return hashlib.sha256(b"".join((actions, addresses, sizes))).hexdigest()

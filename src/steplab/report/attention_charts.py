@@ -11,7 +11,7 @@ from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.report import axes as ax
 from steplab.report.attention_rows import flops_per_s
-from steplab.report.attention_speeds import PASS_WORDS
+from steplab.report.attention_speeds import PASS_WORDS, shape_label
 from steplab.report.cells import Layout
 from steplab.report.charts import AXES_HEIGHT, GLYPHS, MARKERS, Chart, Picture
 from steplab.report.columns import reason
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Figure = Callable[[AttentionCell], float | None]
 _BESIDE_OTHERS = 440.0
 """Width of a panel that is not alone."""
+_FACTORS = "; from one length to the next is a factor as well"
+_WORD_PX = 13.0
+"""Between two failures at one length, whose words stand upright."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,8 @@ def memory_chart(cells: Sequence[AttentionCell], *, kept: bool) -> Chart | None:
     if not values:
         return None
     what = "Kept from forward until backward" if kept else "Most at once in forward and backward"
-    note = f"{what}, beyond the inputs, on a logarithmic axis; from one length to the next is a factor as well."
+    factors = any(panel.ordered for panel in _panels(cells))
+    note = f"{what}, beyond the inputs, on a logarithmic axis{_FACTORS if factors else ''}."
     scale = ax.log_bytes_scale(values)
     return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes), note)
 
@@ -121,12 +125,18 @@ def _paint(
             picture.tip(mark, f"{name}: {plot.show(value)}")
             points.append((x, value))
         elif cell.failure:
-            word = ax.mark_failure(
-                axes, place.x(position, index), ax.failure_word(cell.failure.kind), top=plot.scale.log
-            )
+            x = _beside_others(panel, place, plot, position, cell) if panel.ordered else place.x(position, index)
+            word = ax.mark_failure(axes, x, ax.failure_word(cell.failure.kind), top=plot.scale.log)
             picture.tip(word, f"{name}: {reason(cell.failure.kind, cell.failure.message)}")
     if panel.ordered and points:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+
+
+def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, cell: AttentionCell) -> float:
+    """Where the word for a failure stands under a length: beside those of the others that failed there."""
+    failed = [other for at, other in panel.marks if at == position and other.failure and plot.figure(other) is None]
+    offset = failed.index(cell) - (len(failed) - 1) / 2
+    return place.centers[position] + offset * _WORD_PX / place.position_px
 
 
 def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
@@ -146,11 +156,10 @@ def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
         title = _shared(group[0]) if len(groups) > 1 else ""
         panels.append(_Panel(title=title, positions=tuple(map(str, lengths)), marks=marks, ordered=True))
     if alone:
-        shapes = list(dict.fromkeys(cell.spec.label for cell in alone))
-        marks = tuple((shapes.index(cell.spec.label), cell) for cell in alone)
-        panels.append(
-            _Panel(title="", positions=tuple(shape.replace("×", " × ") for shape in shapes), marks=marks, ordered=False)
-        )
+        shapes = list(dict.fromkeys(cell.spec.shape for cell in alone))
+        marks = tuple((shapes.index(cell.spec.shape), cell) for cell in alone)
+        labels = tuple(shape_label(shape, shapes).replace("×", " × ") for shape in shapes)
+        panels.append(_Panel(title="", positions=labels, marks=marks, ordered=False))
     return panels
 
 

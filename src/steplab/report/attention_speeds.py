@@ -52,14 +52,14 @@ def by_shape(cells: Sequence[AttentionCell], text: Callable[[AttentionCell], str
     failing = {cell.spec.shape for cell in cells if cell.failure}
     return Grid(
         headers=("B×H×S×D", *columns),
-        rows=tuple((_label(shape, shapes), *(shown(shape, column) for column in columns)) for shape in shapes),
+        rows=tuple((shape_label(shape, shapes), *(shown(shape, column) for column in columns)) for shape in shapes),
         numeric=(False, *(True for _ in columns)),
         caption=" · ".join([*_in_common(shapes), caption]),
         bad_rows=frozenset(index for index, shape in enumerate(shapes) if shape in failing),
     )
 
 
-def _label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
+def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
     """What tells a shape from the others."""
     words = [shape.sizes_label]
     if len({other.causal for other in others}) > 1:

@@ -32,7 +32,7 @@ from steplab.report.shares import format_share
 
 T = TypeVar("T")
 
-_UNITS = r"[%×µ°]|[mn]?s\b|[KMG]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
+_UNITS = r"[%×µ°]|[mn]?s\b|[KMGTPE]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
 """What follows a figure and stays on its line."""
 
 

@@ -4,25 +4,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from steplab.errors import UserError
-from steplab.records.memory_marks import MARKS_SCHEMA, Made, Marks, Owned, Saved
+from steplab.records.memory_marks import MARKS_SCHEMA, Made, Marks, Owned, Saved, history_digest
 from steplab.records.memory_profile import MEMORY_CATEGORIES
-from steplab.snapshots.history import ALLOC, History
+from steplab.snapshots.history import ALLOC, FREE_COMPLETED, DeviceHistory, Events, Flags, History
 
 _BELOW = 2**63
+
+
+class _Head(msgspec.Struct):
+    schema: str
 
 
 def read_marks(path: Path) -> Marks:
     """The marks in a file of JSON. Raises UserError, with one line of why, if it cannot be read or holds none."""
     try:
-        marks = msgspec.json.decode(path.read_bytes(), type=Marks)
+        content = path.read_bytes()
+        schema = msgspec.json.decode(content, type=_Head).schema
+        if schema != MARKS_SCHEMA:
+            raise UserError(f"{path}: it has format {schema!r}, and this version reads {MARKS_SCHEMA}")
+        marks = msgspec.json.decode(content, type=Marks)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: it holds no marks of a memory snapshot: {error}") from error
-    if marks.schema != MARKS_SCHEMA:
-        raise UserError(f"{path}: it has format {marks.schema!r}, and this version reads {MARKS_SCHEMA}")
     for what, number in _numbers(marks):
         if not 0 <= number < _BELOW:
             raise UserError(f"{path}: it holds no marks of a memory snapshot: {what} is {number}")
@@ -33,14 +40,49 @@ def read_marks(path: Path) -> Marks:
 
 
 def check_same_history(marks: Marks, history: History, path: Path) -> None:
-    """Raises UserError if the marks in `path` count other allocations than the history has."""
-    found = [int((d.events.action == ALLOC).sum()) for d in history.devices if d.index == marks.device_index]
-    num_allocations = found[0] if found else 0
-    if marks.block_bytes and len(marks.block_bytes) != num_allocations:
-        raise UserError(
-            f"{path}: it is of another snapshot: it counts {len(marks.block_bytes)} allocations, and the snapshot has "
-            f"{num_allocations} on device {marks.device_index}; remove it to read the snapshot alone"
+    """Raises UserError if the marks in `path` are of another history, or say whose nothing is.
+
+    They name theirs by its digest. Files of before that did are known by the sizes of all that was allocated.
+    """
+    why = _why_not_of(marks, next((device for device in history.devices if device.index == marks.device_index), None))
+    if why:
+        raise UserError(f"{path}: {why}; remove it to read the snapshot alone")
+
+
+def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
+    """What is wrong with marks of that device; None: nothing."""
+    if device is None:
+        return f"it is of another snapshot: the snapshot has no device {marks.device_index}"
+    events, num_counted = device.events, len(marks.block_bytes)
+    allocated = events.size_bytes[events.action == ALLOC]
+    if num_counted and num_counted != len(allocated):
+        return (
+            f"it is of another snapshot: it counts {num_counted} allocations, and the snapshot has "
+            f"{len(allocated)} on device {marks.device_index}"
         )
+    if marks.history_sha256 is None and not num_counted:
+        return "it does not say which snapshot it is of"
+    of_blocks = events.action <= FREE_COMPLETED
+    if marks.history_sha256 not in (None, _digest(events, of_blocks)):
+        return "it is of another snapshot: the addresses and sizes in that one's history are others"
+    if num_counted and bool((np.array(marks.block_bytes, dtype=np.int64) < allocated).any()):
+        return "it is of another snapshot: a block of its is smaller than what that one's history puts into it"
+    known = np.concatenate((events.address[of_blocks], device.blocks.address))
+    found = np.isin(np.array([owner.address for owner in marks.owned], dtype=np.int64), known)
+    if 2 * found.sum() < len(found):
+        return f"it is of another snapshot: of {len(found)} addresses in it, that one has {found.sum()}"
+    in_phases = any(phase.name == "forward" for phase in marks.phases)
+    if in_phases and not any(owner.category == "parameters" for owner in marks.owned):
+        return "it is damaged: it knows the step's phases, and none of the model's parameters"
+    return None
+
+
+def _digest(events: Events, of_blocks: Flags) -> str:
+    columns = (events.action, events.address, events.size_bytes)
+    layouts = ("<i1", "<i8", "<i8")
+    return history_digest(
+        *(column[of_blocks].astype(layout).tobytes() for column, layout in zip(columns, layouts, strict=True))
+    )
 
 
 def _numbers(marks: Marks) -> Iterator[tuple[str, int]]:

@@ -37,8 +37,8 @@ class Parameter:
 class Machine:
     """One device and the state of torch on it."""
 
-    def __init__(self, sizes: Sizes, precision: str, workspace_bytes: int) -> None:
-        """workspace_bytes: what a cuBLAS handle takes; one belongs to each thread that multiplies matrices."""
+    def __init__(self, sizes: Sizes, precision: str, workspace: Count) -> None:
+        """workspace: the bytes that a cuBLAS handle takes; one belongs to each thread that multiplies matrices."""
         self.sizes = sizes
         self.ledger = Ledger()
         self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
@@ -49,7 +49,7 @@ class Machine:
         self.tape: Tape | None = None
         """None without gradients."""
         self._weight_copies: dict[int, Tensor] = {}
-        self._workspace_bytes = workspace_bytes
+        self._workspace = workspace
         self._workspaces: dict[str, Tensor] = {}
         self._frame: Frame | None = None
 
@@ -72,9 +72,8 @@ class Machine:
     def start_products(self) -> None:
         """The first matmul of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
         thread = "backward" if self.ledger.phase == "backward" else "forward"
-        if thread not in self._workspaces and self._workspace_bytes:
-            size = Count(self._workspace_bytes, f"{self._workspace_bytes}")
-            self._workspaces[thread] = self.new(size, BYTE, f"cuBLAS, {thread} thread", category="workspaces")
+        if thread not in self._workspaces and self._workspace.value:
+            self._workspaces[thread] = self.new(self._workspace, BYTE, f"cuBLAS, {thread} thread", category="workspaces")
 
     def dear(self, make: Callable[[], Tensor]) -> Tensor:
         """The output of an operator that selective checkpointing does not run again."""

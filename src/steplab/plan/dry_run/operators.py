@@ -43,8 +43,11 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str) -> T
 
 
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
-    """torch's fused kernel: keeps its input and one number a row. Autocast keeps it in fp32."""
-    x = m.cast(x, FP32 if m.autocast else None)
+    """torch's fused kernel: keeps its input and one number a row.
+
+    Autocast has a rule for it from torch 2.12 on, fp32. Of the residual stream, in the weight's format, that casts
+    nothing: both are fp32 under autocast.
+    """
     like, named = (x.count, x.dtype), x.what
     output = m.new(*like, what)
     reciprocal = m.new(m.sizes.tokens, FP32, "reciprocal root mean squares")

@@ -8,7 +8,7 @@ from steplab.plan.dry_run.fused_attention import FUSED
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.optimizers import Optimizer
-from steplab.plan.dry_run.sizes import INT64, Sizes
+from steplab.plan.dry_run.sizes import INT64, Count, Sizes
 from steplab.plan.dry_run.transformer import Transformer
 from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
@@ -20,12 +20,12 @@ _BATCHES = 2
 _ATTENTION: dict[str, Attend] = {"plain": plain} | FUSED
 
 
-def run_dry(spec: StepSpec, *, workspace_bytes: int) -> Ledger:
-    """The ledger of a step after some others, its peak among them."""
+def run_dry(spec: StepSpec, *, workspace: Count) -> Ledger:
+    """The ledger of a step after some others, its peak among them; workspace: the bytes of a cuBLAS handle."""
     spec = dataclasses.replace(spec, attention=chosen_attention(spec))
     assert spec.model.shape is not None
     sizes = Sizes(spec.model.shape, spec.batch, spec.context)
-    m = Machine(sizes, spec.precision, workspace_bytes)
+    m = Machine(sizes, spec.precision, workspace)
     m.ledger.begin("build")
     step = _Step(m, spec)
     for number in range(_STEPS):
