@@ -22,3 +22,5 @@ class Unsupported(UserError):
 
     def __init__(self, what: str, why: str, instead: str) -> None:
         super().__init__(f"{what} is not supported: {why}; {instead}")
+        self.why = why
+        """The reason alone."""

@@ -55,6 +55,7 @@ def test_a_snapshot_becomes_a_record_a_table_rows_and_a_page(
     assert main(["import-snapshot", str(file)]) == 0
     shown = capsys.readouterr()
     assert "reading the snapshot" in shown.err
+    assert f"put its marks at {tmp_path / 'mine.marks.json'}" in shown.err
     assert f"{peak_bytes:,} bytes" in shown.out
     assert file.name in shown.out
 

@@ -55,8 +55,9 @@ def watched(seen: Path) -> Result:
 
 
 def test_a_watched_run_is_one_record_with_the_timing_of_other_steps(seen: Path, watched: Result) -> None:
-    assert (watched.code, watched.stderr) == (0, "")
     record = stored(Program(seen))
+    told = f"record {record['id']}; `steplab report {record['id']} --output page.html` draws it\n"
+    assert (watched.code, watched.stderr) == (0, told)
     assert record["name"] == "seen"
     [step] = [phase for phase in record["timing"]["back_to_back"] if phase["phase"] == "step"]
     assert len(step["host_s"]) == 3
@@ -90,11 +91,13 @@ def test_the_snapshot_that_is_kept_is_imported_with_its_owners(
 ) -> None:
     monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "store.db"))
     assert main(["import-snapshot", str(seen / "work" / "kept.pickle"), "--format", "json"]) == 0
-    rows = {row["category"]: row["bytes"] for row in json.loads(capsys.readouterr().out)}
+    told = capsys.readouterr()
+    rows = {row["category"]: row["bytes"] for row in json.loads(told.out)}
     at_peak = stored(Program(seen))["memory_profile"]["at_peak"]
     assert {name: size for name, size in rows.items() if size} == {n: size for n, size in at_peak.items() if size}
     assert main(["list", "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
+    assert f"record {row['id']}; `steplab report {row['id']} --output page.html` draws it\n" in told.err
     assert main(["show", row["id"]]) == 0
     shown = capsys.readouterr().out
     assert "kept (imported snapshot)" in shown
@@ -117,7 +120,7 @@ def test_the_timing_outlives_the_watched_step(steplab: Program) -> None:
     [
         (("--snapshot", "missing/kept.pickle"), "no folder missing"),
         (("--snapshot", "kept.json"), "call it kept.pickle"),
-        (("--model", "xxl", "--predict"), "xxl"),
+        (("--model", "xxl", "--predict"), "measuring 'xxl' is not supported"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_is_measured(
@@ -126,4 +129,14 @@ def test_what_cannot_be_served_is_said_before_anything_is_measured(
     result = steplab("memory", *arguments)
     assert words in complaint(result, result.code)
     assert result.code in (1, 2)
+    assert "building" not in result.stderr
     assert steplab.rows() == []
+
+
+def test_what_has_no_prediction_is_measured_all_the_same(steplab: Program) -> None:
+    sizes = ("--device", "cpu", "--warmup", "0", "--steps", "1")
+    result = steplab("memory", "--model", "toy", *sizes, "--predict", "--format", "json")
+    assert result.code == 0
+    assert result.stderr.startswith("steplab: no prediction, measured alone: what operators allocate")
+    assert sum(row["bytes"] for row in result.rows()) == stored(steplab)["memory_profile"]["peak_bytes"]
+    assert not any("predicted_bytes" in row for row in result.rows())

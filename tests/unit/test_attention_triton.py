@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.attention_errors import (
     assert_at_most_twice_the_error_of_plain,
@@ -35,6 +35,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+UNSHRUNK = (Phase.explicit, Phase.generate)
+"""A smaller example than the first that fails would take the interpreter minutes."""
+UNSHRUNK = (Phase.explicit, Phase.generate)
+"""A smaller example than the first that fails would take the interpreter minutes."""
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -55,7 +59,7 @@ def check(tensors: list[Tensor], *, causal: bool, scale: float | None = None, ca
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
-@settings(max_examples=5)
+@settings(max_examples=5, phases=UNSHRUNK)
 @given(
     batch=st.integers(1, 2),
     key_heads=st.integers(1, 2),
@@ -92,7 +96,7 @@ def tiles_of(queries: int, keys: int) -> object:
 
 @pytest.mark.parametrize("tiles", [(16, 16), (16, 64), (64, 16)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@settings(max_examples=4)
+@settings(max_examples=4, phases=UNSHRUNK)
 @given(num_queries=st.integers(1, 70), num_keys=st.integers(1, 70))
 def test_the_size_of_a_tile_does_not_matter(
     tiles: tuple[int, int], causal: bool, num_queries: int, num_keys: int

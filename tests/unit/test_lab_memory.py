@@ -14,10 +14,12 @@ from tests.unit.memory_records import watched_run
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
-from steplab.lab.memory import counterparts, memory
+from steplab.lab.memory import memory
 from steplab.lab.memory_import import import_snapshot
+from steplab.lab.memory_references import memory_references
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
+from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Run
 from steplab.store.database import Store
 
@@ -115,11 +117,11 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         (encode(MARKS).replace(b"schema", b"scheme"), "missing required field `schema`"),
         (b'{"schema": "steplab.memory_marks/1"}', "does not say which snapshot it is of"),
         (encode(dataclasses.replace(MARKS, device_index=1)), "the snapshot has no device 1"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block of its is smaller"),
-        (encode(MARKS).replace(b":4096", b":4160"), "of 1 addresses in it, that one has 0"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block in it is smaller"),
+        (encode(MARKS).replace(b":4096", b":4160"), "the snapshot has 0 of the 1 addresses in it"),
         (encode(dataclasses.replace(MARKS, phases=(Stretch(name="forward", start=0, end=2),), owned=())),
          "none of the model's parameters"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "addresses and sizes"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "its digest is not that of"),
     ],
 )  # fmt: skip
 def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path, written: bytes, why: str) -> None:
@@ -212,5 +214,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
     with Store.open(tmp_path / "store.db", write=True) as store:
         for record in (older, newer, whole, run, *others):
             store.add(record)
-    assert [other.id for other in counterparts(run, tmp_path / "store.db")] == [newer.id, whole.id]
-    assert counterparts(others[1], tmp_path / "store.db") == ()
+    found = memory_references([run, others[1], others[2]], tmp_path / "store.db")
+    assert [other.id for other in found.others] == [newer.id, whole.id]
+    assert found.forecasts == {}  # what has a cell in fp32 needs none
+    assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()

@@ -1,5 +1,6 @@
 """A watched step: the one that runs alone, every allocation of it, and whose they are."""
 
+import dataclasses
 import gc
 import math
 import pickle

@@ -463,15 +463,53 @@ def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[st
     assert peak == record.peak_bytes
     assert {row["category"] for row in rows if row["category"]} <= set(MEMORY_CATEGORIES)
     assert {row["bound"] for row in rows} == {"dry_run"}
+    cards = [(row["what"], row["total_bytes"], row["verdict"]) for row in rows if row["row"] == "card"]
+    assert cards == [(card.gpu, str(card.usable_bytes), card.verdict) for card in record.cards]
+    assert [row["what"] for row in rows if row["row"] == "note"] == list(record.notes)
 
 
 @pytest.mark.parametrize(
-    ("format", "word"), [("csv", "row,category,what,formula"), ("md", "| 4 d f |"), ("latex", "toprule")]
+    ("format", "word"),
+    [
+        ("csv", "row,category,what,formula"),
+        ("md", "| 4 d f |"),
+        ("md", "| card | – | H200 SXM | read from such a card | – | – | 140 GiB | fits |"),
+        ("latex", "toprule"),
+        ("latex", "card & -- & H200 SXM & read from such a card & -- & -- & 140 GiB & fits"),
+    ],
 )
 def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:
     target = tmp_path / "plan"
     assert main(["plan", "memory", "--model", "tiny", "--format", format, "--output", str(target)]) == 0
     assert word in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("width", "gone"), [(60, "bytes of one, category"), (72, "bytes of one"), (80, "bytes of one"), (100, None)]
+)
+def test_the_text_says_which_columns_it_leaves_out(width: int, gone: str | None) -> None:
+    spec = resolve_step({"model": "tiny"})
+    told = " ".join(render_prediction(spec, predict_memory(spec), width=width).split())
+    shown = re.search(r"left out at (\d+) columns: ([^;]*); a wider terminal or --format csv has them", told)
+    assert (shown and shown.groups()) == (gone and (str(width), gone))
+
+
+def test_shares_and_sizes_never_round_away() -> None:
+    spec = resolve_step({"context": 10**8})
+    for width in (60, 80, 160):
+        told = render_prediction(spec, predict_memory(spec), width=width)
+        assert re.search(r"^ *gradients .* <0\.0001 %$", told, re.MULTILINE)  # 1.3 MiB of 2.8 EiB
+        assert re.search(r"^ *peak .*2\.79 EiB.* 100\.0 %$", told, re.MULTILINE)
+
+
+def test_workspaces_are_told_as_the_blocks_that_the_library_is_given() -> None:
+    spec = resolve_step({})
+    for device, told in ((None, "8 x 4 MiB"), ("NVIDIA L40S", "2 x 4 MiB + 8 x 16 KiB")):
+        terms = [term for term in predict_memory(spec, device=device).terms if term.category == "workspaces"]
+        assert {term.formula for term in terms} == {told}
+        units = {"KiB": 2**10, "MiB": 2**20}
+        parts = [part.split() for part in told.split(" + ")]
+        assert {term.num_bytes for term in terms} == {sum(int(n) * int(size) * units[u] for n, _, size, u in parts)}
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -480,6 +518,7 @@ def test_a_lower_bound_says_so_everywhere(width: int, capsys: pytest.CaptureFixt
     told = render_prediction(spec, predict_memory(spec), width=width)
     assert "Peak at least 6.50 GiB" in told
     assert re.search(r"peak, at least +6\.50 GiB", told)
+    assert "d 16384 · f 53248 · L 1 " in " ".join(told.split())  # it has neither heads nor a vocabulary
     assert re.search(r"RTX 5070 Ti +≈ 15\.4 GiB +not known", told)
     assert not re.search(r"\bfits$", told, re.MULTILINE)
     for written, sign in (("csv", ",at_least"), ("md", "bytes: at least")):

@@ -254,6 +254,8 @@ def test_an_operation_made_of_parts_has_their_rule() -> None:
     assert rule_of("cross_entropy", "cuda", ran) == ("fp32", ("log_softmax", "nll_loss"))
     assert rule_of("cross_entropy", "cpu", ran) == ("fp32", ())
     assert rule_of("layer_norm", "cuda", ()) == ("fp32", ())
+    listed = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    assert rule_of("rms_norm", "cuda", ["_fused_rms_norm"]) == ("fp32" if listed else "none", ())
     assert rule_of("softmax", "cuda", ()) == ("fp32", ())
     assert rule_of("layer_norm", "cpu", ["native_layer_norm"]) == ("none", ())
     assert rule_of("multi_head_attention_forward", "cuda", ["mm", "_softmax"])[0] == "parts"

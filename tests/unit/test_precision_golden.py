@@ -37,6 +37,15 @@ def test_types_under_autocast(audits: dict[str, Numerics], precision: str, low: 
     assert audit.kept_on_cuda == ()
 
 
+def test_norms_of_the_residual_stream_need_no_rule() -> None:
+    """torch 2.11 has none for rms_norm, 2.12 has fp32: of fp32 inputs both make fp32, which is what `plan` follows."""
+    found = map(decode, lzma.decompress(RECORDS.read_bytes()).splitlines())
+    audits = [record.audit for record in found if isinstance(record, Numerics) and record.name != "toy"]
+    norms = [use for audit in audits if audit for use in audit.operations if use.op == "rms_norm"]
+    assert {use.rule for use in norms} == {"none"}
+    assert {(use.inputs, use.outputs) for use in norms} == {(("float32",), ("float32",))}
+
+
 def test_what_is_added_up_wrongly_on_this_machine_too(audits: dict[str, Numerics]) -> None:
     sums = {(a.accumulator, a.addend): f"{a.result:.4f}" for a in audits["fp16"].accumulations}
     assert sums["float32", "float32"] == "10.0001"

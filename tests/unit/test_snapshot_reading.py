@@ -249,6 +249,19 @@ def test_references_to_references_do_not_multiply(tmp_path: Path) -> None:
     assert "occurs twice" in refusal(written(tmp_path, pickle.dumps(twice, 4)))
 
 
+@pytest.mark.parametrize("marks_between", [False, True])
+def test_objects_that_nothing_takes_are_refused_before_they_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marks_between: bool
+) -> None:
+    most = 5000
+    monkeypatch.setattr(machine, "MOST_ON_STACK", most)
+    waiting = 11 * (b"(" * marks_between + b"]" * 500)  # of each kind more than the most, in stacks far smaller
+    why = "the pickle has more than 5000 objects waiting on its stack"
+    assert why in refusal(written(tmp_path, b"\x80\x04" + waiting))
+    taken = 50 * (b"(" + b"]" * 500 + b"e") + 50 * (b"(" + b"]" * 500 + b"1")
+    assert why not in refusal(written(tmp_path, b"\x80\x04]" + taken + b"."))
+
+
 def test_objects_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MOST_OBJECT_BYTES", 1 << 20)
     monkeypatch.setattr(event_runs, "MOST_EVENTS", 5_000)

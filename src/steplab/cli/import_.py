@@ -22,13 +22,14 @@ def import_(
     from steplab.cli.output import say
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store
+    from steplab.units import counted
 
     lines = [line for file in files for line in _lines(file)]
     if not any(line.strip() for line in lines):
         raise UserError(f"nothing to import: {', '.join(map(str, files))} holds no record")
     with open_store(store.store, write=True) as opened:
         added, already = opened.import_lines(lines)
-    say(f"{added} records added, {already} were there already")
+    say(f"{counted(added, 'record')} added, {already} {'was' if already == 1 else 'were'} there already")
 
 
 def _lines(file: Path) -> list[bytes]:

@@ -25,12 +25,17 @@ def import_snapshot(
 
     For example: steplab import-snapshot snapshot.pickle
     """
-    from steplab.cli.memory import show_memory
-    from steplab.cli.output import chosen_format
+    from steplab.cli.memory import next_step, show_memory
+    from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.memory_import import import_snapshot as take
+    from steplab.lab.memory_reading import marks_beside
 
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         record = take(file, name=name, store=out.store, on_progress=line.within)
     show_memory(record, chosen, out.output)
+    say(next_step(record))
+    marks = marks_beside(file)
+    if not marks.exists():
+        say(f"steplab: whose memory it was is not known; if `memory --snapshot` made it, put its marks at {marks}")

@@ -6,6 +6,9 @@ from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions
 
+_OTHERS = {"--attention": "attention", "--precision": "numerics"}
+"""Switches, and the kinds of records that they list in place of runs."""
+
 
 def list_(
     *,
@@ -15,6 +18,9 @@ def list_(
     studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
     attention: Annotated[
         bool, Parameter(help="List the benchmarks of attention instead of the runs", negative="")
+    ] = False,
+    precision: Annotated[
+        bool, Parameter(help="List what `precision` saw, audits and sums, instead of the runs", negative="")
     ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> None:
@@ -26,15 +32,20 @@ def list_(
 
     if limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
+    elsewhere: list[str] = []
     with open_store(out.store, write=False) as store:
         if studies:
             rows, more = store.studies()[:limit], False
         else:
             study_id = store.study_id(study) if study else None
-            kind = "attention" if attention else "run"
+            kind = "attention" if attention else "numerics" if precision else "run"
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
+            if not rows and kind == "run":
+                elsewhere = [switch for switch, other in _OTHERS.items() if store.rows(kind=other, limit=1)]
     chosen = chosen_format(out.format, out.output)
     emit(render_rows(rows, chosen, color=stdout_color() and out.output is None), out.output)
+    if elsewhere:
+        say(f"the store has other records; {' or '.join(elsewhere)} lists them")
     if more:
         say(f"the newest {limit}; --limit shows more")

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions, StepOptions
+from steplab.errors import Unsupported
 
 if TYPE_CHECKING:
+    from steplab.records.memory_references import MemoryReferences
     from steplab.records.prediction import MemoryPrediction
     from steplab.records.run import Run
 
@@ -23,7 +25,8 @@ def memory(
         ),
     ] = None,
     predict: Annotated[
-        bool, Parameter(help="Set the peak against its prediction, as `plan memory` makes it", negative="")
+        bool,
+        Parameter(help="Set the peak against its prediction, as `plan memory` makes it, if it makes one", negative=""),
     ] = False,
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
     timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
@@ -37,14 +40,22 @@ def memory(
     """
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.memory import counterparts, predicted_memory
     from steplab.lab.memory import memory as measure_and_watch
+    from steplab.lab.memory import predicted_memory
+    from steplab.lab.memory_references import memory_references
+    from steplab.specs.model import refuse_planning_only
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
     spec = resolve_step(step.fields())
     chosen = chosen_format(out.format, out.output)
-    prediction = predicted_memory(spec) if predict else None  # before the work: not every step has one
+    prediction = None
+    if predict:
+        try:
+            prediction = predicted_memory(spec)
+        except Unsupported as unsupported:  # said first; what can be measured is
+            refuse_planning_only(spec.model)
+            say(f"steplab: no prediction, measured alone: {unsupported.why}")
     with ProgressLine() as line:
         record = measure_and_watch(
             spec,
@@ -54,15 +65,21 @@ def memory(
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
-    others = counterparts(record, out.store) if chosen == "table" and record.memory_profile else ()
-    show_memory(record, chosen, out.output, prediction=prediction, others=others)
+    references = memory_references([record], out.store) if chosen == "table" else None
+    show_memory(record, chosen, out.output, prediction=prediction, references=references)
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
         return 1
     if record.memory_profile is None:
         say(f"steplab: {'; '.join(note for note in record.notes if note.startswith('memory: '))}")
         return 1
+    say(next_step(record))
     return 0
+
+
+def next_step(record: "Run") -> str:
+    """Which record was stored, and what can be done with it."""
+    return f"record {record.id}; `steplab report {record.id} --output page.html` draws it"
 
 
 def show_memory(
@@ -71,7 +88,7 @@ def show_memory(
     output: Path | None,
     *,
     prediction: "MemoryPrediction | None" = None,
-    others: "tuple[Run, ...]" = (),
+    references: "MemoryReferences | None" = None,
 ) -> None:
     """Write a run's memory: as text, or the parts of its peak as rows. One without is written as any run is."""
     from steplab.cli.output import emit, stdout_color
@@ -85,7 +102,7 @@ def show_memory(
     if record.memory_profile is None:
         text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
     elif format == "table":
-        text = render_memory(record, prediction=prediction, others=others, color=color)
+        text = render_memory(record, prediction=prediction, references=references, color=color)
     else:
         text = render_memory_rows(record.memory_profile, format, prediction=prediction)
     emit(text, output)

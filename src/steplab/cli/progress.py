@@ -30,6 +30,8 @@ _STAGES = {
     "reference": "running the step in fp32",
     "audit": "auditing the step",
     "scaling": "trying a loss scale",
+    "predict": "predicting memory",
+    "draw": "drawing the page",
 }
 
 
@@ -41,7 +43,8 @@ def _words(progress: Progress) -> str:
     stage = _STAGES.get(progress.stage, progress.stage)
     if progress.stage.startswith("read") and progress.total:
         return f"{stage}, {format_bytes(progress.done)} of {format_bytes(progress.total)}"
-    return f"{stage}, step {progress.done} of {progress.total}" if progress.total and progress.done else stage
+    noun = "run" if progress.stage == "predict" else "step"
+    return f"{stage}, {noun} {progress.done} of {progress.total}" if progress.total and progress.done else stage
 
 
 class ProgressLine:

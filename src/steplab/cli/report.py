@@ -9,7 +9,9 @@ from steplab.cli.options import StoreOptions
 
 
 def report(
-    ids: Annotated[tuple[str, ...], Parameter(help="Runs to report")] = (),
+    ids: Annotated[
+        tuple[str, ...], Parameter(help="Records to report: ids, beginnings of ids, or names that one alone has")
+    ] = (),
     /,
     *,
     study: Annotated[str | None, Parameter(help="Report this study")] = None,
@@ -31,7 +33,9 @@ def report(
     """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.cli.precision import render_audits
+    from steplab.cli.progress import ProgressLine
     from steplab.lab.reporting import runs_to_report
+    from steplab.measurement.launch import Progress
     from steplab.records.rows import run_row
     from steplab.report.attention_text import render_attention
     from steplab.report.formats import render_rows
@@ -40,16 +44,21 @@ def report(
     chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     if chosen == "html":
         from steplab.lab.memory import predictions_of
+        from steplab.lab.memory_references import memory_references
         from steplab.report.html import render_page
 
-        page = render_page(
-            selection.runs,
-            title=title or selection.title,
-            description=selection.description,
-            predictions=predictions_of(selection.runs),
-            numerics=selection.numerics,
-            attention=selection.attention,
-        )
+        with ProgressLine() as line:
+            predictions = predictions_of(selection.runs, line.within)
+            line.within(Progress(stage="draw", done=0, total=0))
+            page = render_page(
+                selection.runs,
+                title=title or selection.title,
+                description=selection.description,
+                predictions=predictions,
+                references=memory_references(selection.runs, store.store),
+                numerics=selection.numerics,
+                attention=selection.attention,
+            )
         emit(page, output)
     elif not selection.runs and selection.attention:
         color = stdout_color() and output is None

@@ -1,25 +1,24 @@
 """steplab show"""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from steplab.cli.options import StoreOptions
+from steplab.errors import UserError
 
 
 def show(
     id: Annotated[str, Parameter(help="The record's id, or the beginning of it")],
     /,
     *,
-    format: Annotated[
-        Literal["table", "json"], Parameter(help="json gives the whole record, raw samples included")
-    ] = "table",
+    format: Annotated[str, Parameter(help="table, or json: the whole record, raw samples included")] = "table",
     store: StoreOptions = StoreOptions(),
 ) -> None:
     """Show one record in full."""
-    from steplab.cli.output import emit, stdout_color
+    from steplab.cli.output import ROW_FORMATS, emit, stdout_color
     from steplab.lab.keeping import open_store
-    from steplab.lab.memory import counterparts
+    from steplab.lab.memory_references import memory_references
     from steplab.records.attention import AttentionRun
     from steplab.records.codec import encode
     from steplab.records.numerics import Numerics
@@ -29,13 +28,16 @@ def show(
     from steplab.report.precision_text import render_numerics
     from steplab.report.run_text import render_run
 
+    if format not in ("table", "json"):
+        rows = f"; `steplab report {id} --format {format}` writes its row" if format in ROW_FORMATS else ""
+        raise UserError(f"show writes table and json, not {format}{rows}")
     with open_store(store.store, write=False) as opened:
         record = opened.get(id)
     if format == "json":
         emit(encode(record).decode(), None)
     elif isinstance(record, Run):
-        others = counterparts(record, store.store) if record.memory_profile else ()
-        emit(render_run(record, others=others, color=stdout_color()), None)
+        references = memory_references([record], store.store)
+        emit(render_run(record, references=references, color=stdout_color()), None)
     elif isinstance(record, Numerics):
         emit(render_numerics(record, color=stdout_color()), None)
     elif isinstance(record, AttentionRun):

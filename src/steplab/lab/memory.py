@@ -12,11 +12,10 @@ from steplab.lab.measuring import asked_step
 from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import OnProgress, measure_in_child
+from steplab.measurement.launch import OnProgress, Progress, measure_in_child
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
-from steplab.store.database import Store
 
 
 def memory(
@@ -71,17 +70,6 @@ def memory(
         return run
 
 
-def counterparts(run: Run, store: Path | str | None = None) -> tuple[Run, ...]:
-    """Of the same step in fp32, and without checkpointing, the newest stored run whose memory was watched."""
-    if run.spec is None:
-        return ()
-    spec = run.spec
-    references = [dataclasses.replace(spec, precision="fp32"), dataclasses.replace(spec, checkpointing="none")]
-    with open_store(store, write=False) as opened:
-        found = [_newest_watched(opened, reference) for reference in references if reference != spec]
-    return tuple(other for other in found if other)
-
-
 def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
     """What the step's memory should be made of, from a dry run. Raises Unsupported for one that cannot be run dry.
 
@@ -93,30 +81,20 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
     return predict_memory(dataclasses.replace(spec, device="auto"), device=device)
 
 
-def predictions_of(runs: Sequence[Run]) -> dict[str, MemoryPrediction]:
+def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
     """What is predicted of the runs whose memory was watched on a CUDA device, by their ids; without those that cannot
     be run dry."""
+    watched = [
+        (run, run.spec)
+        for run in runs
+        if run.spec and run.memory_profile and run.memory_profile.source == "cuda allocator"
+    ]
     found = {}
-    for run in runs:
-        if run.spec is not None and run.memory_profile is not None and run.memory_profile.source == "cuda allocator":
-            with suppress(Unsupported):
-                found[run.id] = predicted_memory(run.spec, device=run.device_name)
+    for number, (run, spec) in enumerate(watched, start=1):
+        on_progress(Progress(stage="predict", done=number, total=len(watched)))
+        with suppress(Unsupported):
+            found[run.id] = predicted_memory(spec, device=run.device_name)
     return found
-
-
-def _newest_watched(store: Store, spec: StepSpec) -> Run | None:
-    asked = {"model": spec.model.label, "context": spec.context, "precision": spec.precision}
-    for row in store.rows(status="ok"):
-        if all(row.get(name) == value for name, value in asked.items()):
-            run = store.get(str(row["id"]))
-            if isinstance(run, Run) and run.memory_profile and _memory_fields(run.spec) == _memory_fields(spec):
-                return run
-    return None
-
-
-def _memory_fields(spec: StepSpec | None) -> StepSpec | None:
-    """The spec without what has no say in its memory."""
-    return dataclasses.replace(spec, warmup=0, steps=1, seed=0) if spec else None
 
 
 def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:

@@ -44,9 +44,9 @@ class Progress:
 
     stage: str
     """starting, build, compile, warmup, measure, phases, profile, trace, memory or snapshot; of an audit sums, build,
-    reference, audit and scaling; after the process, read and read snapshot."""
+    reference, audit and scaling; after the process, read and read snapshot; of a report predict and draw."""
     done: int
-    """Steps done of this stage; of reading, bytes."""
+    """Steps done of this stage; of reading, bytes; of predictions, runs."""
     total: int
     """Steps of this stage, or bytes; 0 where it has none."""
 

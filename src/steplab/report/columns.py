@@ -65,12 +65,12 @@ def _day(value: Scalar) -> str:
     return str(value)[:10]
 
 
-def reason(kind: str, message: str) -> str:
-    """Why a cell failed, short, its kind said once: 'out of memory: asked 8.00 GiB'."""
+def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
+    """Why a cell failed, short, its kind said once: 'out of memory: asked 8.00 GiB'; whole where `most` is None."""
     words = kind.replace("_", " ")
     text = " ".join(message.split())
     text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
-    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1].rstrip() + "…"
+    return text if most is None or len(text) <= most else text[:most].rpartition(" ")[0] + " …"
 
 
 COLUMNS: tuple[Column, ...] = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from steplab.report.grid import Grid
 
 _LONGEST_WORD = 14  # a longer one may be broken
-_FIGURE = re.compile(r"(?:[≈+-] ?)?\d[\d.,]*(?:e[+-]?\d+)?(?:×(?!\d))?(?: \S+)?|\S+")
+_FIGURE = re.compile(r"(?:[≈<+-] ?)?\d[\d.,]*(?:e[+-]?\d+)?(?:×(?!\d))?(?: \S+)?|\S+")
 """A figure with its unit or as a factor, else a word."""
 _WITH_UNIT = re.compile(r"\S*\d (?:(?:[KMGTPE]i)?B|%|ns|µs|ms|s)(?!\w)\S*|\S+")
 """A figure of a sentence with its unit and the signs around it, else a word."""

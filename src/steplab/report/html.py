@@ -7,6 +7,7 @@ from typing import TypeVar
 from steplab import stats, units
 from steplab.records.attention import AttentionRun
 from steplab.records.environment import Environment
+from steplab.records.memory_references import MemoryReferences
 from steplab.records.numerics import Numerics
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
@@ -42,10 +43,12 @@ def render_page(
     title: str,
     description: str = "",
     predictions: Mapping[str, MemoryPrediction] | None = None,
+    references: MemoryReferences | None = None,
     numerics: Sequence[Numerics] = (),
     attention: Sequence[AttentionRun] = (),
 ) -> str:
-    """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured.
+    """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured,
+    and `references` are what their memory is compared with.
 
     `numerics` are what was seen of the same steps' precision, and may stand without any run; so may `attention`,
     benchmarks of it alone.
@@ -79,7 +82,7 @@ def render_page(
         warmup=_warmup_table(cells),
         profiles=profile_sections(cells),
         memory=charts.peak_memory(cells),
-        watched=memory_part(cells, predictions or {}),
+        watched=memory_part(cells, predictions or {}, references),
         precision=precision_part(runs, numerics),
         attention=attention_sections(attention),
         attention_steps=attention_step_grid([cell.run for cell in cells]),

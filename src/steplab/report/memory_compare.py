@@ -1,19 +1,18 @@
 """Why a cell's peak is higher or lower than that of one that differs in a single choice: by category, from the data."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.errors import Unsupported
 from steplab.records.memory_profile import MemoryProfile, SavedTensors
+from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
 from steplab.report import memory_figures as figures
-from steplab.report.cells import Cell
+from steplab.report.cells import Cell, cells_of
 from steplab.report.figures import step_median
+from steplab.report.memory_alone import balance, forecast_sentence, moved_words
 from steplab.report.memory_cells import counterpart
 from steplab.report.memory_tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.memory_words import category_word
-from steplab.specs.attention_kernels import refuse_unserved_attention
 
 AUTOCAST = ("bf16", "fp16")
 _SAME = 0.001  # a category that moves by less is said to stay
@@ -23,18 +22,27 @@ _NAMED = 3
 _NEXT_TO_NOTHING = 0.005  # of what was there
 
 
-def comparison_sentences(cell: Cell, cells: Sequence[Cell]) -> Iterator[str]:
-    """Why a cell's precision and checkpointing move its peak, against the same cell without them, if it is there."""
+def comparison_sentences(
+    cell: Cell, cells: Sequence[Cell], references: MemoryReferences | None = None
+) -> Iterator[str]:
+    """Why a cell's precision and checkpointing move its peak, against the same cell without them, among `cells` and
+    what is given beside them."""
+    known = {other.run.id: other.run for other in cells}
+    known |= {run.id: run for run in (*(references.others if references else ()), cell.run)}
+    every = cells_of(list(known.values()))
+    own = next(other for other in every if other.run.id == cell.run.id)
 
     def run_of(found: Cell | None) -> Run | None:
         return found.run if found else None
 
-    yield from precision_sentences(cell.run, run_of(counterpart(cell, cells, "precision", "fp32")))
-    yield from checkpointing_sentences(cell.run, run_of(counterpart(cell, cells, "checkpointing", "none")))
+    forecast = references.forecasts.get(cell.run.id) if references else None
+    yield from precision_sentences(cell.run, run_of(counterpart(own, every, "precision", "fp32")), forecast)
+    yield from checkpointing_sentences(cell.run, run_of(counterpart(own, every, "checkpointing", "none")))
 
 
-def precision_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
-    """Why the run's precision does or does not lower the peak; `baseline` is the same cell in fp32, if there is one.
+def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast | None = None) -> Iterator[str]:
+    """Why the run's precision does or does not lower the peak; `baseline` is the same cell in fp32, if there is one,
+    and `forecast` what a dry run says of that, which is told only where there is none.
 
     Nothing for a run that is itself in fp32 or tf32, whose tensors are float32, or without a profile.
     """
@@ -42,11 +50,14 @@ def precision_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
     if profile is None or run.spec is None or run.spec.precision in ("fp32", "tf32"):
         return
     name = "bf16 throughout" if run.spec.precision == "bf16_pure" else f"{run.spec.precision} autocast"
+    alone = baseline is None or baseline.memory_profile is None
     if baseline is not None and baseline.memory_profile is not None:
         yield _change(name, "fp32", profile, baseline.memory_profile)
         yield from _moments(name, "fp32", profile, baseline.memory_profile)
+    elif forecast:
+        yield forecast_sentence(name, profile, forecast)
     if run.spec.precision in AUTOCAST:
-        yield from _kept(run, profile, alone=baseline is None or baseline.memory_profile is None)
+        yield from _kept(run, profile, alone=alone, forecast=forecast)
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
@@ -71,9 +82,8 @@ def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) 
     """The peak's change, then what stays, what shrinks and what is added, in bytes, so that the sum can be checked."""
     change = after.peak_bytes - before.peak_bytes
     size = units.format_bytes
-    off = f"{100 * abs(change) / before.peak_bytes:.1f} %" if before.peak_bytes else size(abs(change))
-    moved = f"{off} {'lower' if change < 0 else 'higher'}"
-    text = f"With {name} the peak is {'where it was' if abs(change) <= _SAME * before.peak_bytes else moved}: "
+    moved = moved_words(after.peak_bytes, before.peak_bytes) or "where it was"
+    text = f"With {name} the peak is {moved}: "
     text += f"{size(after.peak_bytes)}, against {size(before.peak_bytes)} with {other}."
     reasons = [*_stays(after, before), *_moves(after, before)]
     return f"{text} {'; '.join(reasons)}; net {_signed(change)}." if reasons else text
@@ -140,7 +150,7 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
         yield f"The peaks are not the same moment: {other} peaks in {before.peak_phase}, {name} in {after.peak_phase}."
 
 
-def _kept(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
+def _kept(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forecast | None) -> Iterator[str]:
     """What autocast did to the tensors kept for backward, and what it could not touch."""
     every = figures.saved_activations(profile)
     casts = [tensors for tensors in every if _is_cast(tensors, run)]
@@ -170,8 +180,8 @@ def _kept(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
             f"Autocast leaves parameters, gradients and optimizer state as they are: {units.format_bytes(states)}, "
             f"{units.format_percent(states / profile.peak_bytes)} of the peak."
         )
-        if low_bytes or copies:
-            yield f"{_balance(profile, low_bytes, copies)}{_would_tell(run, profile)}"
+        if (low_bytes or copies) and not forecast:
+            yield balance(run, profile, low_bytes, copies)
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
@@ -193,38 +203,11 @@ def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
     if not full:
         return ""
     by_node: dict[str, int] = {}
-    nobody = "what checkpointing keeps" if is_checkpointed(run.spec) else "no operator"
+    nobody = "what checkpointing keeps," if is_checkpointed(run.spec) else "no operator"
     for tensors in full:
         node = "the compiled graph" if is_compiled(tensors) else node_name(tensors.op) or nobody
         by_node[node] = by_node.get(node, 0) + tensors.stored_bytes
     most = sorted(by_node, key=lambda node: -by_node[node])[:_NAMED]
     names = ", ".join(f"{node} {units.format_bytes(by_node[node])}" for node in most)
-    who = "" if all(map(is_compiled, full)) else f" (most for {names})"
+    who = "" if all(map(is_compiled, full)) else f" (most of it: {names})"
     return f"; {units.format_bytes(figures.saved_bytes(full))} stay float32{who}"
-
-
-def _balance(profile: MemoryProfile, low_bytes: int, copies: int) -> str:
-    """What can be said of one record alone: kept in float32, low-precision tensors would take twice as much."""
-    size = units.format_bytes
-    saved = f"kept in float32 the low-precision activations would take {size(low_bytes)} more" if low_bytes else ""
-    copied = f"{size(copies)} of weight copies, alive at the peak, would not be there in fp32" if copies else ""
-    text = ", and ".join(filter(None, (saved, copied)))
-    text = text[0].upper() + text[1:]
-    if profile.peak_phase == "optimizer":
-        return f"{text}; but the peak lies in the optimizer, when activations are gone, so that neither moves it."
-    net = low_bytes - copies
-    verdict = (
-        f"autocast lowers this peak by {size(net)} at most" if net > 0 else "autocast has nothing to lower this peak by"
-    )
-    return f"{text}: {verdict}, temporaries apart."
-
-
-def _would_tell(run: Run, profile: MemoryProfile) -> str:
-    """That the cell in fp32 would settle it, where there is more to know and it can be run so."""
-    if profile.peak_phase == "optimizer" or run.spec is None:
-        return ""
-    try:
-        refuse_unserved_attention(dataclasses.replace(run.spec, precision="fp32"))
-    except Unsupported:
-        return f" No cell in fp32 can tell more: attention {run.spec.attention} does not run in it."
-    return " The same cell in fp32 would tell."

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from steplab.records.memory_profile import MemoryProfile
+from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
@@ -37,10 +38,13 @@ class MemoryPart:
     """A section a watched run."""
 
 
-def memory_part(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> MemoryPart | None:
-    """The part for these cells, with predictions by the runs' ids; None where nothing is there to show."""
+def memory_part(
+    cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
+) -> MemoryPart | None:
+    """The part for these cells, with predictions by the runs' ids, and what their memory is compared with beyond each
+    other; None where nothing is there to show."""
     across = tuple(_across(cells, predictions))
-    records = tuple(_records(cells, predictions))
+    records = tuple(_records(cells, predictions, references))
     return MemoryPart(across=across, records=records) if across or records else None
 
 
@@ -62,7 +66,9 @@ def _shown(cell: Cell, title: str) -> Shown:
     return Shown(title=title, profile=profile, capacity=capacity(cell.run))
 
 
-def _records(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[ProfileSection]:
+def _records(
+    cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None
+) -> Iterator[ProfileSection]:
     """A section a watched run, in the cells' order; after the sixth they start closed."""
     fields = varying(cells)
     for index, cell in enumerate(watched(cells)):
@@ -71,21 +77,25 @@ def _records(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction])
         yield ProfileSection(
             title=label(cell, fields) if len(cells) > 1 else "",
             heading=words.heading(cell.run, profile),
-            told=tuple(_told(cell, cells, profile, prediction)),
+            told=tuple(_told(cell, cells, profile, prediction, references)),
             blocks=tuple(_blocks(cell, profile, prediction)),
             folded=index >= _MOST_OPEN,
         )
 
 
 def _told(
-    cell: Cell, cells: Sequence[Cell], profile: MemoryProfile, prediction: MemoryPrediction | None
+    cell: Cell,
+    cells: Sequence[Cell],
+    profile: MemoryProfile,
+    prediction: MemoryPrediction | None,
+    references: MemoryReferences | None,
 ) -> Iterator[str]:
     yield words.peak_sentence(profile)
     yield words.parts_sentence(profile)
     yield from words.check_sentences(profile, cell.run.memory)
     if prediction:
         yield words.prediction_sentence(profile, prediction)
-    yield from comparison_sentences(cell, cells)
+    yield from comparison_sentences(cell, cells, references)
     if stream := words.residual_sentence(cell.run, profile):
         yield stream
     yield from words.largest_sentences(cell.run, profile)

@@ -57,9 +57,13 @@ def _last(op: str | None) -> str:
 
 
 def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
-    """Whether a tensor is heads x context x context of every sequence, in three or four dimensions."""
+    """Whether a tensor is heads x context x context of every sequence, in three or four dimensions; not where queries,
+    keys and values, or the halves of them that the rotary embedding turns, have that shape too."""
     square = len(shape) in (3, 4) and tuple(shape[-2:]) == (spec.context, spec.context)
-    return square and sizes.num_heads > 0 and prod(shape[:-2]) == spec.batch * sizes.num_heads
+    if not square or not sizes.num_heads or prod(shape[:-2]) != spec.batch * sizes.num_heads:
+        return False
+    of_one_head = (sizes.d_ff, sizes.vocab_size) if sizes.num_heads == 1 else ()
+    return spec.context not in (sizes.head_dim, sizes.head_dim // 2, *of_one_head)
 
 
 def _is_logits(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from steplab.errors import UserError
 from steplab.records.memory_profile import MemoryProfile
+from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
@@ -35,19 +36,19 @@ def render_memory(
     run: Run,
     *,
     prediction: MemoryPrediction | None = None,
-    others: Sequence[Run] = (),
+    references: MemoryReferences | None = None,
     width: int | None = None,
     color: bool = False,
 ) -> str:
     """What the memory profile of a run says, without a newline at the end; width None: the terminal's.
 
-    `others` are runs among which the same cell in fp32, or without checkpointing, is looked for, to say why the peak
-    differs. Raises UserError for a run that has no memory profile.
+    `references` are what it is set against, to say why the peak differs: the same cell in fp32, and without
+    checkpointing. Raises UserError for a run that has no memory profile.
     """
     if run.memory_profile is None:
         raise UserError(f"run {run.id} has no memory profile; `steplab memory` makes a run that has one")
     columns = width or terminal_width()
-    parts = memory_parts(run, run.memory_profile, columns, prediction=prediction, others=others)
+    parts = memory_parts(run, run.memory_profile, columns, prediction=prediction, references=references)
     return draw(*parts, width=columns, color=color)
 
 
@@ -57,7 +58,7 @@ def memory_parts(
     width: int,
     *,
     prediction: MemoryPrediction | None = None,
-    others: Sequence[Run] = (),
+    references: MemoryReferences | None = None,
 ) -> "Iterator[RenderableType]":
     """The parts of the text, one under the other, for a terminal of `width` columns."""
     from rich.text import Text
@@ -78,7 +79,7 @@ def memory_parts(
     if phases := phase_grid(run, profile):
         phases = fit(phases, width - INDENT, "bytes", "unwatched, bytes")
         yield from section("Phases", grid_table(phases, width - INDENT), *lines(phases.caption, style="dim"))
-    if why := [*_comparisons(run, others)]:
+    if why := [*_comparisons(run, references)]:
         yield from section("Why", *lines(*why))
     if profile.largest:
         grid = _allocations(run, profile, width - INDENT)
@@ -95,11 +96,10 @@ def memory_parts(
         yield from section("Notes on the prediction", *lines(*(f"- {note}" for note in prediction.notes)))
 
 
-def _comparisons(run: Run, others: Sequence[Run]) -> Iterator[str]:
-    """Why the run's precision and checkpointing move the peak, against the same cell without them among `others`."""
-    cells = cells_of([run, *(other for other in others if other.id != run.id)])
-    own = next(cell for cell in cells if cell.run.id == run.id)
-    return comparison_sentences(own, cells)
+def _comparisons(run: Run, references: MemoryReferences | None) -> Iterator[str]:
+    """Why the run's precision and checkpointing move the peak, against the same cell without them."""
+    (own,) = cells_of([run])
+    return comparison_sentences(own, (), references)
 
 
 def _allocations(run: Run, profile: MemoryProfile, width: int) -> Grid:

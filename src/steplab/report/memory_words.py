@@ -22,6 +22,12 @@ _WORDS = {
     "before": "allocated before the history",
     "during": "allocated during the history",
 }
+_WAS = {
+    "before": "was allocated before the history",
+    "during": "was allocated during the history",
+    "rounding": "is rounding",
+}
+"""Of a history whose owners nobody stated, which has these categories alone."""
 MOST_SAVED = 5
 _MOST_BLOCKS = 4
 _TOLD = 0.01  # a category with less of the peak is told together with the others
@@ -39,7 +45,8 @@ def exactly(num_bytes: int) -> str:
 
 def heading(run: Run, profile: MemoryProfile) -> str:
     """What was watched, where, and how."""
-    events = f"{profile.num_events:,} allocations and releases"
+    one = profile.num_events == 1
+    events = "one allocation or release" if one else f"{profile.num_events:,} allocations and releases"
     if profile.source == "snapshot":
         parts = ["a snapshot" + (f", {profile.file}" if profile.file else ""), profile.device, profile.device_name]
         return ", ".join([*filter(None, parts), events])
@@ -60,7 +67,11 @@ def _moment(profile: MemoryProfile) -> str:
     line = f" at {profile.peak_source}" if profile.peak_source else ""
     if profile.peak_op:
         return f", reached {where}, when {profile.peak_op} allocated{line}"
-    return f", reached {where}{f', by an allocation{line}' if line else ''}"
+    if not line:
+        return f", reached {where}"
+    if profile.peak_phase == "backward" and profile.peak_module is None:  # a compiled graph tells the line it came from
+        return f", reached {where}, by an allocation that goes back to {profile.peak_source}"
+    return f", reached {where}, by an allocation{line}"
 
 
 def when(profile: MemoryProfile) -> str:
@@ -71,13 +82,17 @@ def when(profile: MemoryProfile) -> str:
 
 
 def parts_sentence(profile: MemoryProfile) -> str:
-    """What the peak is made of, most first."""
+    """What the peak is made of, most first; of a history without owners, when it was allocated."""
     found = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
     told = [part for part in found if part.share >= _TOLD]
-    texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
     rest = sum(part.share for part in found[len(told) :])
-    texts += [f"all else {format_share(rest)}"] if rest else []
-    return f"It is made of {', '.join(texts)}."
+    if figures.has_owners(profile):
+        texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
+        texts += [f"all else {format_share(rest)}"] if rest else []
+        return f"It is made of {', '.join(texts)}."
+    texts = [f"{units.format_percent(part.share)} {_WAS[part.category]}" for part in told]
+    texts += [f"{format_share(rest)} is all else"] if rest else []
+    return f"Of it {', '.join(texts)}."
 
 
 def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
@@ -170,7 +185,8 @@ def allocation_words(made: Allocation, run: Run) -> str:
     what = what_it_is(made, run.spec) or category_word(made.category)
     size = derivation(made.shape, made.dtype, run.spec) if made.shape else None
     exact = size is not None and figures.num_bytes(made.shape or (), made.dtype) == made.requested_bytes
-    return ", ".join(filter(None, (what, size if exact else None, maker(made))))
+    by = None if made.category == "before" else maker(made)  # the category says it already
+    return ", ".join(filter(None, (what, size if exact else None, by)))
 
 
 def maker(made: Allocation) -> str:
@@ -200,15 +216,17 @@ def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
         compiled = all(map(is_compiled, first))
         whose = " A compiled graph keeps it, of which shapes are known and no modules." if compiled else ""
         yield f"Autograd kept {units.format_bytes(total)} for the backward pass.{whose} {what}: {names}."
-    yield from _block_sentences(profile)
+    yield from _block_sentences(run, profile)
 
 
-def _block_sentences(profile: MemoryProfile) -> Iterator[str]:
+def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
     """What each of the first blocks keeps and emits, and what those between that differ keep."""
+    copies = _copies_kept(run, profile)
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes
         times = f", {units.three_digits(block.saved_bytes / stream)} times its input" if stream else ""
-        keeps = f"keeps {units.format_bytes(block.saved_bytes)}{times}" if block.saved_bytes else "keeps nothing"
+        keeps = f"keeps {units.format_bytes(block.saved_bytes)} of activations{times}"
+        keeps = (keeps if block.saved_bytes else "keeps no activations") + copies
         emits = (
             f", and its backward pass leaves {units.format_bytes(block.gradient_bytes)} of parameters' gradients"
             if block.gradient_bytes is not None
@@ -221,6 +239,19 @@ def _block_sentences(profile: MemoryProfile) -> Iterator[str]:
         kept = sum(block.saved_bytes for block in others) + (beyond.num_bytes if beyond else 0)
         kinds = units.counted(count, "more kind")
         yield f"There are {kinds} of block; one of each together keep {units.format_bytes(kept)}."
+
+
+def _copies_kept(run: Run, profile: MemoryProfile) -> str:
+    """That the blocks keep low-precision copies of weights as well, and how much each where all blocks are alike."""
+    kept = [made for made in profile.saved if made.category == "autocast_copies" and made.module.startswith("blocks.")]
+    shape = run.spec.model.shape if run.spec else None
+    if not figures.saved_bytes(kept):
+        return ""
+    alike = len(profile.blocks) == 1 and not profile.saved_left_out
+    if shape is None or not alike or any(made.count % shape.num_layers for made in kept):
+        return ", low-precision copies of its weights apart"
+    size = units.format_bytes(figures.saved_bytes(kept) // shape.num_layers)
+    return f", and {size} of low-precision copies of its weights"
 
 
 def _contributor(tensors: SavedTensors, total: int, run: Run) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from steplab import units
-from steplab.records.prediction import MemoryPrediction, Term
+from steplab.records.prediction import CardFit, MemoryPrediction, Term
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import Column, figure_column
 from steplab.report.formats import render_rows
@@ -18,7 +18,7 @@ def render_prediction_as(
 ) -> str:
     """The prediction in one of formats.FORMATS, without a newline at the end; UserError for another format.
 
-    JSON is the record whole; the others have a row for the peak, each phase, each category and each summand.
+    JSON is the record whole; the others have rows as `prediction_rows`.
     """
     if format == "json":
         return json.dumps(msgspec.to_builtins(prediction), indent=2, ensure_ascii=False)
@@ -26,12 +26,18 @@ def render_prediction_as(
 
 
 def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
-    """A row each of the peak, of what a device must have, of phases, of categories, and of the summands.
+    """A row each of the peak, of what a device must have, of phases, categories, summands, cards, and of the notes.
 
     `row` tells them apart. The `total_bytes` of the categories, and of the summands (num_bytes x count), sum to the
-    peak's. `bound` is at_least where the prediction is a lower bound, estimate where it is one, dry_run else.
+    peak's; a card's is what a program has of its memory, and `verdict` whether the step fits. `bound` is at_least where
+    the prediction is a lower bound, estimate where it is one, dry_run else.
     """
-    return [*_totals(prediction), *(_summand(term, prediction) for term in prediction.terms)]
+    return [
+        *_totals(prediction),
+        *(_summand(term, prediction) for term in prediction.terms),
+        *(_card(card, prediction) for card in prediction.cards),
+        *(_row("note", note, None, prediction) for note in prediction.notes),
+    ]
 
 
 def total_bytes(term: Term) -> int:
@@ -54,7 +60,7 @@ def _totals(prediction: MemoryPrediction) -> Iterator[Row]:
         yield {**_row("category", "", size, prediction), "category": category}
 
 
-def _row(row: str, what: str, size: int, prediction: MemoryPrediction) -> Row:
+def _row(row: str, what: str, size: int | None, prediction: MemoryPrediction) -> Row:
     return {
         "row": row,
         "category": None,
@@ -63,6 +69,7 @@ def _row(row: str, what: str, size: int, prediction: MemoryPrediction) -> Row:
         "num_bytes": None,
         "count": None,
         "total_bytes": size,
+        "verdict": None,
         "bound": prediction.kind,
     }
 
@@ -75,6 +82,11 @@ def _summand(term: Term, prediction: MemoryPrediction) -> Row:
         "num_bytes": term.num_bytes,
         "count": term.count,
     }
+
+
+def _card(card: CardFit, prediction: MemoryPrediction) -> Row:
+    source = "read from such a card" if card.usable_is_known else "part of the data sheet's capacity"
+    return {**_row("card", card.gpu, card.usable_bytes, prediction), "formula": source, "verdict": card.verdict}
 
 
 def _size(value: Scalar) -> str:
@@ -90,6 +102,7 @@ _COLUMNS: tuple[Column, ...] = (
     figure_column("num_bytes", "one", _size, 1),
     figure_column("count", "number", str, 0),
     figure_column("total_bytes", "together", _size, 0),
+    Column(key="verdict", header="verdict", shared=False),
     Column(
         key="bound", header="bound", show=lambda value: _BOUNDS.get(str(value), str(value)), caption="bytes: {}", rank=2
     ),

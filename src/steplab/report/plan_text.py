@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.report.blocks import INDENT, grid_table, section
+from steplab.report.fitting import fit
 from steplab.report.grid import Grid
 from steplab.report.memory_words import category_word, exactly
 from steplab.report.plan_rows import total_bytes
 from steplab.report.run_text import describe
+from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.step import StepSpec
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _NARROW = 100
 """Columns below which the bytes of one tensor are left out."""
 _NARROWEST = 72
-"""Columns below which the category of a summand is told by the order alone."""
+"""Columns below which the category of a summand is left out, and told by the order alone."""
 _SMALL = 0.001
 """Share of the peak below which summands are shown as one."""
 _ABOUT = {"dry_run": "", "estimate": "about ", "at_least": "at least "}
@@ -47,12 +49,22 @@ def _parts(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iterato
     )
     if prediction.notes:
         yield from section("Notes", *(Text(f"- {plain(note)}") for note in prediction.notes))
-    yield from section("Peak by category", grid_table(_categories(prediction), inside))
+    yield from section("Peak by category", *_fitted(_categories(prediction), inside))
     if prediction.phase_peaks:
-        yield from section("Phases", grid_table(_phases(prediction), inside))
+        yield from section("Phases", *_fitted(_phases(prediction), inside))
     yield from section("Summands", *_summands(spec, prediction, width))
     if prediction.cards:
         yield from section("Cards", grid_table(_cards(prediction), inside), *map(Text, _needs(prediction)))
+
+
+def _fitted(grid: Grid, width: int) -> "Iterator[RenderableType]":
+    """The table, without exact bytes where they have no room, which is said under it."""
+    from rich.text import Text
+
+    grid = fit(grid, width, "bytes")
+    yield grid_table(grid, width)
+    if grid.caption:
+        yield Text(grid.caption, style="dim")
 
 
 def _categories(prediction: MemoryPrediction) -> Grid:
@@ -61,12 +73,12 @@ def _categories(prediction: MemoryPrediction) -> Grid:
             category_word(category),
             units.format_bytes(size),
             f"{size:,}",
-            units.format_percent(size / prediction.peak_bytes),
+            format_share(size / prediction.peak_bytes),
         )
         for category, size in prediction.at_peak.items()
     ]
     name = "peak, at least" if prediction.kind == "at_least" else "peak"
-    total = (name, units.format_bytes(prediction.peak_bytes), f"{prediction.peak_bytes:,}", "")
+    total = (name, units.format_bytes(prediction.peak_bytes), f"{prediction.peak_bytes:,}", format_share(1))
     return Grid(headers=("category", "size", "bytes", "share"), numeric=(False, True, True, True), rows=(*rows, total))
 
 
@@ -96,11 +108,11 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction, width: int) -> "Iter
         rows.append(("", others, "", "", "", units.format_bytes(rest)))
     headers = ("category", "what", "formula", "bytes of one", "number", "together")
     grid = Grid(headers=headers, numeric=(False, False, False, True, True, True), rows=tuple(rows))
-    if width < _NARROW:
-        grid = grid.without("bytes of one")
-    if width < _NARROWEST:
-        grid = grid.without("category")
-    yield grid_table(grid, width - INDENT)
+    gone = [name for name, least in (("bytes of one", _NARROW), ("category", _NARROWEST)) if width < least]
+    yield grid_table(grid.without(*gone), width - INDENT)
+    if gone:
+        told = f"left out at {width} columns: {', '.join(gone)}; a wider terminal or --format csv has them"
+        yield Text(told, style="dim")
     yield Text(_symbols(spec), style="dim")
     if len(shown) < len(prediction.terms):
         yield Text(f"smaller: below {100 * _SMALL:g} % of the peak; --format csv has each", style="dim")
@@ -111,7 +123,7 @@ def _symbols(spec: StepSpec) -> str:
     assert shape is not None  # no other model is predicted
     sizes = {"B": spec.batch, "T": spec.context, "d": shape.d_model, "f": shape.d_ff, "h": shape.num_heads}
     sizes |= {"L": shape.num_layers, "V": shape.vocab_size}
-    said = " · ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+    said = " · ".join(f"{symbol} {size}" for symbol, size in sizes.items() if size)  # a planning size has no h, no V
     return f"bytes of one tensor, by formula: {said}"
 
 

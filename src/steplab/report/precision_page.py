@@ -59,7 +59,7 @@ def _timings(runs: Sequence[Run]) -> Grid:
 
 
 def _section(numerics: Numerics) -> ProfileSection:
-    failure = [reason(numerics.failure.kind, numerics.failure.message)] if numerics.failure else []
+    failure = [reason(numerics.failure.kind, numerics.failure.message, most=None)] if numerics.failure else []
     return ProfileSection(
         title=words.title(numerics),
         heading=words.heading(numerics),

@@ -60,7 +60,7 @@ def _audit_parts(numerics: Numerics, width: int) -> "Iterator[RenderableType]":
     if numerics.failure:
         yield _text(f"Precision: {words.title(numerics)}", "bold")
         yield _text(words.heading(numerics), "dim")
-        yield _text(reason(numerics.failure.kind, numerics.failure.message), "red")
+        yield _text(reason(numerics.failure.kind, numerics.failure.message, most=None), "red")
     elif numerics.audit:
         yield _text(f"Precision: {words.title(numerics)}", "bold")
         yield _text(words.heading(numerics), "dim")

@@ -85,7 +85,7 @@ def told(numerics: Numerics, audit: Audit) -> Iterator[str]:
     precision = numerics.spec.precision if numerics.spec else ""
     yield from _types(precision, audit)
     yield from _kept(precision, audit, numerics)
-    if products := _backward_products(audit):
+    if products := _backward_products(precision, audit):
         yield products
     yield from _losses(audit)
     yield from _range(precision, audit)
@@ -124,7 +124,7 @@ def _kept(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
         yield f"On a CUDA GPU autocast would keep {ops} in fp32 as well; its lists for {kind.upper()} leave this out."
 
 
-def _backward_products(audit: Audit) -> str | None:
+def _backward_products(precision: str, audit: Audit) -> str | None:
     groups = [group for group in matmul_groups(audit) if group[0].phase == "backward"]
     found: dict[str, int] = {}
     for group in groups:
@@ -133,9 +133,8 @@ def _backward_products(audit: Audit) -> str | None:
     if not found:
         return None
     listed = ", ".join(f"{calls} in {types}" for types, calls in found.items())
-    return (
-        f"Matrix products of the backward pass: {listed}. Backward runs outside of autocast, in the types of forward."
-    )
+    why = " Backward runs outside of autocast, in the types of forward." if precision in AUTOCAST else ""
+    return f"Matrix products of the backward pass: {listed}.{why}"
 
 
 def _losses(audit: Audit) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """One run on a terminal: the headline first, then what it is made of, then what was not measured."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
 from steplab import stats, units
 from steplab.records.environment import Environment
+from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Failure, Run
 from steplab.records.timing import Timing, curve, find_phase
 from steplab.report.blocks import figure_table, pairs_table, section
@@ -24,13 +25,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def render_run(run: Run, *, others: Sequence[Run] = (), width: int | None = None, color: bool = False) -> str:
+def render_run(
+    run: Run, *, references: MemoryReferences | None = None, width: int | None = None, color: bool = False
+) -> str:
     """Everything a record says about one run, without a newline at the end; width None: the terminal's.
 
-    `others` are runs that its memory is compared with: the same cell in fp32, or without checkpointing.
+    `references` are what its memory is set against: the same cell in fp32, or without checkpointing.
     """
     columns = width or terminal_width()
-    return draw(*_parts(run, others, columns), width=columns, color=color)
+    return draw(*_parts(run, references, columns), width=columns, color=color)
 
 
 def render_profiled(run: Run, *, width: int | None = None, color: bool = False) -> str:
@@ -51,7 +54,7 @@ def _title(run: Run) -> "Iterator[RenderableType]":
     yield from (Text(plain(choice), style="dim") for choice in choices(run))
 
 
-def _parts(run: Run, others: Sequence[Run], width: int) -> "Iterator[RenderableType]":
+def _parts(run: Run, references: MemoryReferences | None, width: int) -> "Iterator[RenderableType]":
     from rich.text import Text
 
     yield from _title(run)
@@ -76,7 +79,7 @@ def _parts(run: Run, others: Sequence[Run], width: int) -> "Iterator[RenderableT
         yield from profile_parts(run, run.profile, width)
     if run.memory_profile:
         yield Text()
-        yield from memory_parts(run, run.memory_profile, width, others=others)
+        yield from memory_parts(run, run.memory_profile, width, references=references)
 
 
 def run_title(run: Run) -> str:
@@ -110,7 +113,7 @@ def describe(spec: StepSpec) -> str:
 def _failure(failure: Failure) -> "Iterator[RenderableType]":
     from rich.text import Text
 
-    yield Text(plain(reason(failure.kind, failure.message)), style="bold red")
+    yield Text(plain(reason(failure.kind, failure.message, most=None)), style="bold red")
     table = pairs_table()
     if failure.phase:
         table.add_row("during", Text(plain(failure.phase)))

@@ -23,6 +23,9 @@ LONGEST_TEXT_BYTES = MIB
 LONGEST_INT_BYTES = 255
 DEEPEST = 64
 """Containers under way at once; a snapshot has 7."""
+MOST_ON_STACK = 1 << 20
+"""Objects that wait on the stack until an instruction takes them. Python's pickle has a thousand taken at a time,
+torch's own all events at once: as dicts so many would take more than is allowed."""
 MOST_OBJECT_BYTES = 3 << 29
 """About what all objects that are built may take: 1.5 GiB."""
 
@@ -61,6 +64,8 @@ class Machine:
         self._stack: list[object] = []
         self._marked: list[list[object]] = []
         """Stacks below the marks."""
+        self._num_below = 0
+        """Objects in them."""
         self._memo: dict[int, object] = {}
         self._num_memoized = 0
         self._object_bytes = 0
@@ -163,6 +168,8 @@ class Machine:
 
     def _push(self, value: object, size_bytes: int) -> None:
         self._stack.append(value)
+        if self._num_below + len(self._stack) > MOST_ON_STACK:
+            raise Refused(f"the pickle has more than {MOST_ON_STACK} objects waiting on its stack, {_NO_SNAPSHOT}")
         self._count(size_bytes)
 
     def _count(self, size_bytes: int) -> None:
@@ -192,11 +199,13 @@ class Machine:
         if len(self._marked) >= DEEPEST:
             raise Refused(f"the pickle nests deeper than {DEEPEST}, {_NO_SNAPSHOT}")
         self._marked.append(self._stack)
+        self._num_below += len(self._stack)
         self._stack = []
 
     def _pop_mark(self) -> list[object]:
         items = self._stack
         self._stack = self._marked.pop()
+        self._num_below -= len(self._stack)
         return items
 
     def _pop(self) -> None:

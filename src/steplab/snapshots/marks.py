@@ -64,13 +64,13 @@ def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
         return "it does not say which snapshot it is of"
     of_blocks = events.action <= FREE_COMPLETED
     if marks.history_sha256 not in (None, _digest(events, of_blocks)):
-        return "it is of another snapshot: the addresses and sizes in that one's history are others"
+        return "it is of another snapshot: its digest is not that of the snapshot's history"
     if num_counted and bool((np.array(marks.block_bytes, dtype=np.int64) < allocated).any()):
-        return "it is of another snapshot: a block of its is smaller than what that one's history puts into it"
+        return "it is of another snapshot: a block in it is smaller than what the snapshot has there"
     known = np.concatenate((events.address[of_blocks], device.blocks.address))
     found = np.isin(np.array([owner.address for owner in marks.owned], dtype=np.int64), known)
     if 2 * found.sum() < len(found):
-        return f"it is of another snapshot: of {len(found)} addresses in it, that one has {found.sum()}"
+        return f"it is of another snapshot: the snapshot has {found.sum()} of the {len(found)} addresses in it"
     in_phases = any(phase.name == "forward" for phase in marks.phases)
     if in_phases and not any(owner.category == "parameters" for owner in marks.owned):
         return "it is damaged: it knows the step's phases, and none of the model's parameters"
@@ -78,10 +78,10 @@ def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
 
 
 def _digest(events: Events, of_blocks: Flags) -> str:
-    columns = (events.action, events.address, events.size_bytes)
-    layouts = ("<i1", "<i8", "<i8")
     return history_digest(
-        *(column[of_blocks].astype(layout).tobytes() for column, layout in zip(columns, layouts, strict=True))
+        events.action[of_blocks].tobytes(),  # one byte each: the places in ACTIONS begin with those in BLOCK_ACTIONS
+        events.address[of_blocks].astype("<i8").tobytes(),
+        events.size_bytes[of_blocks].astype("<i8").tobytes(),
     )
 
 

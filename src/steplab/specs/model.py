@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 
 LARGEST = 2**63 - 1
 """No count is larger: it would fit neither a tensor's size nor a database."""
@@ -148,6 +148,16 @@ def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
         f"unknown model '{name}'; choose one of {', '.join((*MODEL_SIZES, *EXAMPLES))}, "
         "a transformers configuration as hf:PATH/config.json, or your own factory as package.module:function"
     )
+
+
+def refuse_planning_only(model: ModelSpec) -> None:
+    """Raise Unsupported for a size that nobody can build, and so nobody measure."""
+    if model.shape is not None and model.shape.num_heads == 0:
+        raise Unsupported(
+            f"measuring '{model.name}'",
+            "it is a size for planning only, feed-forward blocks without attention",
+            f"choose a model other than {', '.join(PLANNING_ONLY)}",
+        )
 
 
 def _read_hf_config(path: Path) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""Finding an id by its first digits, as git does."""
+"""Finding an id by its first digits, as git does, or by a name that one alone has."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from steplab.errors import UserError
 from steplab.store.connection import Connection
 
 _NUM_SHOWN = 5
+_ALL = {"record": ", or report all with --name", "study": ""}
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
-    """The one id in `table` that begins with `prefix`.
+    """The one id in `table` that begins with `prefix`; where none does, that of the one that is called so.
 
     A whole id is itself, even where longer ones begin with it.
     Raises UserError if there is none, or more than one.
@@ -24,7 +26,19 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
     ids = [str(row[0]) for row in found]
     if prefix and ids and (len(ids) == 1 or ids[0] == prefix):
         return ids[0]
+    if prefix and not ids:
+        query = f"SELECT id FROM {table} WHERE name = ? ORDER BY created_utc DESC, id LIMIT ?"
+        called = [str(row[0]) for row in connection.query(query, prefix, _NUM_SHOWN + 1)]
+        if len(called) == 1:
+            return called[0]
+        if called:
+            raise UserError(
+                f"'{prefix}' is the name of more than one {table}: {_some(called)}; give an id{_ALL[table]}"
+            )
     if not prefix or not ids:
         raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
-    shown = ", ".join(ids[:_NUM_SHOWN]) + (", …" if len(ids) > _NUM_SHOWN else "")
-    raise UserError(f"'{prefix}' is the beginning of more than one {table}: {shown}; give more digits")
+    raise UserError(f"'{prefix}' is the beginning of more than one {table}: {_some(ids)}; give more digits")
+
+
+def _some(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:_NUM_SHOWN]) + (", …" if len(ids) > _NUM_SHOWN else "")

@@ -73,7 +73,9 @@ class Machine:
         """The first matmul of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
         thread = "backward" if self.ledger.phase == "backward" else "forward"
         if thread not in self._workspaces and self._workspace.value:
-            self._workspaces[thread] = self.new(self._workspace, BYTE, f"cuBLAS, {thread} thread", category="workspaces")
+            self._workspaces[thread] = self.new(
+                self._workspace, BYTE, f"cuBLAS, {thread} thread", category="workspaces"
+            )
 
     def dear(self, make: Callable[[], Tensor]) -> Tensor:
         """The output of an operator that selective checkpointing does not run again."""

@@ -1,0 +1,83 @@
+"""What watched memory is set against: the same cell as it was measured otherwise, or else as it is predicted."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from steplab.errors import Unsupported
+from steplab.lab.keeping import open_store
+from steplab.lab.memory import predicted_memory
+from steplab.records.memory_references import Fp32Forecast, MemoryReferences
+from steplab.records.run import Run
+from steplab.specs.step import StepSpec
+from steplab.store.database import Store
+
+_LOW_PRECISION = ("bf16", "fp16", "bf16_pure")
+
+
+def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> MemoryReferences:
+    """Of every watched run: the newest stored run of the same step in fp32, and of the same without checkpointing; and
+    for a step in low precision that has none in fp32, what a dry run says of both.
+
+    On the same device and with the same torch. A run's own predictions cost up to a second.
+    """
+    watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
+    if not watched:
+        return MemoryReferences()
+    others: dict[str, Run] = {}
+    forecasts: dict[str, Fp32Forecast] = {}
+    with open_store(store, write=False) as opened:
+        for run in watched:
+            found = [*_counterparts(run, opened)]
+            others |= {other.id: other for other in found}
+            in_fp32 = any(_differs_by(run, other, "precision", "fp32") for other in found)
+            forecast = None if in_fp32 else fp32_forecast(run)
+            if forecast:
+                forecasts[run.id] = forecast
+    return MemoryReferences(others=tuple(others.values()), forecasts=forecasts)
+
+
+def fp32_forecast(run: Run) -> Fp32Forecast | None:
+    """Of a run in low precision on a CUDA device, what a dry run says of it and of the same in fp32; None where one of
+    them cannot be run dry, or would be a lower bound alone."""
+    spec, profile = run.spec, run.memory_profile
+    if spec is None or profile is None or profile.source != "cuda allocator" or spec.precision not in _LOW_PRECISION:
+        return None
+    with suppress(Unsupported):
+        own = predicted_memory(spec, device=run.device_name)
+        fp32 = predicted_memory(dataclasses.replace(spec, precision="fp32"), device=run.device_name)
+        if "at_least" not in (own.kind, fp32.kind):
+            return Fp32Forecast(own=own, fp32=fp32)
+    return None
+
+
+def _counterparts(run: Run, opened: Store) -> Iterator[Run]:
+    assert run.spec is not None  # watched, and no snapshot of unknown origin
+    for field, value in (("precision", "fp32"), ("checkpointing", "none")):
+        asked = {name: getattr(run.spec, name) for name in ("context", "precision")} | {"model": run.spec.model.label}
+        asked |= {field: value} if field in asked else {}
+        if getattr(run.spec, field) == value:
+            continue
+        for row in opened.rows(status="ok"):  # the newest first
+            if all(row.get(name) == wanted for name, wanted in asked.items()):
+                other = opened.get(str(row["id"]))
+                if isinstance(other, Run) and other.memory_profile and _differs_by(run, other, field, value):
+                    yield other
+                    break
+
+
+def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
+    """Whether the other is the same step on the same machine but for one field, where it has that value."""
+    assert run.spec is not None
+    wanted = _memory_fields(dataclasses.replace(run.spec, **{field: value}))  # type: ignore[arg-type]  # a field of it
+    return other.spec is not None and _memory_fields(other.spec) == wanted and _machine(other) == _machine(run)
+
+
+def _memory_fields(spec: StepSpec) -> StepSpec:
+    """The spec without what has no say in its memory; the device is the machine's."""
+    return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
+
+
+def _machine(run: Run) -> tuple[str | None, str | None]:
+    return run.device_name, run.environment.torch if run.environment else None
