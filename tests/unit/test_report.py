@@ -177,6 +177,19 @@ def test_a_failed_run_says_all_that_is_known_of_it() -> None:
     assert "\x1b" not in text
 
 
+def test_a_table_of_memory_keeps_the_peak_and_what_moves_it() -> None:
+    runs = [
+        watched_run({"precision": precision, "checkpointing": checkpointing}, name="a-name-as-long-as-names-become")
+        for precision in ("fp32", "bf16")
+        for checkpointing in ("none", "full")
+    ]
+    rows = [run_row(run) | {"compile": mode} for run, mode in zip(runs, ("off", "default") * 2, strict=True)]
+    for kept in ("allocated", "reserved", "checkpointing", "compile"):
+        assert kept in render_rows(rows, "table", width=120).splitlines()[0]
+    unwatched = [row | {"memory_source": None} for row in rows]
+    assert "checkpointing" not in render_rows(unwatched, "table", width=120).splitlines()[0]
+
+
 def test_the_run_view_fits_a_narrow_terminal() -> None:
     assert max(map(len, render_run(make_run(), width=70).splitlines())) <= 70
 
@@ -295,6 +308,21 @@ def test_the_summary_names_the_extremes_and_the_gain() -> None:
     assert gain.figure == f"{statistics.median(ratios):.2f}×"
     assert gain.text.startswith("bf16 instead of fp32")
     assert "4 pairs" in gain.text
+
+
+def test_a_gain_among_restless_timings_says_so() -> None:
+    settled, changed = make_run(seed=1), make_run({"precision": "bf16"}, seed=2)
+    assert settled.timing is not None
+    [step] = [samples for samples in settled.timing.back_to_back if samples.phase == "step"]
+    climbing = tuple(0.5 * 1.5**number for number in range(len(step.host_s)))
+    others = tuple(samples for samples in settled.timing.back_to_back if samples.phase != "step")
+    samples = dataclasses.replace(step, host_s=climbing, device_s=climbing if step.device_s else step.device_s)
+    timing = dataclasses.replace(settled.timing, back_to_back=(samples, *others))
+    restless = dataclasses.replace(settled, timing=timing)
+    caveat = "The step times were not steady."
+    told = {run.id: " ".join(fact.text for fact in facts(cells_of([run, changed]))) for run in (settled, restless)}
+    assert caveat not in " ".join(fact.text for fact in facts(cells_of([settled, changed])))
+    assert caveat in told[restless.id]
 
 
 def test_a_gain_that_could_be_chance_is_said_to_be() -> None:

@@ -34,9 +34,12 @@ from steplab.report.memory_rows import allocation_rows, category_rows, render_al
 from steplab.report.memory_tensors import derivation, saved_by, what_it_is
 from steplab.report.memory_text import render_memory
 from steplab.report.memory_words import (
+    allocation_words,
     around_sentences,
     check_sentences,
+    heading,
     largest_sentences,
+    parts_sentence,
     peak_sentence,
     residual_sentence,
     saved_sentences,
@@ -269,6 +272,17 @@ def test_sizes_that_are_alike_are_not_told_apart() -> None:
     assert derivation((2048, 768), "float32", square) == "2048 × 768 × 4 (float32)"
 
 
+@pytest.mark.parametrize("context", [64, 32])  # as wide as a head, and as one of the halves that are turned
+def test_scores_that_a_query_could_be_are_not_called_scores(context: int) -> None:
+    spec = resolve_step({"model": "small", "context": context})
+    shape = (4, 12, context, context)
+    for op in ("aten::bmm", "aten::mul.Tensor", "aten::_to_copy"):
+        made = Allocation(requested_bytes=1, block_bytes=1, category="activations", op=op, shape=shape)
+        assert what_it_is(made, spec) is None
+    assert saved_by(kept_by_a_graph(shape, 1, "float32"), spec) == f"4 × 12 × {context} × {context} float32"
+    assert derivation(shape, "float32", spec) == f"4 × 12 × {context} × {context} × 4 (float32)"
+
+
 def test_the_largest_allocation_has_its_line_its_derivation_and_those_alike() -> None:
     first, together = largest_sentences(FP32, profile_of(FP32))
     assert first == (
@@ -317,9 +331,35 @@ def test_the_five_largest_contributors_and_their_share() -> None:
     first = profile.blocks[0]
     assert first.gradient_bytes is not None
     assert block == (
-        f"blocks.0 keeps {units.format_bytes(first.saved_bytes)}, {first.saved_bytes / (4 * 4 * 512 * 768):.1f} times "
-        f"its input, and its backward pass leaves {units.format_bytes(first.gradient_bytes)} of parameters' gradients."
+        f"blocks.0 keeps {units.format_bytes(first.saved_bytes)} of activations, "
+        f"{first.saved_bytes / (4 * 4 * 512 * 768):.1f} times its input, "
+        f"and its backward pass leaves {units.format_bytes(first.gradient_bytes)} of parameters' gradients."
     )
+
+
+def test_the_copies_of_weights_that_a_block_keeps_are_told_beside_its_activations() -> None:
+    def copies(count: int) -> SavedTensors:
+        return SavedTensors(module="blocks.*.feed_forward", op="MmBackward0", shape=(768, 3072), dtype="bfloat16",
+                            count=count, stored_bytes=120 * MIB, category="autocast_copies")  # fmt: skip
+
+    def told(count: int, **fields: Any) -> str:
+        profile = replace(profile_of(BF16), saved=(copies(count),), **fields)
+        return next(text for text in saved_sentences(BF16, profile) if text.startswith("blocks.0"))
+
+    assert ", and 10.0 MiB of low-precision copies of its weights" in told(12)
+    assert ", low-precision copies of its weights apart" in told(11)
+    assert ", low-precision copies of its weights apart" in told(12, saved_left_out=LeftOut(count=1, num_bytes=1))
+    assert not any("copies of its" in text for text in saved_sentences(FP32, profile_of(FP32)))
+
+
+def test_an_imported_history_says_when_its_parts_were_allocated_and_says_it_once() -> None:
+    profile = replace(profile_of(IMPORTED), at_peak={"before": 75 * MIB, "during": 25 * MIB}, peak_bytes=100 * MIB)
+    assert parts_sentence(profile) == (
+        "Of it 75.0 % was allocated before the history, 25.0 % was allocated during the history."
+    )
+    before = Allocation(requested_bytes=1, block_bytes=1, category="before")
+    assert allocation_words(before, IMPORTED) == "allocated before the history"
+    assert "one allocation or release" in heading(IMPORTED, replace(profile, num_events=1))
 
 
 def test_what_the_lists_were_too_short_for_is_counted_in_the_totals() -> None:
@@ -485,9 +525,9 @@ def test_casts_of_weights_that_a_compiled_graph_keeps_are_no_activations() -> No
         "they stand among the activations.",
         "Of the 350 MiB of activations kept for backward 85.7 % is bfloat16; 50.0 MiB stay float32.",
         "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 76.9 % of the peak.",
-        "Kept in float32 the low-precision activations would take 300 MiB more: autocast cannot lower this peak by more "
-        "than that, temporaries apart, and may raise it: 100 MiB of weight copies, alive at the peak, would not be there "
-        "in fp32. The same cell in fp32 would tell.",
+        "Kept in float32 the low-precision activations would take 300 MiB more: autocast cannot lower this peak by "
+        "more than that, temporaries apart, and may raise it: 100 MiB of weight copies, alive at the peak, would not "
+        "be there in fp32. The same cell in fp32 would tell.",
     ]
     # 60 MiB of what was kept is gone by the peak: perhaps casts, so that the bound counts on 40 MiB of them alone.
     *_, late = precision_sentences(like(COMPILED, STATES | {"activations": 390}, saved=kept), None)
@@ -563,9 +603,9 @@ def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() 
         "Of the 400 MiB of activations kept for backward 75.0 % is bfloat16; 100 MiB stay float32 (most of it: "
         "Softmax 80.0 MiB, FusedRmsNorm 20.0 MiB).",
         "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 75.0 % of the peak.",
-        "Kept in float32 the low-precision activations would take 300 MiB more: autocast cannot lower this peak by more "
-        "than that, temporaries apart, and may raise it: 100 MiB of weight copies, alive at the peak, would not be there "
-        "in fp32. The same cell in fp32 would tell.",
+        "Kept in float32 the low-precision activations would take 300 MiB more: autocast cannot lower this peak by "
+        "more than that, temporaries apart, and may raise it: 100 MiB of weight copies, alive at the peak, would not "
+        "be there in fp32. The same cell in fp32 would tell.",
     ]
     assert alone.spec is not None
     flash = replace(alone, spec=replace(alone.spec, attention="sdpa_flash"))

@@ -154,6 +154,19 @@ def test_prefixes_resolve_as_in_git(store: Store) -> None:
         store.get("f")
 
 
+def test_a_name_that_one_record_alone_has_stands_for_it(store: Store) -> None:
+    store.add(make_run("aa11", name="bb"))
+    store.add(make_run("bb11", name="mine"))
+    for run_id in ("cc11", "cc12"):
+        store.add(make_run(run_id, name="twice"))
+    assert store.get("mine").id == "bb11"
+    assert store.get("bb").id == "bb11", "ids come first"
+    with pytest.raises(UserError, match="'twice' is the name of more than one record: cc1.*--name"):
+        store.get("twice")
+    with pytest.raises(UserError, match="no record 'min'"):
+        store.get("min")
+
+
 def test_rows_are_newest_first_and_filtered(store: Store) -> None:
     store.add(make_run("a", second=5, name="x"))
     store.add(make_run("b", second=9, name="y"))

@@ -53,6 +53,7 @@ def run_row(run: Run) -> Row:
         "peak_allocated_bytes": peak.peak_allocated_bytes if peak else watched.peak_bytes if watched else None,
         "peak_reserved_bytes": peak.peak_reserved_bytes if peak else watched.reserved_bytes if watched else None,
         "host_peak_bytes": memory.host_peak_bytes if memory else None,
+        "memory_source": run.memory_profile.source if run.memory_profile else None,
         "failure": run.failure.message if run.failure else None,
     }
     return row

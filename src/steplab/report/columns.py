@@ -120,6 +120,23 @@ COLUMNS: tuple[Column, ...] = (
 `failure`."""
 
 
+_MEMORY_RANKS = {
+    "peak_allocated_bytes": 0,
+    **dict.fromkeys(("batch", "pass", "compile", "checkpointing", "peak_reserved_bytes"), 1),
+    **dict.fromkeys(("name", "attention"), 2),
+    "mfu": 3,
+}
+"""What stays the longest where a table is of memory: the peak, and what moves it."""
+
+
+def columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """COLUMNS; where most of the runs were watched for their memory, ranked for that."""
+    watched = sum(row.get("memory_source") is not None for row in rows)
+    if 2 * watched <= len(rows):
+        return COLUMNS
+    return tuple(replace(column, rank=_MEMORY_RANKS.get(column.key, column.rank)) for column in COLUMNS)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sheet:
     """A table ready to be written down in any syntax."""

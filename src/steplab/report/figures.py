@@ -14,6 +14,8 @@ T = TypeVar("T")
 WARMUP_COUNTS = (0, 1, 2, 5)
 """Numbers of warm-up steps whose effect is shown."""
 
+_FEWEST = 4  # steps from which stats.steady_from says anything
+
 PARTS = ("forward", "backward", "optimizer")
 """Parts of a built-in step, in the order they run."""
 
@@ -54,12 +56,18 @@ def warmup_study(timing: Timing, counts: Sequence[int] = WARMUP_COUNTS) -> list[
 
 def steady_words(samples: Sequence[float]) -> str:
     """When the step time settled, counting steps from 1: 'steady from step 3 of 15'."""
-    if len(samples) < 4:
-        return f"too few steps to say when it is steady ({len(samples)}; 4 are the least)"
+    if len(samples) < _FEWEST:
+        return f"too few steps to say when it is steady ({len(samples)}; {_FEWEST} are the least)"
     first = stats.steady_from(samples)
     if first is None:
         return f"not steady in {len(samples)} steps"
     return f"steady from step {first + 1} of {len(samples)}"
+
+
+def never_steady(run: Run) -> bool:
+    """Whether its step times did not settle, in steps enough to say so."""
+    samples = curve(run.timing) if run.timing else ()
+    return len(samples) >= _FEWEST and stats.steady_from(samples) is None
 
 
 def phase_names(run: Run) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from steplab.errors import UserError
 from steplab.records.rows import Row
-from steplab.report.columns import COLUMNS, Column, Sheet, make_sheet
+from steplab.report.columns import Column, Sheet, columns_of, make_sheet
 from steplab.report.terminal import draw, plain, terminal_width
 
 Format = Literal["table", "json", "csv", "md", "latex"]
@@ -25,15 +25,15 @@ def render_rows(
     rows: Sequence[Row],
     format: str,
     *,
-    columns: Sequence[Column] = COLUMNS,
+    columns: Sequence[Column] | None = None,
     empty: str = "no runs",
     width: int | None = None,
     color: bool = False,
 ) -> str:
     """The rows in one of FORMATS, without a newline at the end; `empty` is what people read where there are none.
 
-    `columns` are those that the formats for people can have. `width` and `color` concern the terminal table alone;
-    width None is the terminal's own.
+    `columns` are those that the formats for people can have; None: those that suit the rows. `width` and `color`
+    concern the terminal table alone; width None is the terminal's own.
     Raises UserError for a format that does not exist.
     """
     if format not in FORMATS:
@@ -44,7 +44,8 @@ def render_rows(
         return _csv(rows)
     if not rows:
         return empty
-    sheet = make_sheet([{k: plain(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows], columns)
+    shown = [{k: plain(v) if isinstance(v, str) else v for k, v in row.items()} for row in rows]
+    sheet = make_sheet(shown, columns_of(rows) if columns is None else columns)
     if format == "table":
         return _table(sheet, width or terminal_width(), color)
     return _markdown(sheet) if format == "md" else _latex(sheet)

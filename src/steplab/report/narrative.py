@@ -7,7 +7,7 @@ from statistics import median
 from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.report.cells import FIELDS, Cell, label, said, varying
-from steplab.report.figures import step_median, step_samples
+from steplab.report.figures import never_steady, step_median, step_samples
 from steplab.report.memory_facts import memory_facts
 from steplab.report.shares import format_share
 
@@ -134,9 +134,11 @@ def _gain(pairs: Sequence[Pair], choice: str, others: Sequence[str]) -> Fact:
     least, most = pairs[0], pairs[-1]
     times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
     unsure = sum(1 for pair in pairs if _overlap(pair.before, pair.after))
+    restless = sum(1 for pair in pairs if never_steady(pair.before.run) or never_steady(pair.after.run))
     if len(pairs) == 1:
         text = f"{choice}: {_speed(middle)} at {label(most.before, others)} ({times})."
         text += " The intervals overlap." if unsure else ""
+        text += " The step times were not steady." if restless else ""
     else:
         text = (
             f"{choice}: {_speed(middle)} in the median of {len(pairs)} pairs of cells alike in all else; "
@@ -144,6 +146,7 @@ def _gain(pairs: Sequence[Pair], choice: str, others: Sequence[str]) -> Fact:
             f"least, {_times(least.ratio)}, at {label(least.before, others)}."
         )
         text += f" In {unsure} of {len(pairs)} the intervals overlap." if unsure else ""
+        text += f" In {restless} of {len(pairs)} the step times were not steady." if restless else ""
     return Fact(figure=_times(middle), text=text, wide=True)
 
 

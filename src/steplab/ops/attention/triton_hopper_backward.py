@@ -58,8 +58,8 @@ def _load_for_keys(q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, minus_d_t
 
 @gluon.jit
 def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s, minus_d,
-                   scale_log2, first_key, first_query, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-                   M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+                   scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
+                   CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """What the consumer's keys get from the i-th tile of queries; of dK, what they get from the tile before."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, dk_RD.type.layout, 2)
@@ -78,9 +78,11 @@ def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q
     p_RM = gl.exp2(s_RM * scale_log2)
     if MASKED:
         keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))[:, None]
-        seen = keys < num_keys
+        queries = (first_query + gl.arange(0, M, gl.SliceLayout(0, S)))[None, :]
+        # Queries beyond the last are zeros, which a key of infinities makes NaN of.
+        seen = (keys < num_keys) & (queries < num_queries)
         if CAUSAL:
-            seen = seen & (keys <= (first_query + gl.arange(0, M, gl.SliceLayout(0, S)))[None, :])
+            seen = seen & (keys <= queries)
         p_RM = gl.where(seen, p_RM, 0.0)
     weights_RM = gl.convert_layout(p_RM.to(q_MD.dtype), P)
     dp_RM = warpgroup_mma_wait(NUM_STARTED, [dp_RM])
@@ -98,9 +100,9 @@ def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q
 
 
 @gluon.jit
-def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked, num_keys,
-                      scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
-                      CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
+def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked, num_whole,
+                      num_queries, num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s,
+                      minus_d, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
                       REST: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
@@ -118,12 +120,20 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
         for t in range(num_masked):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
                 h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                minus_d, scale_log2, first_key, first_query + t * M, num_keys, True, CAUSAL, M, MAIN, REST,
+                minus_d, scale_log2, first_key, first_query + t * M, num_queries, num_keys, True, CAUSAL, M, MAIN,
+                REST,
             )  # fmt: skip
-        for t in range(num_masked, num_tiles):
+        for t in range(num_masked, num_whole):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
                 h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                minus_d, scale_log2, first_key, first_query + t * M, num_keys, False, CAUSAL, M, MAIN, REST,
+                minus_d, scale_log2, first_key, first_query + t * M, num_queries, num_keys, False, CAUSAL, M, MAIN,
+                REST,
+            )  # fmt: skip
+        for t in range(gl.maximum(num_masked, num_whole), num_tiles):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
+                minus_d, scale_log2, first_key, first_query + t * M, num_queries, num_keys, True, CAUSAL, M, MAIN,
+                REST,
             )  # fmt: skip
     if num_tiles > 0:
         last_MD = q_ring.slot(sharing * num_tiles - 1)
@@ -156,10 +166,12 @@ def backward_kv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, 
     kv_head = gl.program_id(0) // num_columns % num_kv_heads
     first_query = 0
     num_tiles = gl.cdiv(num_queries, M)
+    num_whole = num_queries // M
     num_masked = 0
     if CAUSAL:
         first_query = first_key // M * M
         num_tiles = gl.maximum(num_tiles - first_key // M, 0)
+        num_whole = gl.maximum(num_whole - first_key // M, 0)
         num_masked = gl.minimum(num_tiles, gl.cdiv(first_key + N - 1 - first_query, M))
     if first_key + N > num_keys:
         num_masked = num_tiles
@@ -173,10 +185,10 @@ def backward_kv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, 
     fence_async_shared()
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
+                             num_whole, num_queries, num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
                              FIRST, CAUSAL, M, MAIN, REST)),
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
+                             num_whole, num_queries, num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s, minus_d,
                              SECOND, CAUSAL, M, MAIN, REST)),
         (_load_for_keys, (q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, minus_d_tiles, b, kv_head, num_heads,
                           sharing, first_key, first_query, num_tiles, num_padded, k_own, v_own, kv_arrived, q_ring,
