@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.runs import grid, make_run, out_of_memory, recorder_run
+from tests.unit.memory_records import watched_run
 
 from steplab import units
 from steplab.errors import UserError
@@ -311,18 +312,17 @@ def test_the_summary_names_the_extremes_and_the_gain() -> None:
 
 
 def test_a_gain_among_restless_timings_says_so() -> None:
-    settled, changed = make_run(seed=1), make_run({"precision": "bf16"}, seed=2)
-    assert settled.timing is not None
-    [step] = [samples for samples in settled.timing.back_to_back if samples.phase == "step"]
-    climbing = tuple(0.5 * 1.5**number for number in range(len(step.host_s)))
-    others = tuple(samples for samples in settled.timing.back_to_back if samples.phase != "step")
-    samples = dataclasses.replace(step, host_s=climbing, device_s=climbing if step.device_s else step.device_s)
-    timing = dataclasses.replace(settled.timing, back_to_back=(samples, *others))
-    restless = dataclasses.replace(settled, timing=timing)
-    caveat = "The step times were not steady."
-    told = {run.id: " ".join(fact.text for fact in facts(cells_of([run, changed]))) for run in (settled, restless)}
-    assert caveat not in " ".join(fact.text for fact in facts(cells_of([settled, changed])))
-    assert caveat in told[restless.id]
+    climbing = timed([0.5 * 1.5**number for number in range(8)]).timing
+    runs = grid({"context": [128, 256], "precision": ["fp32", "bf16"]})
+    told = " ".join(fact.text for fact in facts(cells_of(runs)))
+    assert "steady" not in told
+    told = " ".join(fact.text for fact in facts(cells_of([replace(runs[0], timing=climbing), *runs[1:]])))
+    assert "In 1 of 2 the step times were not steady." in told
+    told = " ".join(fact.text for fact in facts(cells_of([replace(runs[0], timing=climbing), runs[1]])))
+    assert told.count("The step times were not steady.") == 1
+    too_few = timed([0.5, 0.9, 1.5]).timing
+    told = " ".join(fact.text for fact in facts(cells_of([replace(runs[0], timing=too_few), runs[1]])))
+    assert "steady" not in told, "three steps say nothing"
 
 
 def test_a_gain_that_could_be_chance_is_said_to_be() -> None:

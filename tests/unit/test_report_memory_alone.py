@@ -117,6 +117,7 @@ def test_a_difference_within_the_dry_runs_own_error_has_no_direction(pairs: list
     assert forecast is not None
 
     def told(own_error: int, fp32_change: int) -> str:
+        assert forecast is not None
         own = dataclasses.replace(forecast.own, peak_bytes=profile.peak_bytes + own_error)
         fp32 = dataclasses.replace(forecast.fp32, peak_bytes=profile.peak_bytes + fp32_change)
         return forecast_sentence("bf16 autocast", profile, Fp32Forecast(own=own, fp32=fp32))
@@ -129,6 +130,19 @@ def test_a_difference_within_the_dry_runs_own_error_has_no_direction(pairs: list
             "too near to this cell's to say whether bf16 autocast lowers the peak or raises it."
         )
     assert told(0, 100).endswith("with bf16 autocast the peak is where it would be.")
+
+
+def test_an_estimate_tells_a_direction_only_beyond_what_estimates_are_off_by(runs: list[Run]) -> None:
+    found = {}
+    for run in runs:
+        if run.spec and run.spec.compile != "off" and (forecast := fp32_forecast(run)):
+            text = forecast_sentence("bf16 autocast", memory_of(run), forecast)
+            assert "the estimate of the step" in text
+            change = abs(memory_of(run).peak_bytes / forecast.fp32.peak_bytes - 1)
+            found["too near" in text] = True
+            assert ("too near" in text) == (change <= 0.0305) or 0.028 < change < 0.07, text
+            assert abs(forecast.own.peak_bytes / memory_of(run).peak_bytes - 1) < 0.03
+    assert set(found) == {True, False}
 
 
 def test_only_a_low_precision_step_on_cuda_has_a_forecast(pairs: list[tuple[Run, Run]]) -> None:

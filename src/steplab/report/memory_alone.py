@@ -11,22 +11,26 @@ from steplab.specs.attention_kernels import refuse_unserved_attention
 
 _SAFELY = 2
 """How many times its own error a predicted difference must have for its sign to be told."""
+_ESTIMATES_ARE_OFF = 0.03
+"""Of the peak: by so much the estimates of recorded compiled steps are off at most, whatever one of them met."""
 _CLOSE = 1e-3
 
 
 def forecast_sentence(name: str, profile: MemoryProfile, forecast: Fp32Forecast) -> str:
     """Which way low precision, called `name`, moves the peak, by what a dry run predicts in fp32; none where the
-    difference is within the dry run's error."""
+    difference is within the prediction's error."""
     own, fp32, measured = forecast.own.peak_bytes, forecast.fp32.peak_bytes, profile.peak_bytes
     error = abs(own - measured)
-    how = "estimate" if "estimate" in (forecast.own.kind, forecast.fp32.kind) else "dry run"
+    is_estimate = "estimate" in (forecast.own.kind, forecast.fp32.kind)
+    how = "estimate" if is_estimate else "dry run"
+    doubt = max(_SAFELY * error, int(_ESTIMATES_ARE_OFF * measured) if is_estimate else 0)
     met = "to the byte" if not error else f"within {_up(100 * error / measured)} %"
     predicts = f"predicts {units.format_bytes(fp32)} in fp32"
     text = f"No cell in fp32 was measured; the {how} of the step, which met this peak {met}, {predicts}"
     moved = moved_words(measured, fp32)
-    if moved is None:
+    if moved is None and not is_estimate:
         return f"{text}: with {name} the peak is where it would be."
-    if abs(measured - fp32) <= _SAFELY * error:
+    if moved is None or abs(measured - fp32) <= doubt:
         return f"{text}: too near to this cell's to say whether {name} lowers the peak or raises it."
     size = units.format_bytes(abs(measured - fp32))
     text += f": with {name} the peak is {moved}, by {size}."
