@@ -34,7 +34,7 @@ def event(action: str, address: int, size: int, time_us: int) -> dict[str, Any]:
     return {"action": action, "addr": address, "size": size, "stream": 0, "frames": [], "time_us": time_us}
 
 
-SNAPSHOT = {
+SNAPSHOT: dict[str, Any] = {
     "segments": [
         {"device": 0, "address": 4096, "total_size": 700, "allocated_size": 700, "active_size": 700, "stream": 0,
          "segment_type": "large", "blocks": [block(4096, 700)]},

@@ -186,9 +186,9 @@ def test_a_table_of_memory_keeps_the_peak_and_what_moves_it() -> None:
     ]
     rows = [run_row(run) | {"compile": mode} for run, mode in zip(runs, ("off", "default") * 2, strict=True)]
     for kept in ("allocated", "reserved", "checkpointing", "compile"):
-        assert kept in render_rows(rows, "table", width=120).splitlines()[0]
+        assert kept in render_rows(rows, "table", width=92).splitlines()[0]
     unwatched = [row | {"memory_source": None} for row in rows]
-    assert "checkpointing" not in render_rows(unwatched, "table", width=120).splitlines()[0]
+    assert "reserved" not in render_rows(unwatched, "table", width=92).splitlines()[0]
 
 
 def test_the_run_view_fits_a_narrow_terminal() -> None:
@@ -341,7 +341,7 @@ def test_a_gain_within_the_noise_says_that_the_intervals_overlap() -> None:
     before = replace(run, timing=timed(noisy).timing)
     after = replace(run, id="after", spec=replace(run.spec, precision="bf16"), timing=timed(noisy[:3]).timing)
     (gain,) = [fact for fact in facts(cells_of([before, after])) if "instead of" in fact.text]
-    assert gain.text.endswith("The intervals overlap.")
+    assert "The intervals overlap." in gain.text
 
 
 def test_the_summary_counts_failures() -> None:

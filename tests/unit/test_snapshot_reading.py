@@ -215,7 +215,7 @@ def test_a_key_whose_hash_would_recurse_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "what"),
     [
-        (b"\x8d" + (1 << 40).to_bytes(8, "little"), "a text of 1024 GiB"),
+        (b"\x8d" + (1 << 40).to_bytes(8, "little"), "a text of 1.00 TiB"),
         (b"X" + (1 << 30).to_bytes(4, "little"), "a text of 1.00 GiB"),
         (b"\x8e" + (1 << 62).to_bytes(8, "little"), "a string of bytes of"),
         (b"B" + (1 << 31).to_bytes(4, "little"), "a string of bytes of 2.00 GiB"),
