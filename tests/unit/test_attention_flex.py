@@ -59,10 +59,10 @@ def test_many_shapes_in_one_process_are_each_compiled(monkeypatch: pytest.Monkey
     monkeypatch.setattr("steplab.ops.attention.flex._compiled", _compiled.__wrapped__)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    for length in range(1, 5):
-        q = torch.randn(1, 2, length, 8)
-        torch.testing.assert_close(attention(q, q, q, implementation="flex"), attention(q, q, q))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in range(1, 5):
+            q = torch.randn(1, 2, length, 8)
+            torch.testing.assert_close(attention(q, q, q, implementation="flex"), attention(q, q, q))
     assert len(compiled) == 4
 
 
