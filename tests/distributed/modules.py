@@ -1,9 +1,11 @@
 """Small modules in float64, each with something that data parallelism could get wrong."""
 
 import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -11,6 +13,12 @@ from torch.utils.checkpoint import checkpoint
 def plain() -> nn.Sequential:
     """Four parameters, and two of a norm."""
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 8)).double()
+
+
+def in_channels_last(module: nn.Module) -> nn.Module:
+    """With the weights of convolutions laid out so; torch's annotations do not know the argument."""
+    convert: Any = module.to
+    return convert(memory_format=torch.channels_last)
 
 
 class Awkward(nn.Module):
@@ -43,7 +51,7 @@ class Strided(nn.Module):
         super().__init__()
         self.transposed = nn.Parameter(torch.randn(6, 8, dtype=torch.float64).t())
         self.sliced = nn.Parameter(torch.randn(8, 12, dtype=torch.float64)[:, ::2])
-        self.conv = nn.Conv2d(2, 3, 3, padding=1).double().to(memory_format=torch.channels_last)
+        self.conv = in_channels_last(nn.Conv2d(2, 3, 3, padding=1).double())
         self.summed = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,6 +86,11 @@ class TwoWays(nn.Module):
         return self.b(self.a(x).tanh()) if a_first else self.a(self.b(x).tanh())
 
 
+def square(width: int, bias: bool = True) -> nn.Linear:
+    """A layer that can be put anywhere."""
+    return nn.Linear(width, width, bias=bias)
+
+
 class RandomGraph(nn.Module):
     """Layers of random kinds, chained, added and left out at random; what is used depends on a number as well."""
 
@@ -88,9 +101,8 @@ class RandomGraph(nn.Module):
         self.layers = nn.ModuleList()
         self.plan: list[tuple[int, int, int]] = []
         for place in range(chance.randint(1, 7)):
-            layer: nn.Module = chance.choice(
-                [lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width), lambda: nn.Linear(width, width, False)]
-            )()
+            kinds: list[Callable[[int], nn.Module]] = [square, nn.LayerNorm, partial(square, bias=False)]
+            layer = chance.choice(kinds)(width)
             self.layers.append(layer.to(chance.choice([torch.float64, torch.float64, torch.float32])))
             if chance.random() < 0.2:
                 layer.requires_grad_(False)
@@ -109,5 +121,5 @@ class RandomGraph(nn.Module):
             layer = self.layers[place]
             dtype = next(layer.parameters()).dtype
             for _ in range(uses):
-                x = x + F.tanh(layer(x.to(dtype)).double())
+                x = x + torch.tanh(layer(x.to(dtype)).double())
         return x * self.scale

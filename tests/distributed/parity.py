@@ -73,9 +73,7 @@ def assert_trains_alike(
             descend(trained)
             trained.zero_grad(set_to_none)
         for (name, expected), found in zip(alone.named_parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(
-                found, expected, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
     return model
 
 
@@ -84,7 +82,7 @@ def descend(module: nn.Module) -> None:
     """A step of plain gradient descent."""
     for parameter in module.parameters():
         if parameter.grad is not None:
-            parameter -= 0.1 * parameter.grad
+            parameter.sub_(0.1 * parameter.grad)
 
 
 def assert_gradients_are_equal_over_ranks(module: nn.Module) -> None:

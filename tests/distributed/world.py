@@ -6,13 +6,13 @@ case gets a process group of its own, so that one that fails or hangs leaves the
 
 import importlib
 import multiprocessing
-import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 CASE_TIMEOUT_S = 30
@@ -47,15 +47,24 @@ class Cases:
                 assert not found, "\n".join(found)
 
 
-def run_world(module: str, names: list[str], size: int, timeout_s: float = WORLD_TIMEOUT_S) -> dict[str, list[str]]:
+def run_world(
+    module: str,
+    names: list[str],
+    size: int,
+    timeout_s: float = WORLD_TIMEOUT_S,
+    case_timeout_s: float = CASE_TIMEOUT_S,
+) -> dict[str, list[str]]:
     """For each case, what went wrong on which rank; `module` has the `Cases` under the name `cases`."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])  # imported once for all ranks
     problems: dict[str, list[str]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
             here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(module, names, rank, size, folder, there), daemon=True)
+            process = context.Process(
+                target=_rank, args=(module, names, case_timeout_s, rank, size, folder, there), daemon=True
+            )
             process.start()
             there.close()
             pipes.append(here)
@@ -81,18 +90,17 @@ def _receive(pipe: Connection, deadline: float) -> str | None:
         return "the process has died in this case or before it"
 
 
-def _rank(module: str, names: list[str], rank: int, size: int, folder: str, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _rank(module: str, names: list[str], timeout_s: float, rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     functions = importlib.import_module(module).cases.functions
     for name in names:
-        store = dist.FileStore(os.path.join(folder, name), size)
+        store = dist.FileStore(str(Path(folder, name)), size)  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=CASE_TIMEOUT_S)
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
             )
             torch.manual_seed(0)
             functions[name]()
