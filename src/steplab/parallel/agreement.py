@@ -1,0 +1,94 @@
+"""What the ranks have to agree on, once at the start and then every step; all of it from CPU to CPU."""
+
+import warnings
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steplab.errors import UserError
+from steplab.parallel.collectives import Collectives
+
+
+def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
+    """Raise UserError, on all ranks, where they differ in a setting, in which tensors they have, or in their form.
+
+    Args:
+        collectives: those of the group.
+        settings: what the user chose, by name.
+        tensors: for each parameter and buffer, by name, its form in words.
+    """
+    everyone = collectives.host_gather((dict(settings), dict(tensors)))
+    first_settings, first_tensors = everyone[0]
+    for rank, (others_settings, others_tensors) in enumerate(everyone):
+        for name, value in first_settings.items():
+            if others_settings[name] != value:
+                raise UserError(
+                    f"{name} is {value!r} on rank 0 and {others_settings[name]!r} on rank {rank}: "
+                    "every rank has to be given the same"
+                )
+        for name in [*first_tensors, *others_tensors]:
+            here, there = first_tensors.get(name, "absent"), others_tensors.get(name, "absent")
+            if here != there:
+                raise UserError(
+                    f"{name} is {here} on rank 0 and {there} on rank {rank}: every rank has to build the same module"
+                )
+        if list(first_tensors) != list(others_tensors):
+            raise UserError(
+                f"rank 0 and rank {rank} have their parameters and buffers in another order: "
+                "every rank has to build the same module in the same way"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all ranks know of a step."""
+
+    present: list[bool]
+    """For each parameter, whether any rank has a gradient."""
+    late: list[bool]
+    """For each parameter, whether any rank has a gradient that came after its bucket was launched."""
+
+
+class StepAgreement:
+    """One exchange a step, and the comparison of the order in which gradients became ready.
+
+    Orders are compared by a checksum that rides along; only where that differs do the ranks send each other the orders.
+    The first difference is kept and warned of; after that orders are compared no more.
+    """
+
+    def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
+        self._collectives = collectives
+        self._names = names
+        self.difference: str | None = None
+
+    def exchange(self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]) -> Agreed:
+        """Give what holds on this rank, a flag a parameter and the order of readiness; get what holds on any."""
+        checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
+        values = torch.tensor([*present, *late, checksum, -checksum], dtype=torch.int64)
+        *flags, largest, smallest_negated = self._collectives.host_maximum(values).tolist()
+        if largest != -smallest_negated:
+            self._compare(self._collectives.host_gather(list(order)))
+        count = len(present)
+        return Agreed(present=[bool(flag) for flag in flags[:count]], late=[bool(flag) for flag in flags[count:]])
+
+    def _compare(self, orders: list[list[int]]) -> None:
+        common = set(orders[0]).intersection(*orders)  # what a rank has no gradient of is no matter of order
+        alike = [[index for index in order if index in common] for order in orders]
+        for rank, order in enumerate(alike):
+            for place, (expected, found) in enumerate(zip(alike[0], order, strict=True), start=1):
+                if expected != found:
+                    self.difference = (
+                        f"gradients become ready in another order on rank {rank} than on rank 0: as number {place} "
+                        f"came {self._names[found]} there and {self._names[expected]} on rank 0"
+                    )
+                    warnings.warn(
+                        f"{self.difference}; buckets are launched in one fixed order all the same, so the result is "
+                        "right, but a rank that is early waits for the others",
+                        RuntimeWarning,
+                        stacklevel=4,
+                    )
+                    return

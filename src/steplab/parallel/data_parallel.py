@@ -1,0 +1,200 @@
+"""Data parallelism: every rank has the whole module and a part of the batch; gradients are averaged over ranks.
+
+    model = DataParallel(module, strategy="bucketed")
+    for batch in batches:
+        model(batch).mean().backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+
+Four strategies give the same gradients and differ in when and how they travel:
+
+| strategy   | collectives                                    | launched                                       |
+|------------|------------------------------------------------|------------------------------------------------|
+| `naive`    | one a parameter, each waited for               | after backward                                 |
+| `flat`     | one a dtype and device                         | after backward                                 |
+| `overlap`  | one a parameter                                | as its gradient is ready                       |
+| `bucketed` | one a bucket of at most `bucket_size_mb`       | as a bucket's gradients are ready              |
+
+Where the loss is the mean over a rank's batch and all ranks have batches of one size, the averages are the gradients of
+the mean over the whole batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steplab.errors import Unsupported, UserError
+from steplab.parallel.agreement import check_alike
+from steplab.parallel.collectives import Collectives, collectives_of
+from steplab.parallel.reduction import GradientReducer
+from steplab.parallel.strategies import strategy_of
+
+WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
+_PREFIX = "module."
+
+
+class DataParallel(nn.Module):
+    """A module whose gradients are averaged over the ranks of a group.
+
+    Built by all ranks together, after the module is on its device: they check that they built the same one and were
+    given the same settings, and take rank 0's parameters and buffers. Buffers are not synchronised after that.
+
+    `forward` and every attribute are the inner module's, and so are the names in `state_dict()`, `named_parameters()`
+    and `named_buffers()`: none begins with `module.`, so that a checkpoint of the one loads into the other. (A module
+    that `torch.compile(module)` returned has names with `_orig_mod.` of torch's own; `module.compile()` has not.)
+
+    Which parameters have gradients may differ between ranks and steps; one that has none on a rank counts as zero
+    there, and where no rank has one it stays None. Parameters that require no gradient at the start are left alone.
+
+    With `compress="bf16"`, gradients of float32 and float64 travel as bf16, are summed in it, and take memory for
+    a copy in bf16.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: str = "bucketed",
+        bucket_size_mb: float = 25.0,
+        group: dist.ProcessGroup | Collectives | None = None,
+        compress: str | None = None,
+    ) -> None:
+        """See the class; `bucket_size_mb` is in units of 1e6 bytes of gradients, and matters to `bucketed` alone.
+
+        Raises UserError where a setting is not valid, no processes are joined, or the ranks differ; Unsupported where
+        the module makes sparse gradients.
+        """
+        super().__init__()
+        chosen = strategy_of(strategy, bucket_size_mb)
+        if compress not in WIRE_DTYPES:
+            raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients as they are")
+        self.module = module
+        collectives = collectives_of(group)
+        settings = {"strategy": strategy, "bucket_size_mb": bucket_size_mb, "compress": compress}
+        check_alike(collectives, settings, _forms(module))
+        _refuse_sparse(module)
+        _broadcast_from_first(module, collectives)
+        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        trained.reverse()  # backward reaches last what forward used first
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+        self._trained_names = [name for name, _ in trained]
+        self._reducer = GradientReducer(
+            self._trained_names, [p for _, p in trained], chosen, WIRE_DTYPES[compress], collectives
+        )
+        nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the inner module returns."""
+        return self.module(*args, **kwargs)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Average the gradients of all backward passes since the last time; call it before the optimizer's step.
+
+        A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks. Between
+        backward and this, gradients that are under way are not to be seen in `.grad`, and `zero_grad` does not reach
+        them.
+
+        Raises UserError within `no_sync`, and where a parameter was frozen when this was built and no longer is.
+        """
+        if not self._reducer.active:
+            raise UserError("gradients cannot be synchronised within no_sync: leave it first")
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UserError(f"{name} required no gradient when DataParallel was built: build it anew")
+        self._reducer.finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes within add to the gradients of this rank and send nothing; the next one outside sends all."""
+        before, self._reducer.active = self._reducer.active, False
+        try:
+            yield
+        finally:
+            self._reducer.active = before
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters that travel together, in the order of launch."""
+        return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
+
+    @property
+    def readiness_difference(self) -> str | None:
+        """How the ranks' orders of readiness were found to differ, in words; None if they were not."""
+        return self._reducer.agreement.difference
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the inner module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of the inner module; every rank has to load the same. `assign` would part parameters from their buckets.
+
+        Raises UserError for `assign=True`.
+        """
+        if assign:
+            raise UserError("assign=True would replace parameters: load into the module before building DataParallel")
+        return self.module.load_state_dict(state_dict, strict)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the inner module."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As of the inner module."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """What this has not, the inner module may have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+
+def _forms(module: nn.Module) -> dict[str, str]:
+    """The form of each parameter and buffer, in words; ranks have to agree on it."""
+
+    def form(tensor: Tensor) -> str:
+        gradient = "trained" if tensor.requires_grad else "not trained"
+        return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} strides {tensor.stride()} {gradient}"
+
+    return {name: form(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def _refuse_sparse(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            raise Unsupported(
+                f"data parallelism of {name or 'a module'} with sparse gradients",
+                "buckets hold gradients with all their elements",
+                "build the embedding with sparse=False",
+            )
+
+
+@torch.no_grad()
+def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
+    """One collective a tensor; those that are not contiguous travel as a copy that is."""
+    tensors = [*module.parameters(), *module.buffers()]
+    sent = [tensor.detach().contiguous() for tensor in tensors]
+    for pending in [collectives.broadcast(tensor, source=0) for tensor in sent]:
+        pending.wait()
+    for tensor, received in zip(tensors, sent, strict=True):
+        if received.data_ptr() != tensor.data_ptr():
+            tensor.copy_(received)
+
+
+def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """Where a module around this one loads its state: names there are as `state_dict` gives them."""
+    for key in list(state):
+        if key.startswith(prefix):
+            state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

@@ -1,0 +1,130 @@
+"""Gradients of one module, averaged over ranks: which bucket is launched when, whatever the ranks' backward passes did.
+
+One rule makes it impossible that ranks wait for different things: *buckets are launched in one fixed order, each once,
+and then all ranks exchange what they have*. The order in which gradients become ready decides only how early a bucket
+may go. From the exchange every rank knows, for each parameter, two things:
+
+- whether any rank has a gradient. Where none has, it stays None; where some have, it counts as zero on the others.
+- whether any rank has a gradient that came after the launch, from a second backward pass or from a second use of a
+  parameter under reentrant checkpointing. Such a bucket goes a second time: the average of the first launch, which is
+  equal on all ranks and so its own average, plus what came late. By linearity that is the average of the sums.
+
+A bucket that is under way has taken its gradients with it (`.grad` is None until the end), so a later backward pass
+makes new ones beside it and never writes to memory that is being reduced.
+
+A parameter that had no gradient in the last step is not waited for in the next, so that one that is not used does not
+hold back every bucket behind it. Should it come after all, it comes late.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from steplab.parallel.agreement import StepAgreement
+from steplab.parallel.buckets import Bucket, assign
+from steplab.parallel.collectives import Collectives
+from steplab.parallel.strategies import Strategy
+
+
+class GradientReducer:
+    """Averages the gradients of the parameters that require them, given in the order in which they become ready."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        strategy: Strategy,
+        wire_dtype: torch.dtype | None,
+        collectives: Collectives,
+    ) -> None:
+        self.active = True
+        self._parameters = tuple(parameters)
+        self._strategy = strategy
+        self._collectives = collectives
+        self._members = assign(self._parameters, strategy.bucket_bytes)
+        self._buckets = [Bucket([self._parameters[index] for index in group], wire_dtype) for group in self._members]
+        self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
+        self.agreement = StepAgreement(collectives, names)
+        self._expected = [True] * len(self._parameters)
+        self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
+        self._begin()
+        if strategy.during_backward:
+            for index, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(_hook(ref(self), index))
+
+    @property
+    def buckets(self) -> list[list[int]]:
+        """For each bucket, in the order of launch, the places of its parameters."""
+        return [list(group) for group in self._members]
+
+    def ready(self, index: int) -> None:
+        """The gradient of a parameter has been accumulated by a backward pass; launch what can go."""
+        with self._lock:
+            if not self.active or self._was_ready[index]:
+                return
+            self._was_ready[index] = True
+            self._order.append(index)
+            if self._expected[index]:
+                self._missing[self._bucket_of[index]] -= 1
+            while self._next < len(self._buckets) and self._missing[self._next] == 0:
+                self._launch_next()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Average every gradient there is, and give each parameter its own; a collective call."""
+        while self._next < len(self._buckets):
+            self._launch_next()
+            if self._strategy.one_at_a_time:
+                self._buckets[self._next - 1].wait()
+        late = [parameter.grad is not None for parameter in self._parameters]
+        present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
+        agreed = self.agreement.exchange(present, late, self._order)
+        self._launch_again(agreed.late)
+        for bucket, members in zip(self._buckets, self._members, strict=True):
+            for index, average in zip(members, bucket.wait(), strict=True):
+                self._parameters[index].grad = average if agreed.present[index] else None
+            bucket.release()
+        self._expected = present
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing of the coming step is there yet."""
+        self._next = 0
+        self._was_ready = [False] * len(self._parameters)
+        self._sent = [False] * len(self._parameters)
+        self._order: list[int] = []
+        self._missing = [sum(self._expected[index] for index in group) for group in self._members]
+
+    @torch.no_grad()  # a backward pass with create_graph records what its hooks do
+    def _launch_next(self) -> None:
+        gradients = self._take(self._members[self._next])
+        for index, gradient in zip(self._members[self._next], gradients, strict=True):
+            self._sent[index] = gradient is not None
+        self._buckets[self._next].launch(self._collectives, gradients)
+        self._next += 1
+
+    def _launch_again(self, late: Sequence[bool]) -> None:
+        for bucket, members in zip(self._buckets, self._members, strict=True):
+            if any(late[index] for index in members):
+                bucket.launch(self._collectives, bucket.add(self._take(members)))
+
+    def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
+        """The gradients, which their parameters have no longer."""
+        gradients = [self._parameters[index].grad for index in indices]
+        for index in indices:
+            self._parameters[index].grad = None
+        return gradients
+
+
+def _hook(reducer: "ReferenceType[GradientReducer]", index: int) -> Callable[[Tensor], None]:
+    """Tells the reducer while there is one: a parameter may outlive it and get another."""
+
+    def gradient_is_ready(_: Tensor) -> None:
+        living = reducer()
+        if living is not None:
+            living.ready(index)
+
+    return gradient_is_ready

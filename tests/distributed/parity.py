@@ -1,0 +1,95 @@
+"""Training on several ranks set beside training of the whole batch in one process."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steplab.parallel import DataParallel
+
+STRATEGIES = ("naive", "flat", "overlap", "bucketed")
+TINY_MB = 0.001
+"""Some parameters of these tests' modules to a bucket, others alone."""
+
+Loss = Callable[[nn.Module, Tensor, int], Tensor]
+"""Module, a rank's batch and that rank -> the rank's loss."""
+
+
+def mean_square(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
+    """A loss for modules of one input."""
+    return module(batch).square().mean()
+
+
+def batches(steps: int, passes: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The same on every rank: by step, backward pass and rank, what that rank sees."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(steps, passes, dist.get_world_size(), *shape, generator=generator, dtype=dtype)
+
+
+def assert_trains_alike(
+    module: nn.Module,
+    *,
+    loss: Loss = mean_square,
+    shape: Sequence[int] = (3, 8),
+    steps: int = 3,
+    silent_passes: Sequence[bool] = (False,),
+    set_to_none: bool = True,
+    tolerance: float = 1e-11,
+    wrap: Callable[[nn.Module], nn.Module] = lambda module: module,
+    **options: Any,
+) -> DataParallel:
+    """Weights after each step equal those of one process, and gradients are equal bit for bit over ranks.
+
+    Args:
+        module: equal on all ranks.
+        loss: of one rank's batch.
+        shape: of one rank's batch.
+        steps: optimizer steps.
+        silent_passes: for each backward pass of a step, whether it is within `no_sync`.
+        set_to_none: how gradients are cleared.
+        tolerance: relative and absolute, of weights.
+        wrap: what is done to the inner module before DataParallel has it.
+        options: of DataParallel.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = copy.deepcopy(module)
+    model = DataParallel(wrap(module), **options)
+    for step in batches(steps, len(silent_passes), *shape):
+        for silent, batch in zip(silent_passes, step, strict=True):
+            sum((loss(alone, batch[other], other) / size for other in range(size)), torch.zeros(())).backward()
+            if silent:
+                with model.no_sync():
+                    loss(model, batch[rank], rank).backward()
+            else:
+                loss(model, batch[rank], rank).backward()
+        model.finish_gradient_synchronization()
+        assert_gradients_are_equal_over_ranks(model)
+        for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) == (found.grad is None)
+        for trained in (alone, model):
+            descend(trained)
+            trained.zero_grad(set_to_none)
+        for (name, expected), found in zip(alone.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
+    return model
+
+
+@torch.no_grad()
+def descend(module: nn.Module) -> None:
+    """A step of plain gradient descent."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.sub_(0.1 * parameter.grad)
+
+
+def assert_gradients_are_equal_over_ranks(module: nn.Module) -> None:
+    """Bit for bit."""
+    mine = [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for theirs in everyone:
+        for a, b in zip(mine, theirs, strict=True):
+            assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))

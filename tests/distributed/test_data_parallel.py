@@ -1,0 +1,217 @@
+"""Data parallelism gives what one process with the whole batch gives, whatever the module and the ranks do."""
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed import modules
+from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_equal_over_ranks, assert_trains_alike
+from tests.distributed.transports import Delays
+from tests.distributed.world import Cases
+from torch import Tensor, nn
+
+from steplab.parallel import DataParallel
+from steplab.parallel.collectives import GroupCollectives
+
+cases = Cases(__name__)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_data_parallelism(size: int, subtests: pytest.Subtests) -> None:
+    cases.run(size, subtests)
+
+
+def every_way(assertion: Any, **options: Any) -> None:
+    """With each strategy, and so with buckets of one, some and all parameters."""
+    for strategy in STRATEGIES:
+        assertion(strategy=strategy, bucket_size_mb=TINY_MB, **options)
+
+
+def awkward_loss(spare_rank: int, module: nn.Module, batch: Tensor, rank: int) -> Tensor:
+    """Every rank has another expert; one has none; the third expert is nobody's in a world of two."""
+    which = -1 if rank == spare_rank else rank % 2
+    return module(batch, which).square().mean()
+
+
+@cases
+def a_plain_module() -> None:
+    every_way(lambda **options: assert_trains_alike(modules.plain(), **options))
+
+
+@cases.in_a_small_world
+def gradients_zeroed_and_not_dropped() -> None:
+    every_way(lambda **options: assert_trains_alike(modules.plain(), set_to_none=False, **options))
+
+
+@cases
+def tied_frozen_unused_mixed_and_rank_dependent() -> None:
+    loss = partial(awkward_loss, 1)
+    every_way(lambda **options: assert_trains_alike(modules.Awkward(), loss=loss, tolerance=1e-5, **options))
+
+
+@cases
+def gradients_of_nobody_stay_none() -> None:
+    model = DataParallel(modules.Awkward(), bucket_size_mb=TINY_MB)
+    for _ in range(2):
+        awkward_loss(-2, model, torch.ones(2, 8, dtype=torch.float64), dist.get_rank()).backward()
+        model.finish_gradient_synchronization()
+        assert model.unused.weight.grad is None
+        assert model.experts[2].weight.grad is None
+        assert model.frozen.weight.grad is None
+        assert model.experts[1].weight.grad is not None
+        model.zero_grad()
+
+
+@cases.in_a_small_world
+def passes_within_no_sync() -> None:
+    every_way(lambda **options: assert_trains_alike(modules.plain(), silent_passes=(True, True, False), **options))
+
+
+@cases
+def passes_all_outside_no_sync() -> None:
+    every_way(lambda **options: assert_trains_alike(modules.plain(), silent_passes=(False, False, False), **options))
+
+
+@cases
+def passes_in_any_mixture() -> None:
+    loss = partial(awkward_loss, 0)
+    for silent in [(False, True), (True, True), (False, True, False)]:
+        every_way(partial(_awkward, loss=loss, silent_passes=silent, tolerance=1e-5))
+
+
+def _awkward(**options: Any) -> None:
+    assert_trains_alike(modules.Awkward(), steps=2, **options)
+
+
+@cases
+def each_pass_uses_other_parameters() -> None:
+    def loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
+        which = (int(batch.abs().sum() * 100)) % 4 - 1  # by the data: another on every rank and pass
+        return module(batch, which).square().mean()
+
+    every_way(lambda **options: _awkward(loss=loss, silent_passes=(False, False), tolerance=1e-5, **options))
+
+
+@cases
+def two_synchronisations_before_a_step() -> None:
+    """The second adds its own average to the first's, which is already equal on all ranks."""
+    for strategy in STRATEGIES:
+        torch.manual_seed(1)
+        module = modules.plain()
+        x = torch.randn(3, 8, dtype=torch.float64) + dist.get_rank()
+        model = DataParallel(module, strategy, bucket_size_mb=TINY_MB)
+        model(x).sum().backward()
+        model.finish_gradient_synchronization()
+        once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model(x).sum().backward()
+        model.finish_gradient_synchronization()
+        twice = [p.grad for p in model.parameters()]
+        torch.testing.assert_close(twice, [2 * gradient for gradient in once])
+        assert_gradients_are_equal_over_ranks(model)
+
+
+@cases.in_a_small_world
+def parameters_and_gradients_that_are_not_contiguous() -> None:
+    every_way(lambda **options: assert_trains_alike(modules.Strided(), **options))
+
+
+@cases.in_a_small_world
+def activation_checkpointing() -> None:
+    for reentrant in (False, True):
+        every_way(lambda r=reentrant, **options: assert_trains_alike(modules.Checkpointed(r), **options))
+
+
+@cases.in_a_small_world
+def a_compiled_inner_module() -> None:
+    def compiled(module: nn.Module) -> nn.Module:
+        torch._dynamo.reset()
+        return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+
+    def compiled_in_place(module: nn.Module) -> nn.Module:
+        torch._dynamo.reset()
+        module.compile(backend="aot_eager")
+        return module
+
+    assert_trains_alike(modules.plain(), wrap=compiled, bucket_size_mb=TINY_MB)
+    assert_trains_alike(modules.plain(), wrap=compiled_in_place, strategy="overlap", silent_passes=(True, False))
+
+
+@cases
+def random_delays_around_collectives() -> None:
+    every_way(
+        lambda **options: assert_trains_alike(
+            modules.Awkward(),
+            loss=partial(awkward_loss, 1),
+            steps=2,
+            silent_passes=(False, True, False),
+            tolerance=1e-5,
+            group=Delays(GroupCollectives(), longest_s=0.002),
+            **options,
+        )
+    )
+
+
+@cases
+def random_module_graphs() -> None:
+    def loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
+        return module(batch, rank + int(batch.abs().sum() * 100)).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the order may differ, and the result may not
+        for seed in range(24):
+            torch.manual_seed(seed)
+            assert_trains_alike(
+                modules.RandomGraph(seed),
+                loss=loss,
+                steps=2,
+                silent_passes=[(False,), (True, False), (False, False)][seed % 3],
+                tolerance=1e-5,
+                strategy=STRATEGIES[seed % 4],
+                bucket_size_mb=TINY_MB,
+            )
+
+
+@cases
+def an_order_of_readiness_that_differs_is_named() -> None:
+    def loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
+        return module(batch, rank != 1).square().mean()
+
+    for strategy in ("overlap", "bucketed"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = assert_trains_alike(modules.TwoWays(), loss=loss, strategy=strategy, bucket_size_mb=1e-9)
+        assert model.readiness_difference is not None
+        assert "on rank 1 than on rank 0: as number 1 came a." in model.readiness_difference
+        assert [w.category for w in caught if "another order" in str(w.message)] == [RuntimeWarning]
+
+
+@cases
+def an_order_that_lacks_some_parameters_is_no_other_order() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        loss = partial(awkward_loss, 1)
+        model = assert_trains_alike(modules.Awkward(), loss=loss, tolerance=1e-5, bucket_size_mb=TINY_MB)
+    assert model.readiness_difference is None
+
+
+@cases.in_a_small_world
+def gradients_within_a_created_graph() -> None:
+    model = DataParallel(modules.plain(), bucket_size_mb=TINY_MB)
+    model(torch.ones(2, 8, dtype=torch.float64)).square().mean().backward(create_graph=True)
+    model.finish_gradient_synchronization()
+    assert_gradients_are_equal_over_ranks(model)
+    assert not any(p.grad.requires_grad for p in model.parameters() if p.grad is not None)
+
+
+@cases
+def a_group_of_some_ranks() -> None:
+    """Pairs of ranks, each with an average of its own."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    model = DataParallel(nn.Linear(2, 1, bias=False), group=pairs[rank // 2])
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    model.finish_gradient_synchronization()
+    assert model.weight.grad.tolist() == [[rank // 2 * 2 + 0.5] * 2]
