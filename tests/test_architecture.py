@@ -26,6 +26,7 @@ ARROWS = {
     "records": {"specs", "stats", "units", "errors"},
     "costs": {"specs", "units", "errors"},
     "ops": {"errors"},
+    "parallel": {"errors"},
     "traces": {"costs", "records", "stats", "units", "errors"},
     "snapshots": {"records", "units", "errors"},
     "plan": {"costs", "records", "specs", "units", "errors"},
