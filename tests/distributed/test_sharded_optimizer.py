@@ -8,6 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.distributed import sharded_cases as cases
+from tests.distributed import sharded_contract_cases as contract
+from tests.distributed import sharded_kit
 from tests.distributed.world import on_ranks
 from torch import nn
 
@@ -19,7 +21,7 @@ WORLDS = pytest.mark.parametrize("size", [2, 4])
 
 
 @WORLDS
-@pytest.mark.parametrize("name", cases.OPTIMIZERS)
+@pytest.mark.parametrize("name", sharded_kit.OPTIMIZERS)
 def test_weights_and_state_are_those_of_the_unsharded_optimizer(size: int, name: str) -> None:
     on_ranks(size, cases.case_parity, name)
 
@@ -33,13 +35,15 @@ def test_weights_and_state_are_those_of_the_unsharded_optimizer(size: int, name:
         cases.case_a_closure_is_evaluated_once,
         cases.case_more_ranks_than_parameters,
         cases.case_random_delays,
-        cases.case_calls_and_bytes,
-        cases.case_buckets_arrive_before_they_are_used,
-        cases.case_parameters_stay_what_they_were,
-        cases.case_an_old_graph_is_refused,
-        cases.case_refusals,
-        cases.case_ranks_that_differ_are_told,
-        cases.case_a_group_of_some_ranks,
+        cases.case_with_a_gradient_scaler,
+        cases.case_hooks_run_and_gradients_are_dropped,
+        contract.case_calls_and_bytes,
+        contract.case_buckets_arrive_before_they_are_used,
+        contract.case_parameters_stay_what_they_were,
+        contract.case_an_old_graph_is_refused,
+        contract.case_refusals,
+        contract.case_ranks_that_differ_are_told,
+        contract.case_a_group_of_some_ranks,
     ],
     ids=lambda case: case.__name__,
 )
@@ -48,17 +52,28 @@ def test_on_ranks(size: int, case: object) -> None:
 
 
 @WORLDS
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_ddp_may_be_built_before_or_after(size: int, optimizer_first: bool) -> None:
+    on_ranks(size, cases.case_with_torch_ddp, optimizer_first)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_layers_wait(in_place: bool) -> None:
+    on_ranks(2, cases.case_with_compiled_layers, in_place)
+
+
+@WORLDS
 @settings(max_examples=10)
 @example([1000, 1, 1, 1])
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_state_on_a_rank_is_bounded(size: int, sizes: list[int]) -> None:
-    on_ranks(size, cases.case_state_memory, sizes)
+    on_ranks(size, contract.case_state_memory, sizes)
 
 
 @pytest.mark.parametrize(("saved", "restored"), [(2, 4), (4, 2), (2, 2)])
 def test_state_goes_to_another_world_size(tmp_path: Path, saved: int, restored: int) -> None:
-    on_ranks(saved, cases.case_save, str(tmp_path))
-    on_ranks(restored, cases.case_restore, str(tmp_path), saved)
+    on_ranks(saved, contract.case_save, str(tmp_path))
+    on_ranks(restored, contract.case_restore, str(tmp_path), saved)
 
 
 # --- without other processes ------------------------------------------------------------------------------

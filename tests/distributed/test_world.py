@@ -1,4 +1,4 @@
-"""The harness itself: a failure on one rank and a rank that does not end are both told by rank, and the next case runs."""
+"""The harness itself: failures and hangs are told by rank, and the next case runs."""
 
 import time
 

@@ -6,6 +6,7 @@ ranks no longer agree on what comes next.
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 TIMEOUT_S = 60
 """Longest for one function on all ranks, these being many on few cores."""
@@ -58,14 +58,14 @@ class World:
     def run(self, function: Callable[..., None], arguments: Sequence[object]) -> str:
         """What went wrong, rank by rank; empty if nothing did."""
         for pipe in self._pipes:
-            pipe.send((function, arguments))
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and what it said before is read below
+                pipe.send((function, arguments))
         waiting = list(self._pipes)
         failures: list[str] = []
         deadline = time.monotonic() + TIMEOUT_S
         while waiting:
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
+            for pipe in filter(ready.__contains__, self._pipes):
                 waiting.remove(pipe)
                 if report := _received(pipe):
                     failures.append(f"rank {self._pipes.index(pipe)}: {report}")
@@ -93,26 +93,35 @@ def _received(pipe: Connection) -> str:
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    """One rank: join the others, then do what comes through the pipe until it closes."""
+    """One rank: join the others, then do what comes through the pipe, and answer with what went wrong."""
+    try:
+        _join(rank, size, folder)
+        while True:
+            function, arguments = pipe.recv()
+            _do(function, arguments)
+            pipe.send("")
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        time.sleep(GRACE_S)  # the others shall fail by what they did, and not because this one is gone
+
+
+def _join(rank: int, size: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), size)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    while True:
-        function, arguments = pipe.recv()
-        torch.manual_seed(0)
-        try:
-            function(*arguments)
-            dist.barrier()
-        except BaseException:
-            pipe.send(traceback.format_exc())
-            time.sleep(GRACE_S)  # the others shall fail by what they did, and not because this one is gone
-            return
-        pipe.send("")
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=size, rank=rank)
+
+
+def _do(function: Callable[..., None], arguments: Sequence[object]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    function(*arguments)
+    dist.barrier()
 
 
 _worlds: dict[int, World] = {}

@@ -60,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._ranks = collectives_of(group)
         self._bucket_bytes = bucket_size_mb * 1e6
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
-        self._owner: dict[nn.Parameter, int] = {}
+        self._owner: dict[Tensor, int] = {}
         self._flats: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
         self._waited_for_later: set[nn.Parameter] = set()
@@ -82,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The memory that the buffers take beyond the parameters in them, at most about an eighth of those."""
         return sum(flat.padding_bytes for flat in self._flats)
 
-    def owner(self, param: nn.Parameter) -> int:
+    def owner(self, param: Tensor) -> int:
         """The rank in the group that updates a parameter and has its state."""
         return self._owner[param]
 
@@ -110,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _take_in(self, params: list[nn.Parameter]) -> None:
         """Give new parameters owners and buffers."""
-        check_movable([*self._owner, *params])
+        check_movable([*self._flat_of, *params])
         self._check_ranks_agree(params)
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in params:
