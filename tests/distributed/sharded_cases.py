@@ -18,21 +18,23 @@ from tests.distributed.sharded_kit import (
     once,
     tiny,
     train,
+    trained,
 )
 from torch import nn
 
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.flat_parameters import Exchange
 
 # --- parity -----------------------------------------------------------------------------------------------
 
 
-def case_parity(name: str) -> None:
+def case_parity(name: str, exchange: Exchange) -> None:
     """Weights and gathered state are those of the unsharded optimizer, bit by bit, and nobody has state of others."""
     optimizer_cls, options = OPTIMIZERS[name]
     model, reference = tiny(), tiny()
-    sharded = ShardedOptimizer(model.parameters(), optimizer_cls, **options)
-    plain = optimizer_cls(reference.parameters(), **options)
+    sharded = ShardedOptimizer(trained(model, name), optimizer_cls, exchange=exchange, **options)
+    plain = optimizer_cls(trained(reference, name), **options)
     train(model, sharded, range(STEPS))
     train(reference, plain, range(STEPS))
     assert_same(model, reference)
@@ -114,11 +116,13 @@ def case_more_ranks_than_parameters() -> None:
         assert_same_state(state, plain.state_dict())
 
 
-def case_random_delays() -> None:
+def case_random_delays(exchange: Exchange) -> None:
     """With buckets that arrive late and modules that wait for them, and with a rank that is late to each call."""
     model, reference = tiny(), tiny()
     recorder = Recorder(GroupCollectives(), random.Random(dist.get_rank()))
-    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, recorder, bucket_size_mb=2e-4, lr=0.01)
+    sharded = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, recorder, bucket_size_mb=2e-4, exchange=exchange, lr=0.01
+    )
     sharded.overlap_with(model.embedding, model.hidden, model.back, model.frozen)
     plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
     train(model, sharded, range(STEPS))

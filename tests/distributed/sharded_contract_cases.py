@@ -1,8 +1,8 @@
 """What ranks do in the tests of the sharded optimizer's calls, memory, files and refusals."""
 
 import copy
-import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,54 +21,73 @@ from torch import nn
 
 from steplab.parallel import ShardedOptimizer, merge_shards
 from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.flat_parameters import Exchange
 
 # --- calls and memory -------------------------------------------------------------------------------------
 
 
-def case_calls_and_bytes() -> None:
-    """One all-gather a dtype and step, of what the parameters and their padding take; nothing for what is frozen."""
+def case_calls_and_bytes(exchange: Exchange) -> None:
+    """Of each dtype one all-gather, padding included, or one broadcast an owner; nothing for what is frozen."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 64).bfloat16())
     model.append(nn.Linear(64, 64).requires_grad_(False))
     recorder = Recorder(GroupCollectives())
-    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, recorder, lr=0.1)
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, recorder, exchange=exchange, lr=0.1)
     assert recorder.calls == []
+    size = dist.get_world_size()
+    # fp32: 8 matrices of 16384 bytes and 8 vectors of 256 come out even; bf16: an owner for 8192 bytes, one for 128
+    if exchange == "all_gather":
+        expected = [("all_gather", 8 * 16640), ("all_gather", size * 8192)]
+        thawed = [("all_gather", size * 16384)]
+        assert sharded.padding_bytes == size * 8192 - 8320 + size * 16384 - 16640
+    else:
+        expected = [("broadcast", 8 * 16640 // size)] * size + [("broadcast", 8192), ("broadcast", 256)]
+        thawed = [("broadcast", 16384), ("broadcast", 256)]
+        assert sharded.padding_bytes == 128
     give_gradients(model.parameters(), 0)
-    sharded.step()
-    # fp32: matrices of 16384 bytes and vectors of 256, all multiples of 256: 8 of each over 2 or 4 ranks come out even
-    even = ("all_gather", 8 * (16384 + 256))
-    # bf16: a matrix of 8192 bytes and a vector of 128, in 256: an owner's slot each, and more padding than is worth it
-    assert recorder.calls == [even, ("broadcast", 8192), ("broadcast", 256)]
-    assert sharded.padding_bytes == 128
     for _ in range(3):
         recorder.calls.clear()
         sharded.step()
-        assert recorder.calls == [even, ("broadcast", 8192), ("broadcast", 256)]
+        assert recorder.calls == expected
     model[-1].requires_grad_()
     recorder.calls.clear()
     sharded.step()
-    assert recorder.calls[3:] == [("broadcast", 16384), ("broadcast", 256)]
+    assert recorder.calls == expected + thawed
 
 
 def case_buckets_arrive_before_they_are_used() -> None:
-    """A bucket a layer; all are under way when `step` returns, and each layer waits for its own."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
-    recorder = Recorder(GroupCollectives(), random.Random(0))
-    arrived: list[int] = []
+    """A bucket for each `size` layers, all begun by `step`, which waits for the last; a layer waits for its own."""
     size = dist.get_world_size()
-    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, recorder, bucket_size_mb=size * 16384e-6, lr=0.1)
-    sharded.overlap_with(*model)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3 * size)))
+    recorder = Recorder(GroupCollectives())
+    sharded = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, recorder, bucket_size_mb=size * 16384e-6, exchange="all_gather", lr=0.1
+    )
+    sharded.overlap_with(*list(model)[:-1])
     give_gradients(model.parameters(), 0)
+
+    def under_way() -> list[bool]:
+        return [bool(flat._under_way) for flat in sharded._flats]
+
     sharded.step()
-    assert recorder.calls == [("all_gather", size * 16384)] * (8 // size)
-    flats = sharded._flats
-    assert all(flat._under_way for flat in flats)
-    for index, layer in enumerate(model):
-        layer(torch.ones(64))
-        arrived.append(sum(not flat._under_way for flat in flats))
-        assert arrived[-1] == index // size + 1
+    assert recorder.calls == [("all_gather", size * 16384)] * 3
+    assert under_way() == [True, True, False]
+    model[0](torch.ones(64))
+    assert under_way() == [False, True, False]
+    model[2 * size - 1](torch.ones(64))
+    assert under_way() == [False, False, False]
     sharded.step()
+    assert under_way() == [True, True, False]
     model.state_dict()
-    assert not any(flat._under_way for flat in flats)
+    assert under_way() == [False, False, False]
+    sharded.step()
+    seen: list[list[bool]] = []
+
+    def closure() -> float:
+        seen.append(under_way())
+        return 0.0
+
+    sharded.step(closure)
+    assert seen == [[False, False, False]]
 
 
 def case_state_memory(sizes: list[int]) -> None:
@@ -184,6 +203,8 @@ def case_refusals() -> None:
     good = [nn.Parameter(weight)]
     assert "Unsupported: sharding LBFGS" in raised(lambda: ShardedOptimizer(good, torch.optim.LBFGS))
     assert "bucket_size_mb must be above 0" in raised(lambda: ShardedOptimizer(good, sgd, bucket_size_mb=0))
+    wrong: Any = "gather"
+    assert "one of auto, all_gather, broadcast" in raised(lambda: ShardedOptimizer(good, sgd, exchange=wrong))
     assert "empty parameter list" in raised(lambda: ShardedOptimizer([], sgd, lr=0.1))
     both = [{"params": good}, {"params": good}]
     assert "more than one parameter group" in raised(lambda: ShardedOptimizer(both, sgd, lr=0.1))

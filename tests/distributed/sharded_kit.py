@@ -22,6 +22,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "Muon": (torch.optim.Muon, {"lr": 0.01}),
+    "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.01}),
+    **{cls.__name__: (cls, {"lr": 0.01}) for cls in (torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adamax)},
+    **{cls.__name__: (cls, {"lr": 0.01}) for cls in (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop)},
 }
 
 
@@ -47,7 +51,7 @@ class Tiny(nn.Module):
 
 
 class Recorder:
-    """Collectives that are counted, and may come late."""
+    """Collectives that are counted; with delays, they begin late, and show what came only when they are waited for."""
 
     def __init__(self, inner: Collectives, delays: random.Random | None = None) -> None:
         self.inner, self.delays = inner, delays
@@ -55,36 +59,47 @@ class Recorder:
         self.calls: list[tuple[str, int]] = []
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
-        return self._under_way("all_gather", output, lambda: self.inner.all_gather(output, part))
+        return self._begin("all_gather", output, lambda target: self.inner.all_gather(target, part))
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
-        return self._under_way("broadcast", tensor, lambda: self.inner.broadcast(tensor, source=source))
+        return self._begin("broadcast", tensor, lambda target: self.inner.broadcast(target, source=source))
 
     def host_gather(self, value: Any) -> list[Any]:
         return self.inner.host_gather(value)
 
-    def _under_way(self, name: str, tensor: Tensor, start: Callable[[], Pending]) -> Pending:
+    def _begin(self, name: str, tensor: Tensor, start: Callable[[Tensor], Pending]) -> Pending:
         self.calls.append((name, tensor.nbytes))
         if self.delays is None:
-            return start()
+            return start(tensor)
         time.sleep(self.delays.uniform(0, 0.02))
-        return Late(start(), self.delays.uniform(0, 0.02))
+        target = tensor.clone()
+        return Late(start(target), self.delays.uniform(0, 0.02), lambda: tensor.copy_(target))
 
 
 class Late:
     """Shows what is received some time after it came."""
 
-    def __init__(self, inner: Pending, seconds: float) -> None:
-        self.inner, self.seconds = inner, seconds
+    def __init__(self, inner: Pending, seconds: float, arrive: Callable[[], object]) -> None:
+        self.inner, self.seconds, self.arrive = inner, seconds, arrive
 
     def wait(self) -> None:
         time.sleep(self.seconds)
         self.inner.wait()
+        self.arrive()
 
 
 def tiny(seed: int = 0) -> Tiny:
     torch.manual_seed(seed)
     return Tiny()
+
+
+def trained(model: Tiny, name: str) -> list[nn.Parameter]:
+    """What an optimizer can train: Muon takes matrices alone, SparseAdam what has sparse gradients."""
+    if name == "SparseAdam":
+        model.embedding.sparse = True
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return list(model.embedding.parameters())
+    return [param for param in model.parameters() if name != "Muon" or (param.dim() == 2 and param.numel())]
 
 
 def give_gradients(params: Iterable[nn.Parameter], seed: int) -> None:

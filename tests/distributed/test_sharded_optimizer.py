@@ -1,6 +1,7 @@
 """The sharded optimizer against the unsharded: weights and state bit by bit, calls, bytes, memory, files, refusals."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,23 @@ from torch import nn
 from steplab.errors import UserError
 from steplab.parallel import ShardedOptimizer, merge_shards
 from steplab.parallel.assignment import assign, buckets, largest_share_bound
+from steplab.parallel.flat_parameters import Exchange, _gathers
 
 WORLDS = pytest.mark.parametrize("size", [2, 4])
+EXCHANGES = pytest.mark.parametrize("exchange", ["all_gather", "broadcast"])
 
 
 @WORLDS
 @pytest.mark.parametrize("name", sharded_kit.OPTIMIZERS)
 def test_weights_and_state_are_those_of_the_unsharded_optimizer(size: int, name: str) -> None:
-    on_ranks(size, cases.case_parity, name)
+    on_ranks(size, cases.case_parity, name, "all_gather" if size == 2 else "broadcast")
+
+
+@WORLDS
+@EXCHANGES
+@pytest.mark.parametrize("case", [contract.case_calls_and_bytes, cases.case_random_delays])
+def test_either_exchange(size: int, exchange: str, case: Callable[..., None]) -> None:
+    on_ranks(size, case, exchange)
 
 
 @WORLDS
@@ -34,10 +44,8 @@ def test_weights_and_state_are_those_of_the_unsharded_optimizer(size: int, name:
         cases.case_a_group_added_later,
         cases.case_a_closure_is_evaluated_once,
         cases.case_more_ranks_than_parameters,
-        cases.case_random_delays,
         cases.case_with_a_gradient_scaler,
         cases.case_hooks_run_and_gradients_are_dropped,
-        contract.case_calls_and_bytes,
         contract.case_buckets_arrive_before_they_are_used,
         contract.case_parameters_stay_what_they_were,
         contract.case_an_old_graph_is_refused,
@@ -47,8 +55,8 @@ def test_weights_and_state_are_those_of_the_unsharded_optimizer(size: int, name:
     ],
     ids=lambda case: case.__name__,
 )
-def test_on_ranks(size: int, case: object) -> None:
-    on_ranks(size, case)  # type: ignore[arg-type]
+def test_on_ranks(size: int, case: Callable[[], None]) -> None:
+    on_ranks(size, case)
 
 
 @WORLDS
@@ -127,3 +135,20 @@ def test_buckets_keep_the_order_and_are_full_but_for_the_last(sizes_bytes: list[
     for bucket in found[:-1]:
         filled = [sizes_bytes[index] for index in bucket]
         assert sum(filled) >= bucket_bytes > sum(filled[:-1])
+
+
+@pytest.mark.parametrize(
+    ("device", "shares", "exchange", "gathers"),
+    [
+        ("cuda", [8, 8, 8, 8], "auto", True),
+        ("cuda", [9, 8, 8, 7], "auto", True),
+        ("cuda", [10, 8, 8, 6], "auto", False),
+        ("cpu", [8, 8], "auto", False),
+        ("cpu", [8, 0], "all_gather", True),
+        ("cuda", [8, 8], "broadcast", False),
+    ],
+)
+def test_auto_pads_for_an_all_gather_on_gpus_only_and_not_much(
+    device: str, shares: list[int], exchange: Exchange, gathers: bool
+) -> None:
+    assert _gathers(shares, torch.device(device), exchange) is gathers

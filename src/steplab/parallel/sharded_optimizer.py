@@ -8,7 +8,7 @@ the exchange moves (N − 1) / N of the parameters' bytes to each rank.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.parallel import sharded_state
 from steplab.parallel.assignment import assign, buckets
 from steplab.parallel.collectives import Collectives, collectives_of
-from steplab.parallel.flat_parameters import FlatParameters, check_movable
+from steplab.parallel.flat_parameters import Exchange, FlatParameters, check_movable
 from steplab.parallel.sharded_state import StateDict, options
 
 
@@ -41,13 +41,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | Collectives | None = None,
         *,
         bucket_size_mb: float = math.inf,
+        exchange: Exchange = "auto",
         **kwargs: Any,
     ) -> None:
         """`params` and `kwargs` are what `optimizer_cls` takes; `group` is all processes if None.
 
         `bucket_size_mb` (1e6 bytes): exchange in buckets of about that size, in the order of `params`, so that the next
         forward pass can begin when the first has arrived (`overlap_with`). By default there is one bucket a dtype: the
-        fewest calls and the best balance.
+        fewest calls and the best balance. `exchange` says how: by one all-gather a bucket, by one broadcast a bucket
+        and owner, or as is best for the device (`flat_parameters`).
 
         Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers that
         look at all parameters together (LBFGS), and for parameters that share memory without being one `nn.Parameter`.
@@ -56,9 +58,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise Unsupported("sharding LBFGS", "it updates all parameters as one vector", "use another optimizer")
         if not bucket_size_mb > 0:
             raise UserError(f"bucket_size_mb must be above 0, and is {bucket_size_mb}")
+        if exchange not in get_args(Exchange):
+            raise UserError(f"exchange must be one of {', '.join(get_args(Exchange))}, and is {exchange!r}")
         self._local: torch.optim.Optimizer | None = None
         self._ranks = collectives_of(group)
-        self._bucket_bytes = bucket_size_mb * 1e6
+        self._bucket_bytes, self._exchange_by = bucket_size_mb * 1e6, exchange
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
         self._owner: dict[Tensor, int] = {}
         self._flats: list[FlatParameters] = []
@@ -79,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def padding_bytes(self) -> int:
-        """The memory that the buffers take beyond the parameters in them, at most about an eighth of those."""
+        """What the buffers take beyond the parameters in them: with `auto`, at most about an eighth of those."""
         return sum(flat.padding_bytes for flat in self._flats)
 
     def owner(self, param: Tensor) -> int:
@@ -121,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in buckets([param.nbytes for param in alike], self._bucket_bytes):
                 members = [alike[index] for index in bucket]
                 owners = assign([param.numel() for param in members], loads)
-                flat = FlatParameters(members, owners, self._ranks)
+                flat = FlatParameters(members, owners, self._ranks, self._exchange_by)
                 self._flats.append(flat)
                 for param, owner in zip(members, owners, strict=True):
                     self._owner[param], self._flat_of[param] = owner, flat
@@ -169,6 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flats = list(dict.fromkeys(self._flat_of[p] for p in module.parameters() if p in self._flat_of))
             self._waited_for_later.update(module.parameters())
 
+            # Compiled with its module it would be compiled anew whenever what is under way changes.
             @torch.compiler.disable  # type: ignore[untyped-decorator]
             def arrive(*_: object, flats: list[FlatParameters] = flats) -> None:
                 for flat in flats:
