@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.distributed import sharded_cases as cases
 from tests.distributed import sharded_contract_cases as contract
 from tests.distributed import sharded_kit
-from tests.distributed.world import on_ranks
+from tests.distributed.ranks import on_ranks
 from torch import nn
 
 from steplab.errors import UserError
