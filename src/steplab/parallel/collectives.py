@@ -116,6 +116,9 @@ class GroupCollectives:
 
 def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives:
     """The collectives of a group (None: of all processes); what already is one passes through."""
+    left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on the ranks it leaves out
+    if group == left_out:
+        raise UserError("this process is not in the group it was given")
     if group is None or isinstance(group, dist.ProcessGroup):
         return GroupCollectives(group)
     return group

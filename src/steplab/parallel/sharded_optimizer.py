@@ -1,0 +1,261 @@
+"""An optimizer whose state is spread over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+Data parallelism repeats the optimizer on every rank with the same gradients and the same result. Here each parameter is
+updated by one rank, its owner, which alone keeps state for it; the owners then exchange the updated parameters.
+With AdamW in fp32 on N ranks the state takes 8 / N bytes a parameter in place of 8, and the update 1 / N of the time;
+the exchange moves (N − 1) / N of the parameters' bytes to each rank.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steplab.errors import Unsupported, UserError
+from steplab.parallel import sharded_state
+from steplab.parallel.assignment import assign, buckets
+from steplab.parallel.collectives import Collectives, collectives_of
+from steplab.parallel.flat_parameters import Exchange, FlatParameters, check_movable
+from steplab.parallel.sharded_state import StateDict, options
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer that treats each parameter by itself, with its state spread over the ranks of a group.
+
+    Every rank builds it with the same parameters, after the model is on its device. Gradients must be the same on all
+    ranks when `step` is called (averaged by `DataParallel`, say); only the owner's are read. Parameters are moved into
+    buffers that are exchanged as a whole; they stay the same objects, and gradients stay where they are.
+
+    Learning-rate schedulers, step hooks and `zero_grad` work on it as on any optimizer: `param_groups` holds all
+    parameters, and the options in it are those the update uses. A weight used in several places counts once. Frozen
+    parameters are not exchanged as long as none of those that began frozen is trained.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[torch.optim.Optimizer],
+        group: dist.ProcessGroup | Collectives | None = None,
+        *,
+        bucket_size_mb: float = math.inf,
+        exchange: Exchange = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """`params` and `kwargs` are what `optimizer_cls` takes; `group` is all processes if None.
+
+        `bucket_size_mb` (1e6 bytes): exchange in buckets of about that size, in the order of `params`, so that the next
+        forward pass can begin when the first has arrived (`overlap_with`). By default there is one bucket a dtype: the
+        fewest calls and the best balance. `exchange` says how: by one all-gather a bucket, by one broadcast a bucket
+        and owner, or as is best for the device (`flat_parameters`).
+
+        Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers that
+        look at all parameters together (LBFGS), and for parameters that share memory without being one `nn.Parameter`.
+        """
+        if issubclass(optimizer_cls, torch.optim.LBFGS):
+            raise Unsupported("sharding LBFGS", "it updates all parameters as one vector", "use another optimizer")
+        if not bucket_size_mb > 0:
+            raise UserError(f"bucket_size_mb must be above 0, and is {bucket_size_mb}")
+        if exchange not in get_args(Exchange):
+            raise UserError(f"exchange must be one of {', '.join(get_args(Exchange))}, and is {exchange!r}")
+        self._local: torch.optim.Optimizer | None = None
+        self._ranks = collectives_of(group)
+        self._bucket_bytes, self._exchange_by = bucket_size_mb * 1e6, exchange
+        self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
+        self._owner: dict[Tensor, int] = {}
+        self._flats: list[FlatParameters] = []
+        self._flat_of: dict[nn.Parameter, FlatParameters] = {}
+        self._waited_for_later: set[nn.Parameter] = set()
+        super().__init__(_each_once(params), {})
+        self._take_in(self._all_params())
+        self._local = optimizer_cls([self._owned_part(group) for group in self.param_groups], **kwargs)
+        self.defaults = self._local.defaults
+        self._take_from_local()
+
+    # --- parameters ---------------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The elements of trained parameters each rank owns; none exceeds `assignment.largest_share_bound`."""
+        return tuple(self._loads)
+
+    @property
+    def padding_bytes(self) -> int:
+        """What the buffers take beyond the parameters in them: with `auto`, at most about an eighth of those."""
+        return sum(flat.padding_bytes for flat in self._flats)
+
+    def owner(self, param: Tensor) -> int:
+        """The rank in the group that updates a parameter and has its state."""
+        return self._owner[param]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any optimizer, on every rank; what the ranks own already stays with them."""
+        if self._local is None:  # the base class is adding the groups it was built with
+            super().add_param_group(param_group)
+            return
+        self.wait()
+        (once,) = _each_once([param_group])
+        super().add_param_group(once)
+        added = self.param_groups[-1]
+        self._take_in(added["params"])
+        self._local.add_param_group(self._owned_part(added))
+        self._take_from_local()
+
+    def _all_params(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _owned(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [param for param in params if self._owner[param] == self._ranks.rank]
+
+    def _owned_part(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**options(group), "params": self._owned(group["params"])}
+
+    def _take_in(self, params: list[nn.Parameter]) -> None:
+        """Give new parameters owners and buffers."""
+        check_movable([*self._flat_of, *params])
+        self._check_ranks_agree(params)
+        kinds: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
+        for param in params:
+            # What is frozen now may be trained later: balanced by itself, it is so before and after.
+            kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
+        for (_, _, trained), alike in kinds.items():
+            loads = self._loads if trained else self._frozen_loads
+            for bucket in buckets([param.nbytes for param in alike], self._bucket_bytes):
+                members = [alike[index] for index in bucket]
+                owners = assign([param.numel() for param in members], loads)
+                flat = FlatParameters(members, owners, self._ranks, self._exchange_by)
+                self._flats.append(flat)
+                for param, owner in zip(members, owners, strict=True):
+                    self._owner[param], self._flat_of[param] = owner, flat
+
+    def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
+        """Ranks that assign different parameters would wait for each other, or write over each other's weights."""
+        mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
+        for rank, theirs in enumerate(self._ranks.host_gather(mine)):
+            if theirs != mine:
+                both = zip(mine, theirs, strict=False)
+                at = next((index for index, (a, b) in enumerate(both) if a != b), min(len(mine), len(theirs)))
+                raise UserError(
+                    f"ranks {self._ranks.rank} and {rank} give different parameters to the sharded optimizer, from "
+                    f"number {at} on ({len(mine)} and {len(theirs)} in all); build the same model on every rank"
+                )
+
+    # --- stepping -----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the owned parameters and exchange them; `closure`, if given, is evaluated once, on every rank.
+
+        On return the new parameters can be used; those of modules named in `overlap_with` may be under way still.
+        """
+        assert self._local is not None
+        self.wait()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for mine, local in zip(self.param_groups, self._local.param_groups, strict=True):
+            local.update(options(mine))
+        self._local.step()
+        self._take_from_local()  # some optimizers count in their groups
+        self._exchange()
+        return loss
+
+    def overlap_with(self, *modules: nn.Module) -> None:
+        """Let each of these modules wait for its parameters before its forward pass, rather than `step` for all.
+
+        Name the modules in whose `forward` the parameters are used first, in parts as fine as is to be overlapped: the
+        embedding, each block, the head. Whoever reads their parameters otherwise after a step calls `wait` before;
+        `state_dict` of the modules does. It needs `bucket_size_mb`, since a bucket arrives as a whole.
+        """
+        for module in modules:
+            flats = list(dict.fromkeys(self._flat_of[p] for p in module.parameters() if p in self._flat_of))
+            self._waited_for_later.update(module.parameters())
+
+            # Compiled with its module it would be compiled anew whenever what is under way changes.
+            @torch.compiler.disable  # type: ignore[untyped-decorator]
+            def arrive(*_: object, flats: list[FlatParameters] = flats) -> None:
+                for flat in flats:
+                    flat.wait()
+
+            module.register_forward_pre_hook(arrive)
+            module.register_state_dict_pre_hook(arrive)
+
+    def wait(self) -> None:
+        """Return when all parameters of the last step have arrived (on a GPU, for the current stream)."""
+        for flat in self._flats:
+            flat.wait()
+
+    def _exchange(self) -> None:
+        """All exchanges are begun before the first is waited for."""
+        if self._ranks.size == 1:
+            return
+        exchanged = [flat for flat in self._flats if flat.in_use()]
+        for flat in exchanged:
+            flat.start_exchange()
+        for flat in exchanged:
+            if not self._waited_for_later.issuperset(flat.params):
+                flat.wait()
+
+    def _take_from_local(self) -> None:
+        """Options that the local optimizer filled in or changed, and the state it has."""
+        assert self._local is not None
+        for mine, local in zip(self.param_groups, self._local.param_groups, strict=True):
+            mine.update(options(local))
+        self.state = self._local.state
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, gather: bool = False) -> StateDict:
+        """This rank's shard of the state (see `sharded_state`); or, gathered, the state of the unsharded optimizer.
+
+        With `gather` all ranks must call it. Rank 0 of the group gets a copy in host memory, the others an empty dict.
+        Shards are put together without a process group by `merge_shards`.
+        """
+        assert self._local is not None
+        position = {param: index for index, param in enumerate(self._all_params())}
+        mine = [position[param] for group in self._local.param_groups for param in group["params"]]
+        state = {
+            mine[key] if isinstance(key, int) else key: value
+            for key, value in self._local.state_dict()["state"].items()
+        }
+        mark = {"rank": self._ranks.rank, "world_size": self._ranks.size, "params": mine}
+        groups = sharded_state.pack(self.param_groups, position.__getitem__)
+        shard = {"state": state, "param_groups": groups, "shard": mark}
+        return sharded_state.gather(shard, self._flats[0].params[0].device, self._ranks) if gather else shard
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Take over a full state dict (gathered, merged or of an unsharded optimizer), or this rank's shard.
+
+        Each rank must be given it. Options of the groups, the learning rate among them, come with it. Raises UserError
+        if it is for other groups, or a shard without all that this rank owns.
+        """
+        assert self._local is not None
+        position = {param: index for index, param in enumerate(self._all_params())}
+        mine = [position[param] for group in self._local.param_groups for param in group["params"]]
+        sharded_state.check_loadable(state_dict, self.param_groups, mine)
+        here = {index: key for key, index in enumerate(mine)}
+        state = {
+            here.get(key, key): value
+            for key, value in state_dict["state"].items()
+            if key in here or not isinstance(key, int)
+        }
+        packed = sharded_state.pack(self._local.param_groups, lambda param: here[position[param]])
+        groups = [
+            {**options(saved), "params": local["params"]}
+            for saved, local in zip(state_dict["param_groups"], packed, strict=True)
+        ]
+        self._local.load_state_dict({"state": state, "param_groups": groups})
+        self._take_from_local()
+
+
+def _each_once(params: Iterable[Any]) -> list[Any]:
+    """Parameters, or groups of them, in which a tied weight stands once; anything odd is left for torch to refuse."""
+    listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    if listed and all(isinstance(item, dict) for item in listed):
+        return [{**group, "params": _each_once(group["params"])} if "params" in group else group for group in listed]
+    seen: dict[int, Any] = {}
+    for item in listed:
+        seen.setdefault(id(item[1] if isinstance(item, tuple) else item), item)
+    return list(seen.values())

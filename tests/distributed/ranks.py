@@ -1,0 +1,133 @@
+"""Runs functions on several ranks at once, in processes that talk by gloo, and reports what went wrong on any.
+
+The ranks of a world stay for the next function: they are forked from a server that has imported torch, and joined once.
+After a failure, or when a function does not end, the world is given up and the next function gets a new one, since its
+ranks no longer agree on what comes next.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+TIMEOUT_S = 60
+"""Longest for one function on all ranks, these being many on few cores."""
+COLLECTIVE_TIMEOUT_S = 30
+GRACE_S = 3
+"""How long other ranks have, once one failed, to say how they fare."""
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+
+
+def on_ranks(size: int, function: Callable[..., None], *arguments: object) -> None:
+    """Call the function on each of so many ranks; raises AssertionError with every failing rank's traceback.
+
+    The function and what it is given are pickled, so it stands in a module by its name.
+    """
+    world = _worlds.get(size) or World(size)
+    _worlds[size] = world
+    failure = world.run(function, arguments)
+    if failure:
+        world.close()
+        del _worlds[size]
+        raise AssertionError(failure)
+
+
+class World:
+    """So many processes in one process group, waiting for something to do."""
+
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._ranks = []
+        for rank in range(size):
+            here, there = _processes.Pipe()
+            process = _processes.Process(target=_serve, args=(rank, size, self._folder.name, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._ranks.append(process)
+
+    def run(self, function: Callable[..., None], arguments: Sequence[object]) -> str:
+        """What went wrong, rank by rank; empty if nothing did."""
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and what it said before is read below
+                pipe.send((function, arguments))
+        waiting = list(self._pipes)
+        failures: list[str] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while waiting:
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            for pipe in filter(ready.__contains__, self._pipes):
+                waiting.remove(pipe)
+                if report := _received(pipe):
+                    failures.append(f"rank {self._pipes.index(pipe)}: {report}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+            if not ready:
+                silent = ", ".join(str(self._pipes.index(pipe)) for pipe in waiting)
+                after = f"{GRACE_S} s after another rank failed" if failures else f"after {TIMEOUT_S} s"
+                failures.append(f"rank {silent}: still in {function.__name__} {after}")
+                break
+        return "\n".join(failures)
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+def _received(pipe: Connection) -> str:
+    try:
+        return str(pipe.recv())
+    except EOFError:
+        return "the process ended"
+
+
+def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    """One rank: join the others, then do what comes through the pipe, and answer with what went wrong."""
+    try:
+        _join(rank, size, folder)
+        while True:
+            function, arguments = pipe.recv()
+            _do(function, arguments)
+            pipe.send("")
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        time.sleep(GRACE_S)  # the others shall fail by what they did, and not because this one is gone
+
+
+def _join(rank: int, size: int, folder: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=size, rank=rank)
+
+
+def _do(function: Callable[..., None], arguments: Sequence[object]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    function(*arguments)
+    dist.barrier()
+
+
+_worlds: dict[int, World] = {}
+
+
+@atexit.register
+def _close_worlds() -> None:
+    for world in _worlds.values():
+        world.close()

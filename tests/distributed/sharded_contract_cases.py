@@ -1,0 +1,240 @@
+"""What ranks do in the tests of the sharded optimizer's calls, memory, files and refusals."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.distributed.sharded_kit import (
+    STEPS,
+    Recorder,
+    assert_same,
+    assert_same_state,
+    give_gradients,
+    groups,
+    once,
+    tiny,
+    train,
+)
+from torch import nn
+
+from steplab.parallel import ShardedOptimizer, merge_shards
+from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.flat_parameters import Exchange
+
+# --- calls and memory -------------------------------------------------------------------------------------
+
+
+def case_calls_and_bytes(exchange: Exchange) -> None:
+    """Of each dtype one all-gather, padding included, or one broadcast an owner; nothing for what is frozen."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 64).bfloat16())
+    model.append(nn.Linear(64, 64).requires_grad_(False))
+    recorder = Recorder(GroupCollectives())
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, recorder, exchange=exchange, lr=0.1)
+    assert recorder.calls == []
+    size = dist.get_world_size()
+    # fp32: 8 matrices of 16384 bytes and 8 vectors of 256 come out even; bf16: an owner for 8192 bytes, one for 128
+    if exchange == "all_gather":
+        expected = [("all_gather", 8 * 16640), ("all_gather", size * 8192)]
+        thawed = [("all_gather", size * 16384)]
+        assert sharded.padding_bytes == size * 8192 - 8320 + size * 16384 - 16640
+    else:
+        expected = [("broadcast", 8 * 16640 // size)] * size + [("broadcast", 8192), ("broadcast", 256)]
+        thawed = [("broadcast", 16384), ("broadcast", 256)]
+        assert sharded.padding_bytes == 128
+    give_gradients(model.parameters(), 0)
+    for _ in range(3):
+        recorder.calls.clear()
+        sharded.step()
+        assert recorder.calls == expected
+    model[-1].requires_grad_()
+    recorder.calls.clear()
+    sharded.step()
+    assert recorder.calls == expected + thawed
+
+
+def case_buckets_arrive_before_they_are_used() -> None:
+    """A bucket for each `size` layers, all begun by `step`, which waits for the last; a layer waits for its own."""
+    size = dist.get_world_size()
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3 * size)))
+    recorder = Recorder(GroupCollectives())
+    sharded = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, recorder, bucket_size_mb=size * 16384e-6, exchange="all_gather", lr=0.1
+    )
+    sharded.overlap_with(*list(model)[:-1])
+    give_gradients(model.parameters(), 0)
+
+    def under_way() -> list[bool]:
+        return [bool(flat._under_way) for flat in sharded._flats]
+
+    sharded.step()
+    assert recorder.calls == [("all_gather", size * 16384)] * 3
+    assert under_way() == [True, True, False]
+    model[0](torch.ones(64))
+    assert under_way() == [False, True, False]
+    model[2 * size - 1](torch.ones(64))
+    assert under_way() == [False, False, False]
+    sharded.step()
+    assert under_way() == [True, True, False]
+    model.state_dict()
+    assert under_way() == [False, False, False]
+    sharded.step()
+    seen: list[list[bool]] = []
+
+    def closure() -> float:
+        seen.append(under_way())
+        return 0.0
+
+    sharded.step(closure)
+    assert seen == [[False, False, False]]
+
+
+def case_state_memory(sizes: list[int]) -> None:
+    """Elements of state on each rank: two a parameter that it owns, at most 2 · (total + (N − 1) · largest) / N."""
+    params = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    sharded = ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
+    give_gradients(params, 0)
+    sharded.step()
+    state = sum(t.numel() for values in sharded.state.values() for key, t in values.items() if key != "step")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    assert state == 2 * sharded.shares[rank]
+    assert sum(sharded.shares) == sum(sizes)
+    assert state <= 2 * (sum(sizes) + (size - 1) * max(sizes)) / size
+
+
+def case_parameters_stay_what_they_were() -> None:
+    """The same objects with the same values, strides and gradients; moved out and back in between, still exchanged."""
+    model, reference = tiny(), tiny()
+    turned = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+    other = nn.Parameter(turned.detach().clone())
+    before = {name: id(param) for name, param in model.named_parameters()}
+    give_gradients(model.parameters(), 0)
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    sharded = ShardedOptimizer([*model.parameters(), turned], torch.optim.SGD, lr=0.1)
+    assert_same(model, reference)
+    assert turned.stride() == (1, 4)
+    assert before == {name: id(param) for name, param in model.named_parameters()}
+    assert all(param.grad is gradients[name] for name, param in model.named_parameters())
+    plain = torch.optim.SGD([*reference.parameters(), other], lr=0.1)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    for step in range(2):
+        for net, weight, optimizer in (model, turned, sharded), (reference, other, plain):
+            give_gradients([*net.parameters(), weight], step)
+            optimizer.step()
+        assert_same(model, reference)
+        assert torch.equal(turned, other)
+
+
+def case_an_old_graph_is_refused() -> None:
+    """Backward through weights that a step has changed since fails on every rank, not on the owners alone."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    sharded.step()
+    assert "modified by an inplace operation" in raised(loss.backward)
+
+
+# --- state ------------------------------------------------------------------------------------------------
+
+
+def case_save(folder: str) -> None:
+    """Leaves the shard of each rank, and the gathered state and weights of rank 0, in the folder."""
+    model = tiny()
+    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, lr=0.01, amsgrad=True)
+    train(model, sharded, range(STEPS))
+    sharded.param_groups[0]["lr"] = 0.07
+    torch.save(sharded.state_dict(), f"{folder}/shard{dist.get_rank()}.pt")
+    gathered = sharded.state_dict(gather=True)
+    if dist.get_rank() == 0:
+        torch.save(gathered, f"{folder}/full.pt")
+        torch.save(model.state_dict(), f"{folder}/model.pt")
+
+
+def case_restore(folder: str, of: int) -> None:
+    """From the files of a world of another size: training goes on as it does unsharded from the same files."""
+    full = torch.load(f"{folder}/full.pt")
+    shards = [torch.load(f"{folder}/shard{rank}.pt") for rank in range(of)]
+    merged = merge_shards(shards)
+    assert_same_state(merged, full)
+    reference = tiny()
+    reference.load_state_dict(torch.load(f"{folder}/model.pt"))
+    plain = torch.optim.AdamW(once(groups(reference)), lr=0.5, amsgrad=True)
+    plain.load_state_dict(torch.load(f"{folder}/full.pt"))
+    train(reference, plain, range(STEPS, 2 * STEPS))
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for state in [full, merged] + ([shards[rank]] if of == size else []):
+        model = tiny()
+        model.load_state_dict(torch.load(f"{folder}/model.pt"))
+        sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, lr=0.5, amsgrad=True)
+        sharded.load_state_dict(copy.deepcopy(state))
+        assert sharded.param_groups[0]["lr"] == 0.07
+        assert all(sharded.owner(param) == rank for param in sharded.state)
+        train(model, sharded, range(STEPS, 2 * STEPS))
+        assert_same(model, reference)
+    if of != size:
+        other = ShardedOptimizer(groups(tiny()), torch.optim.AdamW, lr=0.5, amsgrad=True)
+        # with fewer ranks each owns what two shards have; with more, the ranks that share one find theirs in it or not
+        said = raised(lambda: other.load_state_dict(shards[(rank + 1) % of]))
+        assert f"of {of}, and parameters are assigned otherwise" in said
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+def raised(call: Callable[[], object]) -> str:
+    """What the call raises, as text; an AssertionError if it does not."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def case_refusals() -> None:
+    weight = torch.zeros(4, 4)
+    sgd = torch.optim.SGD
+    shared = [nn.Parameter(weight), nn.Parameter(weight[1:])]
+    assert "one nn.Parameter in both places" in raised(lambda: ShardedOptimizer(shared, sgd, lr=0.1))
+    gaps = [nn.Parameter(weight[:, :3])]
+    assert "gaps" in raised(lambda: ShardedOptimizer(gaps, sgd, lr=0.1))
+    good = [nn.Parameter(weight)]
+    assert "Unsupported: sharding LBFGS" in raised(lambda: ShardedOptimizer(good, torch.optim.LBFGS))
+    assert "bucket_size_mb must be above 0" in raised(lambda: ShardedOptimizer(good, sgd, bucket_size_mb=0))
+    wrong: Any = "gather"
+    assert "one of auto, all_gather, broadcast" in raised(lambda: ShardedOptimizer(good, sgd, exchange=wrong))
+    assert "empty parameter list" in raised(lambda: ShardedOptimizer([], sgd, lr=0.1))
+    both = [{"params": good}, {"params": good}]
+    assert "more than one parameter group" in raised(lambda: ShardedOptimizer(both, sgd, lr=0.1))
+    optimizer = ShardedOptimizer(good, sgd, lr=0.1)
+    plain = sgd([nn.Parameter(weight), nn.Parameter(weight)], lr=0.1)
+    assert "groups of [2] parameters, and this optimizer has [1]" in raised(
+        lambda: optimizer.load_state_dict(plain.state_dict())
+    )
+    good[0].data = good[0].data.double()
+    assert "move the model first" in raised(optimizer.step)
+
+
+def case_ranks_that_differ_are_told() -> None:
+    """Each rank says which two differ and from where on, instead of waiting for the others."""
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3 + (dist.get_rank() == 1)))]
+    said = raised(lambda: ShardedOptimizer(params, torch.optim.SGD, lr=0.1))
+    assert "from number 1 on (2 and 2 in all)" in said
+
+
+def case_a_group_of_some_ranks() -> None:
+    """Owners and sources are ranks of the group, which are other numbers than those in the world."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.new_group(list(range(size - 1, size // 2 - 1, -1)))
+    params = [nn.Parameter(torch.zeros(40 + n)) for n in range(3)]
+    if rank < size // 2:
+        assert "not in the group" in raised(lambda: ShardedOptimizer(params, torch.optim.SGD, group, lr=0.1))
+        return
+    sharded = ShardedOptimizer(params, torch.optim.SGD, group, lr=1.0, momentum=0.5)
+    assert len(sharded.shares) == size // 2
+    give_gradients(params, 0)
+    sharded.step()
+    assert all(torch.equal(param, -param.grad) for param in params if param.grad is not None)
+    assert bool(sharded.state_dict(gather=True)) == (dist.get_rank(group) == 0)
