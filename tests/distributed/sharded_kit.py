@@ -53,7 +53,7 @@ class Tiny(nn.Module):
 
 
 class Recorder(transports.Recorder):
-    """Those of the sharded optimizer are counted; with delays, they begin late, and show what came only when they are waited for."""
+    """Counts what the sharded optimizer asks for; with delays, calls begin late, and show what came when waited for."""
 
     def __init__(self, inner: Collectives, delays: random.Random | None = None) -> None:
         super().__init__(inner)
