@@ -104,8 +104,9 @@ def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device)
         for found, wanted in zip((p.grad for p in model.parameters()), right, strict=True):
             assert found is not None
             assert wanted is not None
-            exact = {"rtol": 0.0, "atol": 0.0} if size == 2 else {"rtol": 1e-6, "atol": 1e-9}
-            torch.testing.assert_close(found, wanted, **exact, msg=f"{strategy} over {transport}")
+            relative, absolute = (0.0, 0.0) if size == 2 else (1e-6, 1e-9)
+            message = f"{strategy} over {transport}"
+            torch.testing.assert_close(found, wanted, rtol=relative, atol=absolute, msg=message)
 
 
 def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: torch.device) -> None:
@@ -152,7 +153,7 @@ def assert_alike_on_all_ranks(tensors: list[Tensor | None]) -> None:
     for tensor in tensors:
         if tensor is None:
             continue
-        smallest, largest = tensor.detach().clone(), tensor.detach().clone()
+        smallest, largest = (tensor.detach().clone(memory_format=torch.contiguous_format) for _ in range(2))
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         assert torch.equal(smallest, largest)
