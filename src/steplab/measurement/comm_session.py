@@ -1,0 +1,213 @@
+"""Cells of a benchmark of collectives, measured in this process, which is one rank of several.
+
+Every rank walks through the same cells in the same order; where a cell has fewer ranks, it is those of the lowest
+numbers, and the others wait for its end. A cell's result is checked before it is timed. What can fail on one rank alone,
+such as finding the memory, all hear of before they wait for each other in a collective.
+
+A cell's record is put together on rank 0 from what all ranks found.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from steplab import __version__
+from steplab.errors import Unsupported
+from steplab.measurement.comm_calls import MakeCall, make_call
+from steplab.measurement.comm_data import Buffers
+from steplab.measurement.comm_timing import Together, time_calls
+from steplab.measurement.device import Device, HostClockDevice
+from steplab.measurement.environment import read_clocks, read_environment
+from steplab.measurement.failures import failure_of, refused_memory
+from steplab.measurement.world import World
+from steplab.parallel.collectives import GroupCollectives
+from steplab.records.codec import new_id, now_utc
+from steplab.records.comm import CommCell, CommCheck, CommRank, CommRun, RankTimes
+from steplab.records.environment import Environment
+from steplab.records.run import Failure
+from steplab.specs.comm import CommSpec, CommStudy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommObserver:
+    """Who is told how far the benchmark is; of results, on rank 0 alone."""
+
+    on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
+    on_environment: Callable[[Environment], None] = lambda environment: None
+    on_cell: Callable[[int], None] = lambda index: None
+    """Called with the number of the cell that runs next."""
+    on_result: Callable[[int, CommCell], None] = lambda index, cell: None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """What one rank found of a cell."""
+
+    times: RankTimes | None = None
+    compared: tuple[int, int, str] = (0, 0, "")
+    failure: Failure | None = None
+
+
+def measure_comm_here(
+    study: CommStudy, indices: Sequence[int], world: World, observer: CommObserver, make: MakeCall = make_call
+) -> CommRun:
+    """Measure these of the study's cells; every rank of the world has to call this. The record has cells on rank 0.
+
+    Raises Unsupported for a request that this machine cannot serve at all.
+    """
+    for index in indices:
+        _refuse(study.cells[index], world)
+    observer.on_stage("build", 0)
+    environment = read_environment(world.device.torch_device)
+    mine = CommRank(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {environment.device.name}")
+    ranks = tuple(world.collectives.host_gather(mine))
+    if world.rank == 0:
+        observer.on_environment(environment)
+    session = _Session(study, world, observer, make)
+    for index in indices:
+        session.measure(index)
+    return CommRun(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        study=study,
+        environment=read_clocks(environment, world.device.torch_device),
+        ranks=ranks,
+        libraries=_libraries(study),
+        cells=tuple(session.cells),
+    )
+
+
+def _refuse(spec: CommSpec, world: World) -> None:
+    if spec.device == "cuda" and world.device.torch_device.type != "cuda":
+        why = "the processes have no CUDA device each"
+        raise Unsupported(spec.way, why, "start a process a GPU with --gpus, or use --backend gloo --device cpu")
+    if spec.world_size > world.size:
+        raise Unsupported(spec.label, f"{world.size} processes are here", f"start {spec.world_size} of them")
+
+
+def _libraries(study: CommStudy) -> dict[str, str]:
+    """Versions of what moves the bytes; gloo is a part of torch and has none of its own."""
+    if all(cell.backend != "nccl" for cell in study.cells):
+        return {}
+    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+@dataclass(slots=True)
+class _Groups:
+    """The ranks of the lowest numbers by backend and size, each group made once, by all ranks together."""
+
+    world: World
+    made: dict[tuple[str, int], tuple[dist.ProcessGroup | None, GroupCollectives | None]] = field(default_factory=dict)
+
+    def of(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
+        """The group, and what its members agree by; None for the latter: this rank is none."""
+        key = (spec.way, spec.world_size)
+        if key not in self.made:
+            self.made[key] = self._make(spec)
+        return self.made[key]
+
+    def _make(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
+        # The processes' own group sends tensors of each device by the backend at home there.
+        if spec.world_size == self.world.size and spec.way == spec.backend:
+            return None, GroupCollectives(None)
+        group = dist.new_group(list(range(spec.world_size)), backend=spec.backend)
+        return group, GroupCollectives(group) if self.world.rank < spec.world_size else None
+
+
+class _Session:
+    """The world, its groups, and the cell under way."""
+
+    def __init__(self, study: CommStudy, world: World, observer: CommObserver, make: MakeCall) -> None:
+        self.study, self.world, self.observer, self.make = study, world, observer, make
+        self._groups = _Groups(world)
+        self.cells: list[CommCell] = []
+        """What has been measured, on rank 0."""
+
+    def measure(self, index: int) -> None:
+        """Measure one cell."""
+        spec = self.study.cells[index]
+        if self.world.rank == 0:
+            self.observer.on_cell(index)
+        self._begin(spec, "first call")
+        group, collectives = self._groups.of(spec)
+        found = None
+        if collectives is not None:
+            found = self._found(spec, group, Together(device=self._device(spec), collectives=collectives))
+        everyone = self.world.collectives.host_gather(found)  # who has no part in the cell waits here
+        if self.world.rank == 0:
+            self.cells.append(_cell(spec, everyone))
+            self.observer.on_result(index, self.cells[-1])
+
+    def _found(self, spec: CommSpec, group: dist.ProcessGroup | None, together: Together) -> _Found:
+        """What this rank, one of the group, finds."""
+        found, device = _Found(), together.device
+        rank = together.collectives.rank
+        buffers: list[Buffers] = []  # emptied below: what a failure's frames hold is to be given back
+
+        def attempt(stage: str, work: Callable[[], None]) -> bool:
+            """Do it unless it has failed before; whether it went well on all ranks."""
+            try:
+                work()
+            except Exception as error:
+                failure = refused_memory(error, stage, device) or failure_of(error, stage)
+                found.failure = dataclasses.replace(failure, rank=self.world.rank)
+            return not any(together.collectives.host_gather(found.failure is not None))
+
+        def check() -> None:
+            self.make(buffers[0], group)()
+            device.synchronize()
+            found.compared = buffers[0].compare()
+
+        def time() -> None:
+            def begin(stage: str, num_steps: int) -> None:
+                self._begin(spec, stage)
+
+            found.times = time_calls(self.make(buffers[0], group), together, self.study, begin)
+
+        if attempt("buffers", lambda: buffers.append(Buffers(spec, rank, device.torch_device))) and attempt(
+            "first call", check
+        ):
+            wrong = together.collectives.host_gather(found.compared[1])
+            if not any(wrong):
+                attempt("timing", time)
+        buffers.clear()
+        if found.failure and device.torch_device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        return found
+
+    def _device(self, spec: CommSpec) -> Device:
+        """Where this cell's tensors are: the rank's own device, or the CPU beside its GPU."""
+        device = self.world.device
+        return device if device.torch_device.type == spec.device else HostClockDevice(torch.device("cpu"))
+
+    def _begin(self, spec: CommSpec, stage: str) -> None:
+        self.observer.on_stage(f"{spec.label}: {stage}", 0)
+
+
+def _cell(spec: CommSpec, everyone: Sequence[_Found | None]) -> CommCell:
+    """The cell's record from what its ranks found; the first failure speaks for all."""
+    found = [one for one in everyone if one is not None]
+    failure = next((one.failure for one in found if one.failure), None)
+    compared = [one.compared for one in found]
+    check = CommCheck(
+        num_elements=sum(num for num, _, _ in compared),
+        num_wrong=sum(wrong for _, wrong, _ in compared),
+        first_wrong=next((first for _, _, first in compared if first), ""),
+    )
+    if failure is None and check.num_wrong:
+        message = f"the result is wrong: {check.first_wrong} ({check.num_wrong:,} of {check.num_elements:,} elements)"
+        failure = Failure(kind="error", message=message, phase="first call")
+    times = tuple(one.times for one in found if one.times is not None)
+    return CommCell(
+        spec=spec,
+        message_bytes=spec.message_bytes,
+        ranks=times if failure is None else (),
+        check=check if check.num_elements else None,
+        failure=failure,
+    )
