@@ -14,11 +14,12 @@ from tests.distributed.world import Cases
 from steplab.errors import Unsupported
 from steplab.measurement.comm_calls import Call, MakeCall, make_call
 from steplab.measurement.comm_data import Buffers
-from steplab.measurement.comm_session import CommMachine, CommObserver, measure_comm_here
+from steplab.measurement.comm_session import CommObserver, measure_comm_here
 from steplab.measurement.device import HostClockDevice
 from steplab.measurement.world import World
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.comm import CommCell
+from steplab.records.environment import Environment
 from steplab.specs.comm import COLLECTIVES, CommStudy, comm_cells
 
 cases = Cases(__name__)
@@ -48,20 +49,19 @@ def study(**lists: Sequence[object]) -> CommStudy:
 
 
 def measured(asked: CommStudy, make: MakeCall = make_call, indices: Sequence[int] | None = None) -> list[CommCell]:
-    """The cells as rank 0 has them, known to all ranks."""
+    """The cells as this rank has them."""
     cells: dict[int, CommCell] = {}
     under_way: list[int] = []
-    machines: list[CommMachine] = []
-    observer = CommObserver(on_cell=under_way.append, on_result=cells.__setitem__, on_machine=machines.append)
-    here = world()
+    environments: list[Environment] = []
+    observer = CommObserver(on_cell=under_way.append, on_result=cells.__setitem__, on_environment=environments.append)
     chosen = range(len(asked.cells)) if indices is None else indices
-    measure_comm_here(asked, chosen, here, observer, make)
-    assert under_way == ([*chosen] if here.rank == 0 else [])
-    if here.rank == 0:
-        assert [rank.host for rank in machines[0].ranks] == ["host0", "host1", "host2"]
-        assert machines[0].ranks[1].device.startswith("cpu ")
-    found: list[CommCell] = here.collectives.host_gather([cells[index] for index in sorted(cells)])[0]
-    return found
+    record = measure_comm_here(asked, chosen, world(), observer, make)
+    assert under_way == [*chosen]
+    assert [rank.host for rank in record.ranks] == ["host0", "host1", "host2"]
+    assert record.ranks[1].device.startswith("cpu ")
+    assert record.environment == environments[0]
+    assert list(record.cells) == [cells[index] for index in chosen]
+    return list(record.cells)
 
 
 def spoiled(ruin: Callable[[Buffers], None]) -> MakeCall:
@@ -141,12 +141,13 @@ def what_fails_on_one_rank_ends_that_cell_and_no_other() -> None:
         assert bool(cell.ranks) == (failed is None)
         if cell.failure:
             assert cell.failure.rank == 1
+            assert cell.failure.message.startswith("rank 1 on host1: ")
 
 
 @cases
 def only_the_cells_asked_for_are_measured() -> None:
     asked = study()
-    assert [cell.spec for cell in measured(asked, indices=[7, 2])] == [asked.cells[2], asked.cells[7]]
+    assert [cell.spec for cell in measured(asked, indices=[7, 2])] == [asked.cells[7], asked.cells[2]]
 
 
 @cases

@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from steplab import __version__
 from steplab.cli.attention import attention
+from steplab.cli.comm import comm
 from steplab.cli.doctor import doctor
 from steplab.cli.explain import explain
 from steplab.cli.export import export
@@ -44,6 +45,7 @@ app.command(profile)
 app.command(memory)
 app.command(precision)
 app.command(attention)
+app.command(comm)
 app.command(tune)
 app.command(plan)
 app.command(explain)

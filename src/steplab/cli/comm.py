@@ -45,7 +45,7 @@ class CommOptions:
 def comm(
     *,
     cells: CommOptions = CommOptions(),
-    processes: ProcessOptions = ProcessOptions(),
+    spread: ProcessOptions = ProcessOptions(),
     repeats: Annotated[
         int | None, Parameter(help="How often each cell is timed [default: 10 to 200, by its length]")
     ] = None,
@@ -67,7 +67,7 @@ def comm(
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out.output)
-    study, device = comm_study(cells.lists(), gpus=processes.gpus, processes=processes.processes, repeats=repeats)
+    study, device = comm_study(cells.lists(), gpus=spread.gpus, processes=spread.processes, repeats=repeats)
     with ProgressLine() as line:
         run = measure_comm(
             study,
@@ -80,4 +80,5 @@ def comm(
         )
     emit(render_comm(run, chosen, color=stdout_color() and out.output is None), out.output)
     say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
-    return 1 if all(cell.failure for cell in run.cells) else 0
+    ended_badly = any(cell.status in ("crashed", "timeout") for cell in run.cells)
+    return 1 if ended_badly or all(cell.failure for cell in run.cells) else 0

@@ -55,10 +55,10 @@ class Line:
     """Seconds a rank; None: the model has no such term."""
     num_points: int
     """How many times it was fitted to."""
-    rms_relative: float
-    """Root mean square of (fitted - measured) / measured."""
-    worst_relative: float
-    """The largest of them in size, with its sign."""
+    rms_relative: float | None
+    """Root mean square of (fitted - measured) / measured; None: as few points as terms, which any line fits."""
+    worst_relative: float | None
+    """The largest of them in size, with its sign; None likewise."""
 
 
 def predicted_s(
@@ -99,11 +99,12 @@ def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
     assert best is not None  # a single term is never negative: all entries are positive
     relative = matrix @ best[1] - 1
     terms = [float(term) for term in best[1]]
+    tells = len(points) > np.count_nonzero(best[1])
     return Line(
         alpha_s=terms[0],
         beta_s_per_byte=terms[1],
         gamma_s_per_rank=terms[2] if by_rank else None,
         num_points=len(points),
-        rms_relative=best[0] ** 0.5,
-        worst_relative=float(relative[np.abs(relative).argmax()]),
+        rms_relative=best[0] ** 0.5 if tells else None,
+        worst_relative=float(relative[np.abs(relative).argmax()]) if tells else None,
     )

@@ -11,7 +11,7 @@ from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.comm_launch import comm_in_ranks
 from steplab.measurement.launch import OnProgress
-from steplab.measurement.torchrun import is_first_rank, torchrun_around
+from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.environment import Environment
@@ -108,7 +108,8 @@ def measure_comm(
             on_environment=located,
         )
 
-    if not is_first_rank():
+    around = torchrun_around()
+    if around is not None and not around.is_first:
         return ended(measured())
     with open_store(store, write=True) as opened:
         try:

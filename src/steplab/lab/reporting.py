@@ -78,7 +78,7 @@ def runs_to_report(
 
 
 def _selected(records: Iterable[Record], nothing: str, title: str | None = None) -> Selection:
-    """These records, called by the title, or by what they are. Raises UserError, saying `nothing`, for none that are."""
+    """These records, called by the title, or by what they are. Raises UserError, saying `nothing`, for none."""
     every = list(records)
     kinds = {
         "Measured steps": (runs := _runs(every)),

@@ -1,8 +1,9 @@
 """The measuring process: one request in on standard input, messages out on a pipe, the record last.
 
 Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, cells
-of a benchmark of attention, tiles to be tuned, or a device whose ceilings are wanted. Standard input stays open for as
-long as the parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
+of a benchmark of attention or of collectives, tiles to be tuned, or a device whose ceilings are wanted. Standard input
+stays open for as long as the parent lives: when it ends, however the parent died, this process ends too and frees the
+GPU.
 """
 
 import os
@@ -22,6 +23,7 @@ from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
 from steplab.specs.attention_tuning import TuningStudy
+from steplab.specs.comm import CommStudy
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -54,6 +56,10 @@ class Request(msgspec.Struct):
     """these are wanted, those of a group timed in turns."""
     tuning: TuningStudy | None = None
     """Candidates for the tiles of flash_triton, in place of a step."""
+    comm: CommStudy | None = None
+    """A benchmark of collectives, in place of a step; of its cells"""
+    cells: list[int] = []
+    """those of these numbers are wanted."""
     processes: int = 1
     """How many are to do this together; each then calls `answer` in a world of so many."""
 
@@ -112,6 +118,16 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
         from steplab.measurement.attention_tuning import tune_here
 
         send("tuned", tune_here(request.tuning, on_stage, on_step))
+    elif request.comm is not None and world is not None:
+        from steplab.measurement.comm_session import CommObserver, measure_comm_here
+
+        watching = CommObserver(
+            on_environment=on_environment,
+            on_stage=on_stage,
+            on_cell=lambda cell: send("at", cell),
+            on_result=lambda cell, result: send("cell", [cell, result]),
+        )
+        send("record", measure_comm_here(request.comm, request.cells, world, watching))
     elif request.numerics:
         from steplab.measurement import compat
         from steplab.measurement.precision_session import numerics_here

@@ -21,7 +21,7 @@ _EXACT = 256
 
 
 class Buffers:
-    """One rank's tensors for a cell: `send` with its data, `receive` for the result; the same where that is in place."""
+    """One rank's tensors for a cell: `send` with its data, `receive` for the result; one where that is in place."""
 
     def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:
         self.spec, self.rank = spec, rank

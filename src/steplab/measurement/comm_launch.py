@@ -52,7 +52,7 @@ def comm_in_ranks(
 ) -> CommRun | None:
     """Measure a study's cells: `on_cell` is called with the number and the result of each as it ends.
 
-    Gives what the ranks say of themselves: a record of the cells of the last processes; None: they never came to say it.
+    Gives what the ranks say of themselves: a record of the last processes' cells; None: they never came to say it.
     A cell that the processes do not survive is a failure, and the others go on in new ones; where torchrun has started
     this process, there can be no new ones, and the others are failures too. `timeout_s` is how long a cell may take.
 
@@ -69,15 +69,16 @@ def comm_in_ranks(
         spec = study.cells[index]
         keep(index, CommCell(spec=spec, message_bytes=spec.message_bytes, failure=failure))
 
-    said: CommRun | None = None
+    around, said = torchrun_around(), None
     numbers = {cell: index for index, cell in enumerate(study.cells)}
     while left := [index for index in range(len(study.cells)) if index not in results]:
         listener = CommListener(on_progress, keep, on_environment)
         request = Request(comm=study, cells=left, processes=study.num_processes, device=device)
-        failure = converse(request, listener, timeout_s)
+        # Only the first process of torchrun's hears of a cell as it ends, and has a use for its time.
+        failure = converse(request, listener, timeout_s if around is None or around.is_first else None)
         if isinstance(listener.record, CommRun):
             said = listener.record
-            for cell in said.cells:  # under torchrun all but the first hear of them only now
+            for cell in said.cells:
                 keep(numbers[cell.spec], cell)
         if failure is None and not any(index in results for index in left):
             # Processes that end well without a result would be followed by others like them for ever.
@@ -88,7 +89,7 @@ def comm_in_ranks(
         if guilty is not None and guilty not in results:
             fail(guilty, failure)
             failure = Failure(kind="error", message=f"not measured: the processes ended in {study.cells[guilty].label}")
-        if guilty is None or torchrun_around() is not None:
+        if guilty is None or around is not None:
             for index in left:
                 fail(index, failure)
     return said

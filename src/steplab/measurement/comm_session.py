@@ -1,10 +1,10 @@
 """Cells of a benchmark of collectives, measured in this process, which is one rank of several.
 
 Every rank walks through the same cells in the same order; where a cell has fewer ranks, it is those of the lowest
-numbers, and the others wait for its end. A cell's result is checked before it is timed. What can fail on one rank alone,
-such as finding the memory, all hear of before they wait for each other in a collective.
+numbers, and the others wait for its end. A cell's result is checked before it is timed. What can fail on one rank
+alone, such as finding the memory, all hear of before they wait for each other in a collective.
 
-A cell's record is put together on rank 0 from what all ranks found.
+Every rank puts a cell's record together from what all of them found, so that each can tell who started it.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from steplab.specs.comm import CommSpec, CommStudy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommObserver:
-    """Who is told how far the benchmark is; of results, on rank 0 alone."""
+    """Who is told how far the benchmark is."""
 
     on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
     on_environment: Callable[[Environment], None] = lambda environment: None
@@ -55,7 +55,7 @@ class _Found:
 def measure_comm_here(
     study: CommStudy, indices: Sequence[int], world: World, observer: CommObserver, make: MakeCall = make_call
 ) -> CommRun:
-    """Measure these of the study's cells; every rank of the world has to call this. The record has cells on rank 0.
+    """Measure these of the study's cells; every rank of the world has to call this, and gets the record.
 
     Raises Unsupported for a request that this machine cannot serve at all.
     """
@@ -65,8 +65,7 @@ def measure_comm_here(
     environment = read_environment(world.device.torch_device)
     mine = CommRank(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {environment.device.name}")
     ranks = tuple(world.collectives.host_gather(mine))
-    if world.rank == 0:
-        observer.on_environment(environment)
+    observer.on_environment(environment)
     session = _Session(study, world, observer, make)
     for index in indices:
         session.measure(index)
@@ -126,22 +125,20 @@ class _Session:
         self.study, self.world, self.observer, self.make = study, world, observer, make
         self._groups = _Groups(world)
         self.cells: list[CommCell] = []
-        """What has been measured, on rank 0."""
+        """What has been measured."""
 
     def measure(self, index: int) -> None:
         """Measure one cell."""
         spec = self.study.cells[index]
-        if self.world.rank == 0:
-            self.observer.on_cell(index)
+        self.observer.on_cell(index)
         self._begin(spec, "first call")
         group, collectives = self._groups.of(spec)
         found = None
         if collectives is not None:
             found = self._found(spec, group, Together(device=self._device(spec), collectives=collectives))
         everyone = self.world.collectives.host_gather(found)  # who has no part in the cell waits here
-        if self.world.rank == 0:
-            self.cells.append(_cell(spec, everyone))
-            self.observer.on_result(index, self.cells[-1])
+        self.cells.append(_cell(spec, everyone))
+        self.observer.on_result(index, self.cells[-1])
 
     def _found(self, spec: CommSpec, group: dist.ProcessGroup | None, together: Together) -> _Found:
         """What this rank, one of the group, finds."""
@@ -155,7 +152,8 @@ class _Session:
                 work()
             except Exception as error:
                 failure = refused_memory(error, stage, device) or failure_of(error, stage)
-                found.failure = dataclasses.replace(failure, rank=self.world.rank)
+                message = f"rank {self.world.rank} on {self.world.host}: {failure.message}"
+                found.failure = dataclasses.replace(failure, rank=self.world.rank, message=message)
             return not any(together.collectives.host_gather(found.failure is not None))
 
         def check() -> None:

@@ -1,9 +1,9 @@
 """How one cell of the benchmark of collectives is timed, in step with the other ranks.
 
-On a device with a timeline of its own, calls go back to back after one barrier, with an event around each: nothing waits
-between them, as in a loop of training, and what Python takes to start a call is hidden wherever the call is longer. After
-that, on every device, each call by itself: a barrier, then the host's clock around the call with the device synchronised
-at both ends. That is what one call takes which nobody prepared.
+On a device with a timeline of its own, calls go back to back after one barrier, with an event around each: nothing
+waits between them, as in a loop of training, and what Python takes to start a call is hidden wherever the call is
+longer. After that, on every device, each call by itself: a barrier, then the host's clock around the call with the
+device synchronised at both ends. That is what one call takes which nobody prepared.
 
 All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
 """
@@ -65,7 +65,8 @@ def time_calls(
     phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=lambda: _void(call))]
     samples, _ = run_synchronised(phases, device, repeats, _unheard)
     alone = find_phase(samples, "call")
-    assert alone is not None and alone.host_s is not None  # run_synchronised times each phase by the host's clock
+    assert alone is not None
+    assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
     rank = together.collectives.rank
     return RankTimes(rank=rank, device_s=device_s, device_loop_s=loop_s, alone_s=alone.host_s)
 

@@ -106,10 +106,11 @@ class CommFit:
     """Seconds a rank; None where world sizes were not fitted together."""
     num_points: int
     """Cells that it was fitted to."""
-    rms_relative: float
-    """Root mean square of (fitted - measured) / measured: what the fit made smallest."""
-    worst_relative: float
-    """The largest of them in size, with its sign."""
+    rms_relative: float | None
+    """Root mean square of (fitted - measured) / measured, which the fit made smallest; None: as few points as terms,
+    which any line fits."""
+    worst_relative: float | None
+    """The largest of them in size, with its sign; None likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

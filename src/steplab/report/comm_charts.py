@@ -37,6 +37,8 @@ class _Panel:
     """Cells by series."""
     fits: dict[str, CommFit]
     """A line of the profile for those series that have one."""
+    family: str = ""
+    """Panels of one family have one scale of times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +55,8 @@ class _Plot:
     """A place in words."""
     series: tuple[str, ...]
     """Of all panels, by colour."""
-    scale: ax.Scale
-    """Seconds."""
+    scales: dict[str, ax.Scale]
+    """Seconds, by family."""
 
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
@@ -66,6 +68,7 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
             title=_title(group[0], groups, "way", "dtype", "world_size"),
             lines=_by_collective(group),
             fits={c: fits[(*key, c)] for c in _by_collective(group) if (*key, c) in fits},
+            family=group[0].spec.way,
         )
         for key, group in groups.items()
     ]
@@ -79,11 +82,11 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
     if len({cell.spec.world_size for cell in cells}) < 2:
         return None
     groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.size_bytes))
-    panels = [
-        _Panel(title=_title(group[0], groups, "way", "dtype", "size_bytes"), lines=_by_collective(group), fits={})
-        for group in groups.values()
-        if len({cell.spec.world_size for cell in group}) > 1
-    ]
+    panels = []
+    for group in groups.values():
+        if len({cell.spec.world_size for cell in group}) > 1:
+            title = _title(group[0], groups, "way", "dtype", "size_bytes")
+            panels.append(_Panel(title=title, lines=_by_collective(group), fits={}, family=title))
     note = "The message has the same size whatever the number of ranks. Both axes are logarithmic."
     return _chart(panels, _RANKS, "time of a call by ranks", note) if panels else None
 
@@ -104,9 +107,13 @@ def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
 
 
 def _chart(panels: Sequence[_Panel], axis: str, name: str, note: str) -> Chart | None:
-    shown = [cell for panel in panels for line in panel.lines.values() for cell in line]
-    times = [cell.slowest.median_s for cell in shown if cell.slowest]
-    if not times:
+    times_of: dict[str, list[float]] = {}
+    for panel in panels:
+        times = [cell.slowest.median_s for line in panel.lines.values() for cell in line if cell.slowest]
+        if times:
+            times_of.setdefault(panel.family, []).extend(times)
+    panels = [panel for panel in panels if panel.family in times_of]
+    if not panels:
         return None
     by_size = axis == _SIZE
     plot = _Plot(
@@ -115,7 +122,7 @@ def _chart(panels: Sequence[_Panel], axis: str, name: str, note: str) -> Chart |
         x=(lambda cell: cell.spec.size_bytes) if by_size else (lambda cell: cell.spec.world_size),
         show=units.format_message if by_size else str,
         series=tuple(dict.fromkeys(series for panel in panels for series in panel.lines)),
-        scale=ax.time_scale(times, log_from=1),
+        scales={family: ax.time_scale(times, log_from=1) for family, times in times_of.items()},
     )
     width = _WIDTH if len(panels) == 1 else _BESIDE_OTHERS
     legend = tuple((i % len(SERIES) + 1, GLYPHS[i % len(GLYPHS)], series) for i, series in enumerate(plot.series))
@@ -134,17 +141,17 @@ def _picture(panel: _Panel, plot: _Plot, width: float) -> Picture:
 
 
 def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
-    axes = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP)
+    axes, scale = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP), plot.scales[panel.family]
     places = sorted({plot.x(cell) for cells in panel.lines.values() for cell in cells})
     axes.set_xscale("log")
     margin = 1.25 if len(places) == 1 else (places[-1] / places[0]) ** 0.06
     axes.set_xlim(places[0] / margin, places[-1] * margin)
-    if plot.scale.log:
+    if scale.log:
         axes.set_yscale("log")
-    axes.set_ylim(plot.scale.low, plot.scale.high)
+    axes.set_ylim(scale.low, scale.high)
     axes.minorticks_off()
     axes.set_xticks(_apart(places, picture.width), [plot.show(x) for x in _apart(places, picture.width)], fontsize=11)
-    axes.set_yticks(plot.scale.ticks, [ax.tidy(plot.scale.show(tick)) for tick in plot.scale.ticks], fontsize=11)
+    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
     axes.grid()
     axes.set_xlabel(plot.axis, fontsize=11)
     return axes

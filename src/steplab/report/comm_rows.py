@@ -9,6 +9,7 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import ABSENT, Column, figure_column, show_time
 from steplab.report.grid import Grid
+from steplab.specs.comm import COLLECTIVES
 
 GB = 1e9
 
@@ -150,14 +151,17 @@ class CommTable:
 def comm_tables(run: CommRun) -> list[CommTable]:
     """Every cell, and the profile where there is one."""
     timeline = any(times.device_s for cell in run.cells for times in cell.ranks)
-    how = "calls back to back, by events on the device" if timeline else "calls one by one, each after a barrier"
+    if timeline:
+        how = "calls back to back, by events on the device; alone: one call after a barrier, by the host's clock"
+    else:
+        how = "calls one by one, each after a barrier, by the host's clock"
     tables = [
         CommTable(
             title="Every cell",
-            columns=CELL_COLUMNS,
+            columns=tuple(column for column in CELL_COLUMNS if timeline or column.key != "alone_s"),
             rows=comm_rows(run.cells),
-            caption=f"Times of the slowest rank, {how}; alone: one call after a barrier, by the host's clock. Spread: "
-            "by how much the slowest rank's median exceeds the fastest's. Results were checked before they were timed.",
+            caption=f"Times of the slowest rank, {how}. Spread: by how much the slowest rank's median exceeds the "
+            "fastest's. Results were checked before they were timed.",
         )
     ]
     if run.profile:
@@ -166,9 +170,9 @@ def comm_tables(run: CommRun) -> list[CommTable]:
                 title="Communication profile",
                 columns=FIT_COLUMNS,
                 rows=fit_rows(run.profile),
-                caption="Time of a call = α + β · bytes on the wire (+ γ · ranks, fitted over all world sizes). Residual: "
-                "root mean square of the relative differences; worst: the largest of them, above zero where the fit is "
-                "too long.",
+                caption="Time of a call = α + β · bytes on the wire (+ γ · ranks, fitted over all world sizes). "
+                "Residual: root mean square of the relative differences; worst: the largest of them, above zero where "
+                "the fit is too long.",
             )
         )
     return tables
@@ -178,7 +182,7 @@ def bandwidth_grid(cells: Sequence[CommCell]) -> Grid | None:
     """Bus bandwidth: a row a collective, backend and world size, a column a size. None without any."""
     sizes = sorted({cell.spec.size_bytes for cell in cells})
     lines: dict[tuple[str, str, str, str], dict[int, CommCell]] = {}
-    for cell in cells:
+    for cell in sorted(cells, key=lambda cell: COLLECTIVES.index(cell.spec.collective)):
         spec = cell.spec
         key = (spec.collective, spec.way, spec.dtype, str(spec.world_size))
         lines.setdefault(key, {})[spec.size_bytes] = cell
@@ -189,7 +193,6 @@ def bandwidth_grid(cells: Sequence[CommCell]) -> Grid | None:
     kept = [place for place in range(len(names)) if place == 0 or not shared[place]]
     only = next(iter(lines))
     told = [f"{only[place]} ranks" if place == 3 else only[place] for place in (1, 2, 3) if shared[place]]
-    failing = {index for index, line in enumerate(lines.values()) if any(cell.failure for cell in line.values())}
     return Grid(
         headers=(*(names[place] for place in kept), *(units.format_message(size) for size in sizes)),
         rows=tuple(
@@ -198,9 +201,8 @@ def bandwidth_grid(cells: Sequence[CommCell]) -> Grid | None:
         ),
         numeric=(*(place == 3 for place in kept), *(True for _ in sizes)),
         caption=" · ".join(
-            [*told, "GB/s (1e9), by nccl-tests' convention: bytes each rank sends at the least over the median time"]
+            [*told, "GB/s (1e9), as nccl-tests counts it"]
         ),
-        bad_rows=frozenset(failing),
     )
 
 
