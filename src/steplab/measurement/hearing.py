@@ -32,7 +32,7 @@ from steplab.measurement.rank import Order, Verdict
 from steplab.measurement.torchrun import Torchrun
 from steplab.records.codec import encode
 from steplab.records.run import Failure
-from steplab.units import counted, format_time
+from steplab.units import format_time
 
 if TYPE_CHECKING:
     from steplab.measurement.launch import Listener
@@ -60,7 +60,7 @@ def converse_with_ranks(
     """
     if around is not None and around.size != request.processes:
         raise UserError(
-            f"torchrun started {counted(around.size, 'process', 'processes')} and the layout takes "
+            f"torchrun started {around.size} processes and the layout takes "
             f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
         )
     with _started(request, around) as (hub, child, logs):

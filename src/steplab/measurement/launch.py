@@ -7,6 +7,7 @@ that Ctrl-C reaches the parent alone, which then ends the child with everything 
 import contextlib
 import dataclasses
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -178,7 +179,8 @@ def converse(
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
     failure = _converse_with_child("steplab.measurement.rank", Order(request=request), listener, patience_s)
     if failure is not None:
-        failure = dataclasses.replace(failure, rank=around.rank)
+        name = f"rank {around.rank} on {socket.gethostname()}"
+        failure = dataclasses.replace(failure, rank=around.rank, message=f"{name}: {failure.message}")
     return failure or listener.failed
 
 

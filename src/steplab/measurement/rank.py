@@ -23,7 +23,7 @@ from steplab.records.codec import encode
 from steplab.records.run import Failure
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from steplab.measurement.world import Store
 
 _OF_EVERY_RANK = ("stage", "step")
 """The hub hears of every rank's progress, and of the first one all."""
@@ -112,7 +112,7 @@ def _work(
     request: Request,
     place: Torchrun,
     channel: Channel,
-    store: "dist.Store | None" = None,
+    store: "Store | None" = None,
     said: list[tuple[str, Any]] | None = None,
 ) -> bool:
     """Do what is asked for, and say how it ended; whether well. Ranks but the first put what they say into `said`."""

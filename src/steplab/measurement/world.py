@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from steplab.errors import Unsupported
 from steplab.measurement.device import Device, open_device
@@ -46,9 +47,9 @@ class World:
         dist.destroy_process_group()
 
 
-def meeting_place(place: Torchrun, prefix: str = "") -> dist.Store:
+def meeting_place(place: Torchrun, prefix: str = "") -> Store:
     """The key-value store that all processes reach. With a prefix of its own each use finds it empty."""
-    store = dist.TCPStore(
+    store = TCPStore(
         place.address,
         place.port,
         place.size,
@@ -57,14 +58,14 @@ def meeting_place(place: Torchrun, prefix: str = "") -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"steplab/{prefix}", store)
+    return PrefixStore(f"steplab/{prefix}", store)
 
 
 def join_world(
     place: Torchrun,
     device: str,
     *,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> World:
     """Become one of the processes of torchrun's variables, on this rank's share of `device` (auto, cuda or cpu).
