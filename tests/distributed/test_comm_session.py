@@ -44,7 +44,8 @@ def world() -> World:
 
 
 def study(**lists: Sequence[object]) -> CommStudy:
-    cells = comm_cells({"size": ["1000"], "world_size": [2, 3]} | lists, num_processes=3, on_gpus=False)
+    some: dict[str, Sequence[object]] = {"size": ["1000"], "world_size": [2, 3]}
+    cells = comm_cells(some | lists, num_processes=3, on_gpus=False)
     return CommStudy(cells=cells, num_processes=3, warmup_s=0.0, measured_s=0.0, least_repeats=3, most_repeats=3)
 
 

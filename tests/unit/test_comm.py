@@ -69,7 +69,7 @@ def test_a_part_is_of_whole_sixteens_and_a_message_of_whole_parts() -> None:
     for collective in COLLECTIVES:
         for world in (2, 3, 5):
             for dtype in ("fp32", "bf16"):
-                spec = CommSpec(collective=collective, size_bytes=10_007, world_size=world, dtype=dtype)  # type: ignore[arg-type]
+                spec = CommSpec(collective=collective, size_bytes=10_007, world_size=world, dtype=dtype)
                 parts = world if collective in ("all_gather", "reduce_scatter", "all_to_all") else 1
                 part_bytes = spec.part_elements * spec.element_bytes
                 assert part_bytes % 16 == 0

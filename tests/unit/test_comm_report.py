@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -27,19 +28,19 @@ benchmark c0ffee000001 · 2026-11-21T18:00:00Z · steplab 0.1.0 · NVIDIA H200
 Bus bandwidth
   collective           1 MB  100 MB
   ─────────────────────────────────
-  all_reduce           36.4     314
-  send_recv   out of memory     308
-  nccl · fp32 · 2 ranks · GB/s (1e9), by nccl-tests' convention: bytes each rank sends at the least over the median time
+  all_reduce           35.6     312
+  send_recv   out of memory     306
+  nccl · fp32 · 2 ranks · GB/s (1e9), as nccl-tests counts it
 
 Every cell
 collective    size  busbw GB/s  algbw GB/s   median    least      p95    alone  spread  result
 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-all_reduce    1 MB        36.4        36.4  27.5 µs  27.5 µs  27.6 µs  41.3 µs   0.0 %  ok
-all_reduce  100 MB         314         314   318 µs   318 µs   319 µs   478 µs   0.0 %  ok
-send_recv     1 MB           –           –        –        –        –        –       –  out of memory: rank 1 on
-                                                                                        node1: asked for 1.00 GiB more
+all_reduce    1 MB        35.6        35.6  28.1 µs  28.0 µs  28.2 µs  42.2 µs   0.0 %  ok
+all_reduce  100 MB         312         312   320 µs   319 µs   322 µs   482 µs   0.0 %  ok
+send_recv     1 MB           –           –        –        –        –        –       –  out of memory: rank 1 on node1:
+                                                                                        asked for 1.00 GiB more
                                                                                         (buffers)
-send_recv   100 MB         308         308   325 µs   324 µs   325 µs   478 µs   2.0 %  ok
+send_recv   100 MB         306         306   326 µs   326 µs   328 µs   490 µs   1.8 %  ok
 nccl · fp32 · 2 ranks
 """
 
@@ -79,7 +80,7 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
 
 
 def test_rows_are_of_the_slowest_ranks_samples(gpus: CommRun) -> None:
-    factors = {
+    factors: dict[str, Callable[[int], float]] = {
         "all_reduce": lambda n: 2 * (n - 1) / n,
         "all_gather": lambda n: (n - 1) / n,
         "reduce_scatter": lambda n: (n - 1) / n,
@@ -116,7 +117,11 @@ def test_a_cpus_times_are_those_of_single_calls() -> None:
 
 def failing() -> CommRun:
     """Four cells, of which one failed."""
-    lists = {"collective": ["all_reduce", "send_recv"], "size": ["1MB", "100MB"], "world_size": [2]}
+    lists: dict[str, Sequence[object]] = {
+        "collective": ["all_reduce", "send_recv"],
+        "size": ["1MB", "100MB"],
+        "world_size": [2],
+    }
     run = make_comm(lists, ranks=2, id="c0ffee000001")
     cells = [make_failure(cell.spec) if index == 2 else cell for index, cell in enumerate(run.cells)]
     even = tuple(times for times in cells[0].ranks)

@@ -59,10 +59,13 @@ def comm(
     machine's communication profile. Without --gpus or --processes: on all GPUs, or with two processes on the CPU.
 
     For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB
+
+    Or on many machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
     """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.comm import comm_study, measure_comm
+    from steplab.lab.comm import comm_study, measure_comm, went_well
+    from steplab.lab.processes import is_first_rank
     from steplab.report.comm_text import comm_cell_line, render_comm
     from steplab.units import parse_duration
 
@@ -78,7 +81,7 @@ def comm(
             on_progress=line.alive,
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
         )
-    emit(render_comm(run, chosen, color=stdout_color() and out.output is None), out.output)
-    say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
-    ended_badly = any(cell.status in ("crashed", "timeout") for cell in run.cells)
-    return 1 if ended_badly or all(cell.failure for cell in run.cells) else 0
+    if is_first_rank():
+        emit(render_comm(run, chosen, color=stdout_color() and out.output is None), out.output)
+        say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
+    return 0 if went_well(run) else 1

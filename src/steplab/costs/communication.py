@@ -98,12 +98,12 @@ def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
                 best = error, terms
     assert best is not None  # a single term is never negative: all entries are positive
     relative = matrix @ best[1] - 1
-    terms = [float(term) for term in best[1]]
+    alpha_s, beta, *gamma = best[1].tolist()
     tells = len(points) > np.count_nonzero(best[1])
     return Line(
-        alpha_s=terms[0],
-        beta_s_per_byte=terms[1],
-        gamma_s_per_rank=terms[2] if by_rank else None,
+        alpha_s=alpha_s,
+        beta_s_per_byte=beta,
+        gamma_s_per_rank=gamma[0] if by_rank else None,
         num_points=len(points),
         rms_relative=best[0] ** 0.5 if tells else None,
         worst_relative=float(relative[np.abs(relative).argmax()]) if tells else None,

@@ -9,6 +9,7 @@ from steplab.costs.communication import Point, fit_line, predicted_s, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import visible_gpus
+from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.comm_launch import comm_in_ranks
 from steplab.measurement.launch import OnProgress
 from steplab.measurement.torchrun import torchrun_around
@@ -37,8 +38,10 @@ def comm_study(
     """
     count, device = _processes(gpus, processes)
     cells = comm_cells(lists, num_processes=count, on_gpus=device == "cuda")
-    counts = {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
-    return CommStudy(cells=cells, num_processes=count, **counts), device
+    study = CommStudy(cells=cells, num_processes=count)
+    if repeats is not None:
+        study = dataclasses.replace(study, least_repeats=repeats, most_repeats=repeats)
+    return study, device
 
 
 def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
@@ -77,7 +80,8 @@ def measure_comm(
 
     def with_bytes(index: int, cell: CommCell) -> None:
         found[index] = dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec))
-        on_cell(index, found[index])
+        if is_first_rank():
+            on_cell(index, found[index])
 
     def located(seen: Environment) -> None:
         nonlocal environment
@@ -108,9 +112,11 @@ def measure_comm(
             on_environment=located,
         )
 
-    around = torchrun_around()
-    if around is not None and not around.is_first:
-        return ended(measured())
+    if not is_first_rank():
+        kept = ended(measured())
+        if not went_well(kept):
+            let_the_first_store()
+        return kept
     with open_store(store, write=True) as opened:
         try:
             kept = ended(measured())
@@ -121,6 +127,12 @@ def measure_comm(
             raise KeyboardInterrupt(f"record {run.id} has the {counted(len(found), 'cell')} that had ended") from error
         keep(opened, kept)
     return kept
+
+
+def went_well(run: CommRun) -> bool:
+    """Whether some cell was measured, and none ended its processes."""
+    crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
+    return not crashed and any(cell.failure is None for cell in run.cells)
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:

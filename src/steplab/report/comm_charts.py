@@ -61,7 +61,9 @@ class _Plot:
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
     """A panel for each backend and world size, a line a collective, and the fitted line behind it."""
-    fits = {(fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile}
+    fits: dict[tuple[object, ...], CommFit] = {
+        (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
+    }
     groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.world_size))
     panels = [
         _Panel(

@@ -200,9 +200,7 @@ def bandwidth_grid(cells: Sequence[CommCell]) -> Grid | None:
             for key, line in lines.items()
         ),
         numeric=(*(place == 3 for place in kept), *(True for _ in sizes)),
-        caption=" · ".join(
-            [*told, "GB/s (1e9), as nccl-tests counts it"]
-        ),
+        caption=" · ".join([*told, "GB/s (1e9), as nccl-tests counts it"]),
     )
 
 

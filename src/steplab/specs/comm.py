@@ -30,7 +30,7 @@ _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
-_SIZES_BYTES = {"cuda": (10**6, 10**7, 10**8, 10**9), "cpu": (10**4, 10**5, 10**6, 10**7)}
+_SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**6, 10**7]}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +158,7 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
                 [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes),
                 texts.get("collective") or COLLECTIVES,
                 texts.get("dtype") or ["fp32"],
-                [parse_bytes(text) for text in texts.get("size", ())] or _SIZES_BYTES.get(device or "", (10**6,)),
+                [parse_bytes(text) for text in texts.get("size", ())] or _SIZES_BYTES.get(device or "", [10**6]),
             ):
                 fields = {"collective": collective, "backend": backend, "device": device, "dtype": dtype}
                 cells.append(CommSpec(**fields, size_bytes=size_bytes, world_size=world))  # type: ignore[arg-type]
