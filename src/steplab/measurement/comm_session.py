@@ -114,7 +114,8 @@ class _Groups:
         # The processes' own group sends tensors of each device by the backend at home there.
         if spec.world_size == self.world.size and spec.way == spec.backend:
             return None, GroupCollectives(None)
-        group = dist.new_group(list(range(spec.world_size)), backend=spec.backend)
+        # With gloo for what is on the CPU, as the ranks agree by it whoever moves the tensors.
+        group = dist.new_group(list(range(spec.world_size)), backend=f"cpu:gloo,cuda:{spec.backend}")
         return group, GroupCollectives(group) if self.world.rank < spec.world_size else None
 
 

@@ -57,10 +57,10 @@ def time_calls(
     if more > 0:
         call_s = _batch_s(call, together, more)
     repeats = int(min(max(study.measured_s / call_s, study.least_repeats), study.most_repeats))
-    device_s, loop_s = None, None
+    device_s, host_s = None, None
     if device.asynchronous:
         on_begin("back to back", 0)
-        device_s, loop_s = back_to_back(call, together, repeats)
+        device_s, host_s = back_to_back(call, together, repeats)
     on_begin("one by one", 0)
     phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=lambda: _void(call))]
     samples, _ = run_synchronised(phases, device, repeats, _unheard)
@@ -68,16 +68,18 @@ def time_calls(
     assert alone is not None
     assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
     rank = together.collectives.rank
-    return RankTimes(rank=rank, device_s=device_s, device_loop_s=loop_s, alone_s=alone.host_s)
+    return RankTimes(rank=rank, device_s=device_s, host_call_s=host_s, alone_s=alone.host_s)
 
 
 def back_to_back(call: Call, together: Together, repeats: int) -> tuple[tuple[float, ...], float]:
-    """Seconds of each of so many calls by the device's events, and of all by the host's clock."""
+    """Seconds of each of so many calls by the device's events, and a call by the host's clock around all.
+
+    A call more goes before them, in which the ranks wait for each other to come.
+    """
     together.barrier()
-    samples, loop_s = run_back_to_back(
-        [Phase(name="step", run=lambda: _void(call))], together.device, repeats, _unheard
-    )
-    return samples[0].best_s, loop_s
+    phases = [Phase(name="step", run=lambda: _void(call))]
+    samples, loop_s = run_back_to_back(phases, together.device, repeats + 1, _unheard)
+    return samples[0].best_s[1:], loop_s / (repeats + 1)
 
 
 def _batch_s(call: Call, together: Together, count: int) -> float:

@@ -30,8 +30,8 @@ class RankTimes:
     """Its number."""
     device_s: tuple[float, ...] | None = None
     """Seconds between events around each call, calls back to back after one barrier; None without such a device."""
-    device_loop_s: float | None = None
-    """Host clock around all of those calls, synchronised at both ends: a check on the events' sum."""
+    host_call_s: float | None = None
+    """Seconds a call by the host's clock around all of those, synchronised at both ends: a check on the events."""
     alone_s: tuple[float, ...] = ()
     """Seconds on the host's clock of single calls, each after a barrier, the device synchronised at both ends."""
 
