@@ -12,8 +12,8 @@ from steplab.records.comm import CommCell, CommCheck, CommRank, CommRun, RankTim
 from steplab.records.run import Failure
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
 
-ALPHA_S = {"nccl": 25e-6, "gloo": 300e-6}
-BANDWIDTH = {"nccl": 340e9, "gloo": 2e9}
+ALPHA_S = {"nccl": 25e-6, "gloo": 300e-6, "peer_copy": 60e-6}
+BANDWIDTH = {"nccl": 340e9, "gloo": 2e9, "peer_copy": 370e9}
 REPEATS = 9
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.world import Cases
 
 from steplab.errors import Unsupported
-from steplab.measurement.comm_calls import Call, MakeCall, make_call
+from steplab.measurement.comm_calls import Call, MakeCall, make_call, peer_copy_call
 from steplab.measurement.comm_data import Buffers
 from steplab.measurement.comm_session import CommObserver, measure_comm_here
 from steplab.measurement.device import HostClockDevice
@@ -143,6 +144,22 @@ def what_fails_on_one_rank_ends_that_cell_and_no_other() -> None:
         if cell.failure:
             assert cell.failure.rank == 1
             assert cell.failure.message.startswith("rank 1 on host1: ")
+
+
+@cases
+def copies_into_each_others_memory_give_the_average() -> None:
+    for dtype in ("fp32", "bf16"):
+        (spec,) = comm_cells(
+            {"backend": ["peer_copy"], "size": ["5000"], "world_size": [3], "dtype": [dtype]},
+            num_processes=3,
+            on_gpus=True,
+        )
+        buffers = Buffers(spec, dist.get_rank(), torch.device("cpu"))
+        call = peer_copy_call(buffers, SharedMemory())
+        assert buffers.compare()[1] > 500
+        for _ in range(3):
+            call()
+            assert buffers.compare()[:2] == (spec.message_elements, 0)
 
 
 @cases

@@ -41,13 +41,16 @@ def test_a_backend_gets_the_devices_it_can_serve() -> None:
     assert [cell.way for cell in comm_cells(both, num_processes=2, on_gpus=True)] == ["nccl", "gloo"]
     every = comm_cells(both | {"device": ["cuda", "cpu"]}, num_processes=2, on_gpus=True)
     assert [cell.way for cell in every] == ["nccl", "gloo on cuda", "gloo"]
+    copies = comm_cells({"backend": ["nccl", "peer_copy"], "size": ["1MB"]}, num_processes=2, on_gpus=True)
+    assert [cell.collective for cell in copies if cell.backend == "peer_copy"] == ["all_reduce"]
+    assert len(copies) == len(COLLECTIVES) + 1
 
 
 @pytest.mark.parametrize(
     ("lists", "said"),
     [
         ({"collective": ["gossip"]}, "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
-        ({"backend": ["mpi"]}, "backend 'mpi' is not known; choose one of nccl, gloo"),
+        ({"backend": ["mpi"]}, "backend 'mpi' is not known; choose one of nccl, gloo, peer_copy"),
         ({"backend": ["nccl"], "device": ["cpu"]}, "nccl moves no tensors of a cpu; use --backend gloo"),
         ({"device": ["tpu"]}, "device 'tpu' is not known; choose one of cuda, cpu"),
         ({"dtype": ["fp8"]}, "dtype 'fp8' is not known; choose one of fp32, bf16, fp16"),
@@ -56,6 +59,7 @@ def test_a_backend_gets_the_devices_it_can_serve() -> None:
         ({"world_size": ["1"]}, "world-size must be at least 2, not 1"),
         ({"world_size": ["two"]}, "world-size must be a whole number, not 'two'"),
         ({"world_size": ["3"]}, "world-size 3 needs 3 processes, and 2 are started; start more with --gpus 3"),
+        ({"backend": ["peer_copy"], "collective": ["broadcast"]}, "peer_copy does all_reduce alone, and no broadcast"),
         ({"topology": ["ring"]}, "unknown field 'topology'"),
     ],
 )

@@ -37,9 +37,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
 
 
-def timed(
-    monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float = 0.0
-) -> tuple[RankTimes, int]:
+def timed(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float = 0.0) -> tuple[RankTimes, int]:
     """A rank's times, and how many calls it made."""
     clocked(monkeypatch, device)
     calls = 0
@@ -80,7 +78,8 @@ def test_the_slowest_rank_says_how_many_calls_are_made(monkeypatch: pytest.Monke
 
 def test_a_host_that_is_the_device_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     times, _ = timed(monkeypatch, FakeDevice(asynchronous=False))
-    assert times.device_s is times.host_call_s is None
+    assert times.device_s is None
+    assert times.host_call_s is None
     assert times.best_s == times.alone_s == (LAUNCH_S + WORK_S,) * len(times.alone_s)
 
 

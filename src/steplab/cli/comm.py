@@ -30,7 +30,9 @@ class CommOptions:
     world_size: Annotated[
         str | None, _cell("Ranks that take part [default: the powers of two among the processes, and all]")
     ] = None
-    backend: Annotated[str | None, _cell("nccl, gloo [default: nccl on GPUs, else gloo]")] = None
+    backend: Annotated[
+        str | None, _cell("nccl, gloo, peer_copy (all_reduce only) [default: nccl, or gloo on a CPU]")
+    ] = None
     device: Annotated[
         str | None, _cell("Where the tensors are: cuda, cpu [default: where the backend is at home: cuda for nccl]")
     ] = None

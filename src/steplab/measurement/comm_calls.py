@@ -1,14 +1,17 @@
-"""One call of each collective, through torch.distributed and nothing else, as a training loop makes it.
+"""One call of each collective: torch.distributed's, as a training loop makes it, or steplab.parallel's own transport.
 
-Calls are torch's synchronous ones: on a GPU they return as soon as the work is on the current stream.
+Those of torch are the synchronous ones: on a GPU they return as soon as the work is on the current stream.
 """
 
 from collections.abc import Callable
 
 import torch.distributed as dist
+from torch import nn
 
 from steplab.measurement.comm_data import Buffers
-from steplab.parallel.collectives import all_gather_single, reduce_scatter_single
+from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
+from steplab.parallel.peer_copies import PeerCopies
+from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
 
 Call = Callable[[], object]
 MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
@@ -17,6 +20,8 @@ MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
 def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
     """What one repeat of the cell does; to be called by all ranks of the group."""
     send, receive = buffers.send, buffers.receive
+    if buffers.spec.backend == "peer_copy":
+        return peer_copy_call(buffers, SymmetricMemory(GroupCollectives(group), group, send.device))
     match buffers.spec.collective:
         case "all_reduce":
             return lambda: dist.all_reduce(send, group=group)
@@ -30,6 +35,18 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
             return lambda: dist.all_to_all_single(receive, send, group=group)
         case "send_recv":
             return _ring(buffers, group)
+
+
+def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
+    """All of the message as one gradient of a bucket, whose average lies in the bucket's own memory."""
+    (bucket,) = PeerCopies([[nn.Parameter(buffers.send)]], memory).buckets
+    (buffers.receive,) = bucket.wait()
+
+    def call() -> None:
+        bucket.launch([buffers.send])
+        bucket.wait()
+
+    return call
 
 
 def _ring(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:

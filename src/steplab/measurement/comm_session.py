@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from steplab import __version__
 from steplab.errors import Unsupported
-from steplab.measurement.comm_calls import MakeCall, make_call
+from steplab.measurement.comm_calls import Call, MakeCall, make_call
 from steplab.measurement.comm_data import Buffers
 from steplab.measurement.comm_timing import Together, time_calls
 from steplab.measurement.device import Device, HostClockDevice
@@ -112,10 +112,11 @@ class _Groups:
 
     def _make(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
         # The processes' own group sends tensors of each device by the backend at home there.
-        if spec.world_size == self.world.size and spec.way == spec.backend:
+        if spec.world_size == self.world.size and spec.way in ("nccl", "gloo"):
             return None, GroupCollectives(None)
         # With gloo for what is on the CPU, as the ranks agree by it whoever moves the tensors.
-        group = dist.new_group(list(range(spec.world_size)), backend=f"cpu:gloo,cuda:{spec.backend}")
+        backend = "gloo" if spec.backend == "gloo" else "nccl"  # where copies find each other, too
+        group = dist.new_group(list(range(spec.world_size)), backend=f"cpu:gloo,cuda:{backend}")
         return group, GroupCollectives(group) if self.world.rank < spec.world_size else None
 
 
@@ -145,7 +146,8 @@ class _Session:
         """What this rank, one of the group, finds."""
         found, device = _Found(), together.device
         rank = together.collectives.rank
-        buffers: list[Buffers] = []  # emptied below: what a failure's frames hold is to be given back
+        buffers: list[Buffers] = []  # these two are emptied below, so that nothing holds a cell's memory
+        calls: list[Call] = []
 
         def attempt(stage: str, work: Callable[[], None]) -> bool:
             """Do it unless it has failed before; whether it went well on all ranks."""
@@ -158,7 +160,8 @@ class _Session:
             return not any(together.collectives.host_gather(found.failure is not None))
 
         def check() -> None:
-            self.make(buffers[0], group)()
+            calls.append(self.make(buffers[0], group))
+            calls[0]()
             device.synchronize()
             found.compared = buffers[0].compare()
 
@@ -166,7 +169,7 @@ class _Session:
             def begin(stage: str, num_steps: int) -> None:
                 self._begin(spec, stage)
 
-            found.times = time_calls(self.make(buffers[0], group), together, self.study, begin)
+            found.times = time_calls(calls[0], together, self.study, begin)
 
         if attempt("buffers", lambda: buffers.append(Buffers(spec, rank, device.torch_device))) and attempt(
             "first call", check
@@ -175,6 +178,7 @@ class _Session:
             if not any(wrong):
                 attempt("timing", time)
         buffers.clear()
+        calls.clear()
         if found.failure and device.torch_device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()

@@ -13,12 +13,13 @@ from steplab.errors import UserError
 from steplab.units import format_message, parse_bytes
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv"]
-CommBackend = Literal["nccl", "gloo"]
+CommBackend = Literal["nccl", "gloo", "peer_copy"]
 CommDevice = Literal["cuda", "cpu"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 """send_recv: every rank sends to the next and receives from the one before, both at once."""
 BACKENDS: tuple[str, ...] = get_args(CommBackend)
+"""peer_copy: steplab.parallel's copies between the memories of one host's GPUs, which average as they reduce."""
 DEVICES: tuple[str, ...] = get_args(CommDevice)
 DTYPES: tuple[str, ...] = get_args(CommDtype)
 FIELDS = ("collective", "backend", "device", "size", "world_size", "dtype")
@@ -26,8 +27,10 @@ FIELDS = ("collective", "backend", "device", "size", "world_size", "dtype")
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
 """The collectives whose message consists of a part a rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu"}
-_SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda")}
+_OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
+_SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
+_DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
+"""Backends that do not do every collective."""
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
 _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**6, 10**7]}
@@ -60,6 +63,8 @@ class CommSpec:
             raise UserError(f"device '{self.device}' is not known; choose one of {', '.join(DEVICES)}")
         if self.device not in _SERVES[self.backend]:
             raise UserError(f"{self.backend} moves no tensors of a {self.device}; use --backend gloo for those")
+        if self.collective not in _DOES.get(self.backend, COLLECTIVES):
+            raise UserError(f"{self.backend} does {', '.join(_DOES[self.backend])} alone, and no {self.collective}")
         if self.world_size < 2:
             raise UserError(f"world-size must be at least 2, not {self.world_size}: one rank has nobody to talk to")
         least = _ALIGNMENT_BYTES * self.world_size
@@ -142,8 +147,8 @@ class CommStudy:
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
     """The product of the lists, of which FIELDS may be given; what is not given is what suits the machine.
 
-    Cells that need the same group of ranks stand together, and sizes vary fastest. Where several devices are named, a
-    backend gets those that it can serve.
+    Cells that need the same group of ranks stand together, and sizes vary fastest. Of several devices
+    and collectives that are named, a backend gets those that it can serve.
 
     Raises UserError naming the field, what is wrong with it and what is valid.
     """
@@ -156,7 +161,7 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
         for device in _devices_of(backend, texts.get("device")):
             for world, collective, dtype, size_bytes in itertools.product(
                 [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes),
-                texts.get("collective") or COLLECTIVES,
+                _served(texts.get("collective") or COLLECTIVES, _DOES.get(backend, COLLECTIVES)),
                 texts.get("dtype") or ["fp32"],
                 [parse_bytes(text) for text in texts.get("size", ())] or _SIZES_BYTES.get(device or "", [10**6]),
             ):
@@ -171,11 +176,14 @@ def worlds_of(num_processes: int) -> list[int]:
     return [*powers, num_processes]
 
 
-def _devices_of(backend: str, named: Sequence[str] | None) -> list[str | None]:
-    """Where a backend's tensors are; one that serves none of the named devices is left with the first, and refused."""
-    if not named:
-        return [_OWN_DEVICE.get(backend)]
-    return [device for device in named if device in _SERVES.get(backend, ())] or [named[0]]
+def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | None]:
+    """Where a backend's tensors are."""
+    return _served(named, _SERVES.get(backend, ())) if named else [_OWN_DEVICE.get(backend)]
+
+
+def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Those named that a backend can serve; of one that can serve none the first is left, to be refused by name."""
+    return [name for name in named if name in known] or [named[0]]
 
 
 def _plain(value: object) -> str:
