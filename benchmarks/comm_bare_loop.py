@@ -10,14 +10,13 @@ a CPU they need not: the loop's mean has every hiccup of the scheduler in it, an
 
 import argparse
 import time
-from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from steplab.costs.communication import wire_bytes
-from steplab.measurement.comm_calls import make_call
+from steplab.measurement.comm_calls import Call, make_call
 from steplab.measurement.comm_data import TORCH_DTYPES, Buffers
 from steplab.measurement.comm_timing import Together, time_calls
 from steplab.measurement.torchrun import torchrun_around
@@ -31,7 +30,7 @@ WITHIN = 0.03
 WARMUP_CALLS = 10
 
 
-def bare_call(spec: CommSpec, device: torch.device) -> Callable[[], object]:
+def bare_call(spec: CommSpec, device: torch.device) -> Call:
     """The call as anybody would write it, on tensors of its own."""
     rank, size = dist.get_rank(), spec.world_size
     whole = torch.ones(spec.message_elements, dtype=TORCH_DTYPES[spec.dtype], device=device)
@@ -52,7 +51,7 @@ def bare_call(spec: CommSpec, device: torch.device) -> Callable[[], object]:
     }[spec.collective]
 
 
-def bare_s(call: Callable[[], object], together: Together, repeats: int) -> float:
+def bare_s(call: Call, together: Together, repeats: int) -> float:
     """Seconds a call on the slowest rank, over a loop with nothing in it but the calls."""
     for _ in range(WARMUP_CALLS):
         call()
@@ -65,7 +64,7 @@ def bare_s(call: Callable[[], object], together: Together, repeats: int) -> floa
     return together.slowest_s((time.perf_counter() - started) / repeats)
 
 
-def steplab_s(spec: CommSpec, call: Callable[[], object], together: Together, study: CommStudy) -> tuple[float, int]:
+def steplab_s(spec: CommSpec, call: Call, together: Together, study: CommStudy) -> tuple[float, int]:
     """Seconds a call as the record has them, and how many calls that is of."""
     everyone = together.collectives.host_gather(time_calls(call, together, study))
     slowest = CommCell(spec=spec, message_bytes=spec.message_bytes, ranks=tuple(everyone)).slowest

@@ -74,59 +74,71 @@ def measure_comm(
     process alone stores. Raises UserError for a request that cannot be served, and SteplabError where the store cannot
     be written.
     """
-    checked_name(name)
-    found: dict[int, CommCell] = {}
-    environment: Environment | None = None
+    gathered = _Gathered(study, checked_name(name), on_cell if is_first_rank() else lambda index, cell: None)
 
-    def with_bytes(index: int, cell: CommCell) -> None:
-        found[index] = dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec))
-        if is_first_rank():
-            on_cell(index, found[index])
+    def measured() -> CommRun:
+        said = comm_in_ranks(
+            study,
+            device=device,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_cell=gathered.on_cell,
+            on_environment=gathered.on_environment,
+        )
+        return gathered.record(said)
 
-    def located(seen: Environment) -> None:
-        nonlocal environment
-        environment = seen
+    if not is_first_rank():
+        run = measured()
+        if not went_well(run):
+            let_the_first_store()
+        return run
+    with open_store(store, write=True) as opened:
+        try:
+            run = measured()
+        except KeyboardInterrupt as error:
+            if not gathered.cells:
+                raise
+            run = gathered.record(None, "interrupted: only the cells that had ended by then are here")
+            keep(opened, run)
+            ended = counted(len(run.cells), "cell")
+            raise KeyboardInterrupt(f"record {run.id} has the {ended} that had ended") from error
+        keep(opened, run)
+    return run
 
-    run = CommRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=name, study=study)
 
-    def ended(said: CommRun | None, *notes: str) -> CommRun:
-        cells = tuple(found[index] for index in sorted(found))
-        return dataclasses.replace(
-            run,
+class _Gathered:
+    """What has been heard of a benchmark so far."""
+
+    def __init__(self, study: CommStudy, name: str, tell: Callable[[int, CommCell], None]) -> None:
+        self._study, self._name, self._tell = study, name, tell
+        self._environment: Environment | None = None
+        self.cells: dict[int, CommCell] = {}
+
+    def on_cell(self, index: int, cell: CommCell) -> None:
+        """One that has ended."""
+        self.cells[index] = dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec))
+        self._tell(index, self.cells[index])
+
+    def on_environment(self, environment: Environment) -> None:
+        """Where it is measured."""
+        self._environment = environment
+
+    def record(self, said: CommRun | None, *notes: str) -> CommRun:
+        """The record of it all, with what the ranks, if they came so far, said of themselves."""
+        cells = tuple(self.cells[index] for index in sorted(self.cells))
+        return CommRun(
+            id=new_id(),
             created_utc=now_utc(),
-            environment=said.environment if said else environment,
+            steplab_version=__version__,
+            name=self._name,
+            study=self._study,
+            environment=said.environment if said else self._environment,
             ranks=said.ranks if said else (),
             libraries=said.libraries if said else {},
             cells=cells,
             profile=profile_of(cells),
             notes=notes,
         )
-
-    def measured() -> CommRun | None:
-        return comm_in_ranks(
-            study,
-            device=device,
-            timeout_s=timeout_s,
-            on_progress=on_progress,
-            on_cell=with_bytes,
-            on_environment=located,
-        )
-
-    if not is_first_rank():
-        kept = ended(measured())
-        if not went_well(kept):
-            let_the_first_store()
-        return kept
-    with open_store(store, write=True) as opened:
-        try:
-            kept = ended(measured())
-        except KeyboardInterrupt as error:
-            if not found:
-                raise
-            keep(opened, ended(None, "interrupted: only the cells that had ended by then are here"))
-            raise KeyboardInterrupt(f"record {run.id} has the {counted(len(found), 'cell')} that had ended") from error
-        keep(opened, kept)
-    return kept
 
 
 def went_well(run: CommRun) -> bool:

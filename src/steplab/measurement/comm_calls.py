@@ -4,6 +4,7 @@ Those of torch are the synchronous ones: on a GPU they return as soon as the wor
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +14,7 @@ from steplab.parallel.collectives import GroupCollectives, all_gather_single, re
 from steplab.parallel.peer_copies import PeerCopies
 from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from steplab import __version__
 from steplab.errors import Unsupported
-from steplab.measurement.comm_calls import Call, MakeCall, make_call
+from steplab.measurement.comm_calls import MakeCall, make_call
 from steplab.measurement.comm_data import Buffers
 from steplab.measurement.comm_timing import Together, time_calls
 from steplab.measurement.device import Device, HostClockDevice
@@ -137,52 +137,14 @@ class _Session:
         group, collectives = self._groups.of(spec)
         found = None
         if collectives is not None:
-            found = self._found(spec, group, Together(device=self._device(spec), collectives=collectives))
+            together = Together(device=self._device(spec), collectives=collectives)
+            found = _Share(spec, self.world, group, together, self.make).measure(self.study, self._begin)
         everyone = self.world.collectives.host_gather(found)  # who has no part in the cell waits here
         self.cells.append(_cell(spec, everyone))
-        self.observer.on_result(index, self.cells[-1])
-
-    def _found(self, spec: CommSpec, group: dist.ProcessGroup | None, together: Together) -> _Found:
-        """What this rank, one of the group, finds."""
-        found, device = _Found(), together.device
-        rank = together.collectives.rank
-        buffers: list[Buffers] = []  # these two are emptied below, so that nothing holds a cell's memory
-        calls: list[Call] = []
-
-        def attempt(stage: str, work: Callable[[], None]) -> bool:
-            """Do it unless it has failed before; whether it went well on all ranks."""
-            try:
-                work()
-            except Exception as error:
-                failure = refused_memory(error, stage, device) or failure_of(error, stage)
-                message = f"rank {self.world.rank} on {self.world.host}: {failure.message}"
-                found.failure = dataclasses.replace(failure, rank=self.world.rank, message=message)
-            return not any(together.collectives.host_gather(found.failure is not None))
-
-        def check() -> None:
-            calls.append(self.make(buffers[0], group))
-            calls[0]()
-            device.synchronize()
-            found.compared = buffers[0].compare()
-
-        def time() -> None:
-            def begin(stage: str, num_steps: int) -> None:
-                self._begin(spec, stage)
-
-            found.times = time_calls(calls[0], together, self.study, begin)
-
-        if attempt("buffers", lambda: buffers.append(Buffers(spec, rank, device.torch_device))) and attempt(
-            "first call", check
-        ):
-            wrong = together.collectives.host_gather(found.compared[1])
-            if not any(wrong):
-                attempt("timing", time)
-        buffers.clear()
-        calls.clear()
-        if found.failure and device.torch_device.type == "cuda":
+        if self.cells[-1].failure and self.world.device.torch_device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        return found
+        self.observer.on_result(index, self.cells[-1])
 
     def _device(self, spec: CommSpec) -> Device:
         """Where this cell's tensors are: the rank's own device, or the CPU beside its GPU."""
@@ -191,6 +153,48 @@ class _Session:
 
     def _begin(self, spec: CommSpec, stage: str) -> None:
         self.observer.on_stage(f"{spec.label}: {stage}", 0)
+
+
+class _Share:
+    """One rank's share of a cell: its buffers, its call, and what it finds; all of it goes with the cell."""
+
+    def __init__(
+        self, spec: CommSpec, world: World, group: dist.ProcessGroup | None, together: Together, make: MakeCall
+    ) -> None:
+        self._spec, self._world, self._group, self._together, self._make = spec, world, group, together, make
+        self._found = _Found()
+
+    def measure(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> _Found:
+        """Fill buffers, check the first call and time the others: each step only if the one before went well on all."""
+        called = self._went_well("buffers", self._fill) and self._went_well("first call", self._check)
+        if called and not any(self._together.collectives.host_gather(self._found.compared[1])):
+            self._went_well("timing", lambda: self._time(study, begin))
+        return self._found
+
+    def _went_well(self, stage: str, work: Callable[[], None]) -> bool:
+        """Do it, keep how it failed, and say whether it went well on all ranks."""
+        try:
+            work()
+        except Exception as error:
+            failure = refused_memory(error, stage, self._together.device) or failure_of(error, stage)
+            message = f"rank {self._world.rank} on {self._world.host}: {failure.message}"
+            self._found.failure = dataclasses.replace(failure, rank=self._world.rank, message=message)
+        return not any(self._together.collectives.host_gather(self._found.failure is not None))
+
+    def _fill(self) -> None:
+        rank, device = self._together.collectives.rank, self._together.device.torch_device
+        self._buffers = Buffers(self._spec, rank, device)
+
+    def _check(self) -> None:
+        self._call = self._make(self._buffers, self._group)
+        self._call()
+        self._together.device.synchronize()
+        self._found.compared = self._buffers.compare()
+
+    def _time(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> None:
+        self._found.times = time_calls(
+            self._call, self._together, study, on_begin=lambda stage: begin(self._spec, stage)
+        )
 
 
 def _cell(spec: CommSpec, everyone: Sequence[_Found | None]) -> CommCell:

@@ -47,11 +47,11 @@ class Together:
 
 
 def time_calls(
-    call: Call, together: Together, study: CommStudy, on_begin: Callable[[str, int], None] = lambda stage, num: None
+    call: Call, together: Together, study: CommStudy, on_begin: Callable[[str], None] = lambda stage: None
 ) -> RankTimes:
     """Warm a call up and time it; every rank of the group has to be here."""
     device = together.device
-    on_begin("warm-up", 0)
+    on_begin("warm-up")
     call_s = _batch_s(call, together, _LEAST_WARMUP_CALLS)
     more = min(math.ceil(study.warmup_s / call_s) - _LEAST_WARMUP_CALLS, study.most_repeats)
     if more > 0:
@@ -59,10 +59,10 @@ def time_calls(
     repeats = int(min(max(study.measured_s / call_s, study.least_repeats), study.most_repeats))
     device_s, host_s = None, None
     if device.asynchronous:
-        on_begin("back to back", 0)
+        on_begin("back to back")
         device_s, host_s = back_to_back(call, together, repeats)
-    on_begin("one by one", 0)
-    phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=lambda: _void(call))]
+    on_begin("one by one")
+    phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=call)]
     samples, _ = run_synchronised(phases, device, repeats, _unheard)
     alone = find_phase(samples, "call")
     assert alone is not None
@@ -77,7 +77,7 @@ def back_to_back(call: Call, together: Together, repeats: int) -> tuple[tuple[fl
     A call more goes before them, in which the ranks wait for each other to come.
     """
     together.barrier()
-    phases = [Phase(name="step", run=lambda: _void(call))]
+    phases = [Phase(name="step", run=call)]
     samples, loop_s = run_back_to_back(phases, together.device, repeats + 1, _unheard)
     return samples[0].best_s[1:], loop_s / (repeats + 1)
 
@@ -91,10 +91,6 @@ def _batch_s(call: Call, together: Together, count: int) -> float:
         call()
     together.device.synchronize()
     return together.slowest_s((time.perf_counter() - started) / count)
-
-
-def _void(call: Call) -> None:
-    call()
 
 
 def _unheard(repeat: int) -> None:
