@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from steplab import __version__
 from steplab.cli.attention import attention
+from steplab.cli.comm import comm
 from steplab.cli.doctor import doctor
 from steplab.cli.explain import explain
 from steplab.cli.export import export
@@ -44,6 +45,7 @@ app.command(profile)
 app.command(memory)
 app.command(precision)
 app.command(attention)
+app.command(comm)
 app.command(tune)
 app.command(plan)
 app.command(explain)
@@ -82,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         return _fail(str(error), UserError.exit_code, given)
     except SteplabError as error:
+        if _is_told_elsewhere():
+            return error.exit_code
         return _fail(str(error), error.exit_code, given)
     except KeyboardInterrupt as error:
         # What the user should know of it comes as its text.
@@ -93,6 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:  # a defect of steplab's
         return _fail(f"internal error: {type(error).__name__}: {error}; --debug shows where", 1, given)
+
+
+def _is_told_elsewhere() -> bool:
+    """Whether the first of torchrun's processes has the same to say."""
+    from steplab.lab.processes import is_first_rank
+
+    try:
+        return not is_first_rank()
+    except UserError:
+        return False
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

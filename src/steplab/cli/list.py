@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions
 
-_OTHERS = {"--attention": "attention", "--precision": "numerics"}
+_OTHERS = {"--attention": "attention", "--comm": "comm", "--precision": "numerics"}
 """Switches, and the kinds of records that they list in place of runs."""
 
 
@@ -18,6 +18,9 @@ def list_(
     studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
     attention: Annotated[
         bool, Parameter(help="List the benchmarks of attention instead of the runs", negative="")
+    ] = False,
+    comm: Annotated[
+        bool, Parameter(help="List the benchmarks of collectives instead of the runs", negative="")
     ] = False,
     precision: Annotated[
         bool, Parameter(help="List what `precision` saw, audits and sums, instead of the runs", negative="")
@@ -38,7 +41,7 @@ def list_(
             rows, more = store.studies()[:limit], False
         else:
             study_id = store.study_id(study) if study else None
-            kind = "attention" if attention else "numerics" if precision else "run"
+            kind = "attention" if attention else "comm" if comm else "numerics" if precision else "run"
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
             if not rows and kind == "run":

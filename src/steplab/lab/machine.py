@@ -1,5 +1,7 @@
 """What this machine is and what it can reach: measured ceilings, for the devices no data sheet is kept of."""
 
+import importlib.metadata
+import os
 from pathlib import Path
 
 from steplab.lab.keeping import keep, open_store
@@ -22,3 +24,15 @@ def doctor(
         ceilings = ceilings_in_child(device, timeout_s=timeout_s, on_progress=on_progress)
         keep(opened, ceilings)
         return ceilings
+
+
+def visible_gpus() -> int:
+    """How many CUDA devices torch will probably find: asking torch itself would mean importing it."""
+    try:
+        if "+cpu" in importlib.metadata.version("torch"):
+            return 0
+    except importlib.metadata.PackageNotFoundError:
+        return 0
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if named is None else min(there, len([part for part in named.split(",") if part.strip()]))

@@ -3,6 +3,7 @@
 from statistics import median
 
 from steplab.records.attention import AttentionRun
+from steplab.records.comm import CommRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
@@ -26,6 +27,10 @@ def run_row(run: Run) -> Row:
         "attention": spec.attention if spec and spec.model.kind != "factory" else None,
         "checkpointing": spec.checkpointing if spec and spec.checkpoints_apply else None,
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
+        "processes": spec.layout.world_size if spec else None,
+        "layout": str(spec.layout) if spec and spec.layout.world_size > 1 else None,
+        "data_parallel": spec.strategy if spec else None,
+        "bucket_size_mb": spec.bucket_mb if spec else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,
         "device": run.device_name,
@@ -74,8 +79,8 @@ def numerics_row(numerics: Numerics) -> Row:
     }
 
 
-def attention_run_row(run: AttentionRun) -> Row:
-    """One row that names a benchmark of attention."""
+def benchmark_row(run: AttentionRun | CommRun) -> Row:
+    """One row that names a benchmark of attention or of collectives."""
     return {
         "id": run.id,
         "created_utc": run.created_utc,

@@ -1,0 +1,89 @@
+"""Processes that are started to measure: ended with all that they started, and heard out when they fail."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import threading
+from typing import IO, Any
+
+from steplab.records.run import Failure
+
+_LAST_LINES = 12
+
+
+def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
+    """What to say of a process that ended without a last word."""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+        message = f"the process was ended by {name} during {stage}{hint}"
+    else:
+        name = None
+        message = f"the process ended during {stage} with exit code {returncode}"
+    return Failure(kind="crashed", message=message, phase=stage, signal=name, last_lines=last_lines)
+
+
+def named(failure: Failure, rank: int, host: str | None) -> Failure:
+    """The failure of one of several processes, which its message names."""
+    name = f"rank {rank} on {host}" if host else f"rank {rank}"
+    return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
+
+
+def end_group_with(child: subprocess.Popen[Any]) -> None:
+    """End what a child leaves behind as it ends: a forked data loader would keep the pipe open for ever."""
+    child.wait()
+    kill_group(child)
+
+
+def end(child: subprocess.Popen[Any]) -> None:
+    """No child outlives the call that made it, nor does what the child started."""
+    kill_group(child)
+    child.wait()
+    if child.stdin:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+
+
+def kill_group(child: subprocess.Popen[Any]) -> None:
+    """End a process that leads its session, and all that it started there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def tail(errors: IO[bytes]) -> tuple[str, ...]:
+    """The last lines of what a process wrote."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - 16_384))
+    text = errors.read().decode("utf-8", errors="replace")
+    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+
+
+class Watchdog:
+    """Ends the child once its time is up."""
+
+    def __init__(self, child: subprocess.Popen[bytes], timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+        self.timeout_s = timeout_s
+        self.fired = False
+        self._child = child
+        self._timer: threading.Timer | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin the time anew."""
+        self.cancel()
+        if self.timeout_s is not None:
+            self._timer = threading.Timer(self.timeout_s, self._fire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _fire(self) -> None:
+        self.fired = True
+        kill_group(self._child)
+
+    def cancel(self) -> None:
+        if self._timer:
+            self._timer.cancel()
