@@ -5,6 +5,7 @@ that it needs (torch's early stop), which spares the last matmul. The variant th
 it works under torch.compile and gives the same gradients, bit for bit. No random state is kept, as there is no dropout.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,19 +32,50 @@ KEPT_BY_SELECTIVE = [
 """Operators whose outputs selective checkpointing keeps: what is dear to compute for the bytes it yields."""
 
 
+Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
+"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), so that backward computes it again"""
+
+
 def block_caller(checkpointing: str) -> BlockCaller:
     """How to call a block under a StepSpec's `checkpointing`."""
     if checkpointing == "none":
         return call_plainly
+    recompute = _recompute(checkpointing)
+
+    def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        if is_checkpointed(checkpointing, index):
+            return recompute(block, x_BTC, rotary_2TD)
+        return call_plainly(index, block, x_BTC, rotary_2TD)
+
+    return call
+
+
+def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str | None) -> None:
+    """Change what a block does when called, in place: recompute it, compile it, or recompute it inside of what is
+    compiled, where the compiler sees both passes. Hooks on the block itself stay outside, and no name changes.
+
+    compile_mode: as torch.compile takes it; None: not compiled.
+    """
+    forward: Callable[..., Tensor] = block.forward
+    if is_checkpointed(checkpointing, index):
+        recompute, inner = _recompute(checkpointing), forward
+
+        def forward(x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+            return recompute(inner, x_BTC, rotary_2TD)
+
+    if compile_mode is not None:
+        forward = torch.compile(forward, mode=compile_mode)
+    block.forward = forward
+
+
+def is_checkpointed(checkpointing: str, index: int) -> bool:
+    """Whether anything of a block, counted from 0, is computed again in the backward pass."""
+    return checkpointing == "selective" or is_recomputed(checkpointing, index)
+
+
+def _recompute(checkpointing: str) -> Recompute:
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if checkpointing == "selective":
         contexts = partial(create_selective_checkpoint_contexts, KEPT_BY_SELECTIVE)
         run_again = partial(run_again, context_fn=contexts)
-
-    def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
-        if checkpointing == "selective" or is_recomputed(checkpointing, index):
-            output: Tensor = run_again(block, x_BTC, rotary_2TD)
-            return output
-        return call_plainly(index, block, x_BTC, rotary_2TD)
-
-    return call
+    return run_again
