@@ -50,27 +50,45 @@ def block_caller(checkpointing: str) -> BlockCaller:
     return call
 
 
-def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str | None) -> None:
-    """Change what a block does when called, in place: recompute it, compile it, or recompute it inside of what is
-    compiled, where the compiler sees both passes. Hooks on the block itself stay outside, and no name changes.
+def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
+    """Change what a block does when called, in place: it is recomputed, compiled, or both.
 
-    compile_mode: as torch.compile takes it; None: not compiled.
+    No name changes, and hooks on the block itself stay outside.
+
+    The compiler is given the recomputation as well, and then decides what to keep. Not so a whole block that is split
+    over ranks: torch 2.13 fails to keep what it would need of the mesh, and its compiled forward pass runs again.
+
+    Args:
+        block: of the Transformer.
+        index: its place, from 0.
+        checkpointing: as StepSpec has it.
+        compile_mode: as torch.compile takes it; "off": not compiled.
+        split: whether the block's parameters are DTensors.
     """
     forward: Callable[..., Tensor] = block.forward
-    if is_checkpointed(checkpointing, index):
-        recompute, inner = _recompute(checkpointing), forward
-
-        def forward(x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
-            return recompute(inner, x_BTC, rotary_2TD)
-
-    if compile_mode is not None:
-        forward = torch.compile(forward, mode=compile_mode)
+    recomputed = is_checkpointed(checkpointing, index)
+    outside = split and checkpointing != "selective"
+    if recomputed and not outside:
+        forward = _recomputed(forward, checkpointing)
+    if compile_mode != "off":
+        forward = torch.compile(forward, mode=None if compile_mode == "default" else compile_mode)
+    if recomputed and outside:
+        forward = _recomputed(forward, checkpointing)
     block.forward = forward
 
 
 def is_checkpointed(checkpointing: str, index: int) -> bool:
     """Whether anything of a block, counted from 0, is computed again in the backward pass."""
     return checkpointing == "selective" or is_recomputed(checkpointing, index)
+
+
+def _recomputed(forward: Callable[..., Tensor], checkpointing: str) -> Callable[..., Tensor]:
+    recompute = _recompute(checkpointing)
+
+    def run(x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        return recompute(forward, x_BTC, rotary_2TD)
+
+    return run
 
 
 def _recompute(checkpointing: str) -> Recompute:

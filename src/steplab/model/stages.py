@@ -6,9 +6,15 @@ Parameters keep their names, so that a stage's are found in the whole model.
 Shape suffixes as in transformer.py.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor, nn
 
 from steplab.model.transformer import Transformer
+
+Around = Callable[[], AbstractContextManager[object]]
+"""Gives a context, such as autocast's."""
 
 
 def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
@@ -23,9 +29,10 @@ class TransformerStage(nn.Module):
 
     rotary_2TD: Tensor  # noqa: N815 (a shape suffix)
 
-    def __init__(self, whole: Transformer, number: int, num_stages: int) -> None:
-        """Takes the parts it needs out of `whole`, which goes on holding them."""
+    def __init__(self, whole: Transformer, number: int, num_stages: int, around: Around = nullcontext) -> None:
+        """Shares its parameters with `whole`; `around` is entered for each forward pass."""
         super().__init__()
+        self.around = around
         self.embedding = whole.embedding if number == 0 else None
         indices = blocks_of_stage(number, num_stages, len(whole.blocks))
         self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in indices})
@@ -36,10 +43,18 @@ class TransformerStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: tokens [B, T] or the residual stream [B, T / tp, C]."""
-        x_BTC = self.embedding(x) if self.embedding is not None else x
-        for block in self.blocks.values():
-            x_BTC = block(x_BTC, self.rotary_2TD)
-        if self.norm is None or self.head is None:
-            return x_BTC
-        logits_BTV: Tensor = self.head(self.norm(x_BTC))
-        return logits_BTV
+        with self.around():
+            x_BTC = self.embedding(x) if self.embedding is not None else x
+            for block in self.blocks.values():
+                x_BTC = block(x_BTC, self.rotary_2TD)
+            if self.norm is None or self.head is None:
+                return x_BTC
+            logits_BTV: Tensor = self.head(self.norm(x_BTC))
+            return logits_BTV
+
+
+def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
+    """The stages of these numbers; `whole` is emptied, so that what is in none of them is freed."""
+    stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
+    del whole.embedding, whole.blocks, whole.norm, whole.head
+    return stages

@@ -11,7 +11,7 @@ head by its outputs, and the loss is computed from logits that no rank has whole
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -51,6 +51,15 @@ def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
     """Tokens are gathered where a part begins, rather than by each of its products; other inputs stay as they are."""
     others = (None,) * (num_inputs - 1)
     return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
+
+
+def arrive_whole(embedding: nn.Module) -> None:
+    """Have the embedding's output copied, for blocks that are compiled.
+
+    Else what they are given may be a collective under way, which torch wraps in a tensor of its own kind; a compiled
+    block would then hand back a gradient that the embedding cannot use.
+    """
+    embedding.register_forward_hook(lambda module, inputs, output: output.clone())
 
 
 def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:

@@ -33,8 +33,9 @@ class Sharding:
     """How FSDP2 keeps and moves parameters."""
 
     gather_dtype: torch.dtype | None = None
-    """Parameters are cast to it before they are gathered, and used so; None: as they are. Gradients are reduced in the
-    dtype that the parameters are kept in, whatever they were gathered in."""
+    """Parameters are cast to it before they are gathered, and used so; None: as they are."""
+    reduce_dtype: torch.dtype | None = None
+    """Gradients are averaged in it; None: in the dtype they were computed in."""
     reshard_after_forward: bool = True
     """Whether a unit's gathered parameters are freed after its forward pass and gathered again for its backward pass:
     less memory for half as much communication again."""
@@ -79,7 +80,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
     as_kept = MixedPrecisionPolicy(cast_forward_inputs=False)
     # Inputs are left alone: whether a product is computed in low precision is autocast's affair, as it is on one rank.
     lower = MixedPrecisionPolicy(
-        param_dtype=sharding.gather_dtype, reduce_dtype=_kept_dtype(module), cast_forward_inputs=False
+        param_dtype=sharding.gather_dtype, reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False
     )
     for unit in units:
         fully_shard(
@@ -90,12 +91,6 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
         )
     # The root is needed last in the forward pass and first in the backward pass: freeing it between would gain nothing.
     fully_shard(module, mesh=data_mesh, mp_policy=lower, reshard_after_forward=False)
-
-
-def _kept_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype of the parameters, if they have one alone."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -20,19 +20,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from steplab.errors import UserError
 
-STAGES_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-"""By the name of a schedule."""
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+"""Torch's, by name. The last one takes several stages a rank, the others one."""
 
 
-def stage_numbers(mesh: DeviceMesh, schedule: str) -> list[int]:
-    """Which stages this rank has, from 0: stages go round the ranks of pp.
-
-    Raises UserError where the schedule is not known.
-    """
-    if schedule not in STAGES_A_RANK:
-        raise UserError(f"schedule '{schedule}' is not known; choose one of {', '.join(STAGES_A_RANK)}")
+def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
+    """Which stages this rank has, from 0: stages go round the ranks of pp."""
     rank, ranks = mesh.get_local_rank("pp"), mesh["pp"].size()
-    return [rank + ranks * turn for turn in range(STAGES_A_RANK[schedule])]
+    return [rank + ranks * turn for turn in range(stages_a_rank)]
 
 
 class Pipeline:
@@ -42,6 +37,7 @@ class Pipeline:
         self,
         stages: Sequence[nn.Module],
         mesh: DeviceMesh,
+        device: torch.device,
         *,
         schedule: str,
         microbatches: int,
@@ -55,15 +51,20 @@ class Pipeline:
         Args:
             stages: laid out already, on the device they stay on.
             mesh: as `mesh.open_mesh` makes it.
-            schedule: a name of STAGES_A_RANK.
+            device: this rank's.
+            schedule: a name of SCHEDULES.
             microbatches: into how many parts a batch is cut along its first dimension.
             between: a tensor of the shape and dtype that goes from stage to stage, on torch's meta device.
             first_input: the same of what the first stage is given.
             last_output: the same of what the last stage gives.
             loss: (output of the last stage, target) -> the mean over a microbatch.
+
+        Raises UserError where the schedule is not known.
         """
-        count = mesh["pp"].size() * STAGES_A_RANK[schedule]
-        device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        if schedule not in SCHEDULES:
+            raise UserError(f"schedule '{schedule}' is not known; choose one of {', '.join(SCHEDULES)}")
+        numbers = stage_numbers(mesh, len(stages))
+        count = mesh["pp"].size() * len(stages)
         made = [
             PipelineStage(
                 stage,
@@ -74,16 +75,12 @@ class Pipeline:
                 output_args=last_output if number == count - 1 else between,
                 group=mesh.get_group("pp"),
             )
-            for number, stage in zip(stage_numbers(mesh, schedule), stages, strict=True)
+            for number, stage in zip(numbers, stages, strict=True)
         ]
         self._gives_input = made[0].is_first
         self._gives_target = made[-1].is_last
-        self._schedule: Any
-        if schedule == "interleaved":
-            self._schedule = ScheduleInterleaved1F1B(made, microbatches, loss_fn=loss)
-        else:
-            kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
-            self._schedule = kind(made[0], microbatches, loss_fn=loss)
+        given: Any = made if schedule == "interleaved" else made[0]
+        self._schedule = SCHEDULES[schedule](given, microbatches, loss_fn=loss)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Forward and backward passes of all microbatches; gradients are those of the mean over the batch.
