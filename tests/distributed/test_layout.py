@@ -4,25 +4,22 @@ import pytest
 from tests.distributed import layout_cases as cases
 from tests.distributed.ranks import on_ranks
 
-FOUR = ["fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "tp=2,fsdp=2", "tp=4", "pp=2,fsdp=2", "pp=2,dp=2", "pp=2,tp=2", "pp=4"]
-TWO = ["fsdp=2", "tp=2", "pp=2"]
+L = cases.LAYERS
 
 
-@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("layout", ["fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "tp=2,fsdp=2", "pp=2,fsdp=2", "pp=2,tp=2"])
 def test_four_ranks_train_as_one(layout: str) -> None:
-    on_ranks(4, cases.case_trains_alike, layout, {"microbatches": 4} if layout == "pp=4" else {})
+    on_ranks(4, cases.case_trains_alike, layout, {})
 
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
-        ("fsdp=2", {}),
-        ("tp=2", {}),
+        ("tp=2", {"checkpointing": "selective"}),
         ("pp=2", {}),
         ("fsdp=2", {"reshard_after_forward": "never", "checkpointing": "full"}),
-        ("tp=2", {"checkpointing": "selective"}),
         ("pp=2", {"pipeline_schedule": "gpipe", "microbatches": 2, "checkpointing": "every_2"}),
-        ("pp=2", {"pipeline_schedule": "interleaved", "reshard_after_forward": "always"}),
+        ("pp=2", {"pipeline_schedule": "interleaved", "model.num_layers": 4}),
     ],
     ids=str,
 )
@@ -30,15 +27,11 @@ def test_two_ranks_train_as_one(layout: str, fields: dict[str, object]) -> None:
     on_ranks(2, cases.case_trains_alike, layout, fields)
 
 
-@pytest.mark.parametrize("layout", ["fsdp=2", "tp=2"])
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_blocks_are_compiled_alike(layout: str, checkpointing: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "checkpointing"), [("fsdp=2", "selective"), ("tp=2", "selective"), ("tp=2", "full")]
+)
+def test_alike_blocks_are_compiled_once(layout: str, checkpointing: str) -> None:
     on_ranks(2, cases.case_compiled_trains_alike, layout, {"checkpointing": checkpointing})
-
-
-@pytest.mark.parametrize("layout", FOUR)
-def test_a_rank_keeps_the_bytes_of_the_formula(layout: str) -> None:
-    on_ranks(4, cases.case_bytes_of_a_rank, layout)
 
 
 @pytest.mark.parametrize("layout", ["fsdp=2", "tp=2", "pp=2"])
@@ -54,8 +47,26 @@ def test_another_number_of_ranks() -> None:
     on_ranks(2, cases.case_another_number_of_ranks)
 
 
+SHARDED = {"_allgather_base_": L + 2}, {"_reduce_scatter_base_": L + 2}
+"""Units: the embedding, the blocks, and the root, which has the head."""
+SPLIT = {"all_gather_into_tensor": 2 * L + 1, "reduce_scatter_tensor": 2 * L + 1}
+"""Tokens are gathered before each half of a block and before the head, and scattered after each half and after the
+embedding; the other way round in the backward pass."""
+
+
 @pytest.mark.parametrize(
-    ("layout", "fields"), [("fsdp=2", {}), ("fsdp=2", {"reshard_after_forward": "never"}), ("tp=2", {})], ids=str
+    ("layout", "fields", "expected"),
+    [
+        # All but the root are gathered once more.
+        ("fsdp=2", {}, [SHARDED[0], SHARDED[1] | {"_allgather_base_": L + 1}, {}]),
+        ("fsdp=2", {"reshard_after_forward": "never"}, [*SHARDED, {}]),
+        # The loss takes the largest logit, the sum of exponentials and the target's logit; the optimizer the gradients
+        # of the norms, of which each rank has the part of its tokens.
+        ("tp=2", {}, [SPLIT | {"all_reduce": 3}, SPLIT, {"all_reduce": 2 * L + 1}]),
+    ],
+    ids=["sharded", "sharded and kept", "split"],
 )
-def test_collectives(layout: str, fields: dict[str, object]) -> None:
-    on_ranks(2, cases.case_collectives, layout, fields, [])
+def test_collectives_are_as_many_as_the_formula_says(
+    layout: str, fields: dict[str, object], expected: list[dict[str, int]]
+) -> None:
+    on_ranks(2, cases.case_collectives, layout, fields, expected)

@@ -135,6 +135,6 @@ def _in_stages(
 
 def _forget_the_whole(device: torch.device) -> None:
     """Give back what the whole model took, so that the peaks of a step are its own."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
