@@ -82,7 +82,8 @@ def alone(dtype: torch.dtype, num_layers: int) -> tuple[list[float], dict[str, T
         losses.append(loss.item())
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= LEARNING_RATE * parameter.grad  # type: ignore[operator]
+                assert parameter.grad is not None
+                parameter.sub_(LEARNING_RATE * parameter.grad)
                 parameter.grad = None
     return losses, {name: parameter.detach().double() for name, parameter in model.named_parameters()}
 
@@ -144,10 +145,10 @@ def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(have))
     assert {name for some in names for name in some} == set(expected)
-    for name, found in have.items():
+    for name, weight in have.items():
         size = expected[name].abs().max()
         allowed = 2 * (close[name] - expected[name]).abs().max() + 4 * torch.finfo(torch.float32).eps * size
-        difference = (found - expected[name]).abs().max()
+        difference = (weight - expected[name]).abs().max()
         assert difference <= allowed, f"{name} is off by {difference:.1e}, and {allowed:.1e} is allowed"
     check_bytes(step, spec)
 

@@ -29,7 +29,7 @@ def distribute(
         return lay_out_transformer(module, spec, world, autocast)
     called: Any = module
     if isinstance(module, Transformer):
-        prepare_blocks(module, dict(enumerate(module.blocks)), spec)
+        prepare_blocks(module, spec)
     elif spec.compile != "off":
         called = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
     parallel = DataParallel(called, spec.data_parallel, spec.bucket_size_mb, group=world.collectives)

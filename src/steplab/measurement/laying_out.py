@@ -1,7 +1,7 @@
 """The plain Transformer laid out over ranks as a spec says: where the model's parts meet torch's engine."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from steplab.measurement.distributed import Distributed
 from steplab.measurement.world import World
 from steplab.model.checkpointing import wrap_block
-from steplab.model.stages import TransformerStage, cut
+from steplab.model.stages import TransformerStage, blocks_of, cut
 from steplab.model.tensor_plan import arrive_whole, loss_over_ranks, ready_for_loss, tensor_plan
 from steplab.model.transformer import LossFn, Transformer, call_plainly
 from steplab.parallel.layout import Sharding, Unit, lay_out
@@ -42,13 +42,13 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
         laid_out = Distributed(module=module, call=None, data_index=data_index, around=around, pipeline=pipeline)
     else:
         model.loss = loss
-        _lay_out(model, dict(enumerate(model.blocks)), spec, mesh)
+        _lay_out(model, spec, mesh)
         laid_out = Distributed(module=model, call=model, data_index=data_index, around=around)
     _forget_the_whole(device)
     return laid_out
 
 
-def prepare_blocks(module: Transformer | TransformerStage, blocks: Mapping[int, nn.Module], spec: StepSpec) -> None:
+def prepare_blocks(module: Transformer | TransformerStage, spec: StepSpec) -> None:
     """Have each block recomputed and compiled by itself, rather than in the model's forward pass."""
     if isinstance(module, Transformer):
         module.call_block = call_plainly
@@ -56,7 +56,7 @@ def prepare_blocks(module: Transformer | TransformerStage, blocks: Mapping[int, 
     if split and spec.compile != "off" and module.embedding is not None:
         arrive_whole(module.embedding)
     checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
-    for index, block in blocks.items():
+    for index, block in blocks_of(module).items():
         wrap_block(block, index, checkpointing=checkpointing, compile_mode=spec.compile, split=split)
 
 
@@ -64,9 +64,7 @@ def _sizes(layout: Layout) -> dict[str, int]:
     return {"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}
 
 
-def _lay_out(
-    module: Transformer | TransformerStage, blocks: Mapping[int, nn.Module], spec: StepSpec, mesh: DeviceMesh
-) -> None:
+def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: DeviceMesh) -> None:
     # Autocast reads the embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
     # what is computed. All other weights autocast would cast itself, before each use.
     embedding = [Unit(module=module.embedding, low_precision=False)] if module.embedding is not None else []
@@ -74,8 +72,8 @@ def _lay_out(
         module,
         mesh,
         tensor_plan=tensor_plan(),
-        units=[*embedding, *(Unit(module=block) for block in blocks.values())],
-        wrap_units=lambda: prepare_blocks(module, blocks, spec),
+        units=[*embedding, *(Unit(module=block) for block in blocks_of(module).values())],
+        wrap_units=lambda: prepare_blocks(module, spec),
         sharding=_sharding(spec),
     )
 
@@ -100,7 +98,7 @@ def _in_stages(
     numbers = stage_numbers(mesh, stages_a_rank)
     stages = cut(model, numbers, layout.pp * stages_a_rank, autocast)
     for stage in stages:
-        _lay_out(stage, {int(name): block for name, block in stage.blocks.items()}, spec, mesh)
+        _lay_out(stage, spec, mesh)
     parts = num_microbatches(spec)
     batch, low = spec.batch // parts, torch.bfloat16
     on_meta = partial(torch.empty, device="meta", requires_grad=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from steplab.model.transformer import BlockCaller, call_plainly
+from steplab.model.transformer import Block, BlockCaller, call_plainly
 from steplab.ops.attention.operators import REFERENCE, TRITON
 from steplab.specs.checkpointing import is_recomputed
 
@@ -50,7 +50,7 @@ def block_caller(checkpointing: str) -> BlockCaller:
     return call
 
 
-def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
+def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
     """Change what a block does when called, in place: it is recomputed, compiled, or both.
 
     No name changes, and hooks on the block itself stay outside.
@@ -59,7 +59,7 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
     over ranks: torch 2.13 fails to keep what it would need of the mesh, and its compiled forward pass runs again.
 
     Args:
-        block: of the Transformer.
+        block: whose forward pass it is.
         index: its place, from 0.
         checkpointing: as StepSpec has it.
         compile_mode: as torch.compile takes it; "off": not compiled.
@@ -72,9 +72,10 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
         forward = _recomputed(forward, checkpointing)
     if compile_mode != "off":
         forward = torch.compile(forward, mode=None if compile_mode == "default" else compile_mode)
+        block.compiled_within = True
     if recomputed and outside:
         forward = _recomputed(forward, checkpointing)
-    block.forward = forward
+    block.forward = forward  # type: ignore[method-assign]
 
 
 def is_checkpointed(checkpointing: str, index: int) -> bool:

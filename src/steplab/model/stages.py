@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from steplab.model.transformer import Transformer
+from steplab.model.transformer import Block, Transformer
 
 Around = Callable[[], AbstractContextManager[object]]
 """Gives a context, such as autocast's."""
@@ -22,6 +22,11 @@ def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
+
+
+def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
+    """The blocks by their places in the whole model."""
+    return {int(name): block for name, block in module.blocks.named_children() if isinstance(block, Block)}
 
 
 class TransformerStage(nn.Module):

@@ -72,6 +72,9 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream and added to it."""
 
+    compiled_within: bool = False
+    """Whether its forward pass is compiled: then hooks on what is inside it would compile it anew."""
+
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.d_model, eps=1e-5)

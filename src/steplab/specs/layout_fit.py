@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Stages of the pipeline that each rank of pp has, by the name of its schedule."""
+_LARGEST_SHOWN = 1024
+"""What would fit is listed so far."""
 
 
 def refuse_what_does_not_fit(spec: "StepSpec") -> None:
@@ -60,7 +62,9 @@ def _check_tensor(spec: "StepSpec", shape: TransformerShape) -> None:
     tp, common = spec.layout.tp, gcd(*split.values())
     for what, size in split.items():
         if size % tp:
-            valid = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
+            valid = ", ".join(
+                str(divisor) for divisor in range(1, min(common, _LARGEST_SHOWN) + 1) if common % divisor == 0
+            )
             raise UserError(f"tp={tp} does not divide the {what} of {spec.model.name}; valid for tp: {valid}")
 
 
@@ -74,11 +78,12 @@ def _check_pipeline(spec: "StepSpec", shape: TransformerShape) -> None:
             f"blocks; valid for pp: 1 to {max(most, 1)}"
         )
 
-    def valid(count: int) -> bool:
-        return spec.batch % count == 0 and count >= pp and count % max(1, count // pp) == 0
+    def fits(count: int) -> bool:
+        in_rounds = schedule != "interleaved" or count % max(1, count // pp) == 0
+        return spec.batch % count == 0 and count >= pp and in_rounds
 
-    counts = [count for count in range(1, spec.batch + 1) if spec.batch % count == 0 and valid(count)]
-    if parts not in counts:
+    if not fits(parts):
+        counts = [count for count in range(pp, min(spec.batch, _LARGEST_SHOWN) + 1) if fits(count)]
         fitting = f"valid: {', '.join(map(str, counts))}" if counts else f"use --batch {pp} or a multiple"
         raise UserError(
             f"a batch of {spec.batch} sequences cannot go through a pipeline of pp={pp} in {parts} microbatches, "
