@@ -1,12 +1,10 @@
 """What ranks do in the tests of layouts: each function runs on every rank of a world at once.
 
-The truth is one process that trains on the whole batch in float64. A layout may be as far from it as twice what one
-process is that computes in float32, as the layout does, or further by some of float32's own steps at the size of a
-weight: sums over ranks are rounded in another order.
+The truth is one process that trains on the whole batch in float64. A layout may be four times as far from it as one
+process that computes in float32, as the layout does, and further by some of float32's own steps at the size of a weight:
+sums over ranks are rounded in another order. They run on the CPU by gloo, and by NCCL on the GPUs that a test gives.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from steplab.errors import UserError
-from steplab.measurement.device import open_device
+from steplab.measurement.device import Device, open_device
 from steplab.measurement.step import ModelStep
 from steplab.measurement.world import World
 from steplab.model.build import build_workload
@@ -32,7 +30,12 @@ from steplab.specs.step import StepSpec
 VOCABULARY, WIDTH, FF, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 52, 32, 72, 2, 4, 16, 8, 2
 """Sizes that split unevenly over four ranks where only fsdp splits them; BATCH: of all ranks together."""
 LEARNING_RATE = 0.5
-_CPU = torch.device("cpu")
+
+
+def here() -> Device:
+    """This rank's device: the current GPU where there is NCCL, else the CPU."""
+    on_gpus = "nccl" in str(dist.get_backend_config())
+    return open_device(f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
 
 
 def spec_of(layout: str, **fields: object) -> StepSpec:
@@ -40,7 +43,13 @@ def spec_of(layout: str, **fields: object) -> StepSpec:
     sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_ff": FF, "num_layers": LAYERS, "num_heads": HEADS}
     given = {f"model.{name}": size for name, size in sizes.items()}
     ranks = parse_layout(layout).data_ranks
-    common = {"optimizer": "sgd", "context": CONTEXT, "device": "cpu", "attention": "sdpa", "layout": layout}
+    common = {
+        "optimizer": "sgd",
+        "context": CONTEXT,
+        "device": here().torch_device.type,
+        "attention": "sdpa",
+        "layout": layout,
+    }
     return resolve_step({**given, **common, "batch": BATCH // ranks, **fields})
 
 
@@ -52,27 +61,29 @@ def world() -> World:
         local_rank=dist.get_rank(),
         local_size=dist.get_world_size(),
         host="here",
-        device=open_device("cpu"),
-        backend="gloo",
+        device=here(),
+        backend="nccl" if here().torch_device.type == "cuda" else "gloo",
         collectives=GroupCollectives(),
     )
 
 
 def laid_out(spec: StepSpec) -> ModelStep:
     """The step of this rank."""
-    return ModelStep(build_workload(spec, _CPU), spec, _CPU, world())
+    joined = world()
+    device = joined.device.torch_device
+    return ModelStep(build_workload(spec, device), spec, device, joined)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     """What all ranks see together, by step; the same on every rank."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCABULARY, (STEPS, 2, BATCH, CONTEXT), generator=generator)
-    return [(step[0], step[1]) for step in tokens]
+    return [(step[0], step[1]) for step in tokens.to(here().torch_device)]
 
 
 def alone(dtype: torch.dtype, num_layers: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by step, and weights after them, of one process that has the whole batch."""
-    model = build_workload(spec_of("dp=1", **{"model.num_layers": num_layers}), _CPU).module
+    model = build_workload(spec_of("dp=1", **{"model.num_layers": num_layers}), here().torch_device).module
     assert model is not None
     model.to(dtype)
     losses = []
@@ -140,30 +151,25 @@ def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
     close_losses, close = alone(torch.float32, spec.model.shape.num_layers)
     losses = train(step, spec)
     for found, exact, near in zip(losses, expected_losses, close_losses, strict=True):
-        assert abs(found - exact) <= 2 * abs(near - exact) + 4 * torch.finfo(torch.float32).eps * exact
+        assert abs(found - exact) <= 4 * abs(near - exact) + 4 * torch.finfo(torch.float32).eps * exact
     have = {name: whole(parameter) for name, parameter in named(step).items()}
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, list(have))
     assert {name for some in names for name in some} == set(expected)
     for name, weight in have.items():
         size = expected[name].abs().max()
-        allowed = 2 * (close[name] - expected[name]).abs().max() + 4 * torch.finfo(torch.float32).eps * size
+        allowed = 4 * (close[name] - expected[name]).abs().max() + 4 * torch.finfo(torch.float32).eps * size
         difference = (weight - expected[name]).abs().max()
         assert difference <= allowed, f"{name} is off by {difference:.1e}, and {allowed:.1e} is allowed"
     check_bytes(step, spec)
 
 
-@contextmanager
-def compiled_cheaply() -> Iterator[None]:
-    """torch.compile without code generation."""
-    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        yield
-
-
 def case_compiled_trains_alike(layout: str, fields: dict[str, object]) -> None:
+    """By torch's own compiler on a GPU; on the CPU without code generation, which takes longer than all the rest."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with compiled_cheaply():
+    backend = "inductor" if here().torch_device.type == "cuda" else "aot_eager"
+    with patch("torch.compile", partial(torch.compile, backend=backend)):
         case_trains_alike(layout, {"compile": "default", **fields})
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 1, f"{LAYERS} alike blocks were compiled to {graphs} graphs"
@@ -225,7 +231,7 @@ def case_collectives(layout: str, fields: dict[str, object], expected: list[dict
 
 def case_another_number_of_ranks() -> None:
     with pytest.raises(UserError, match="layout pp=1,dp=2,fsdp=4,tp=1 is for 8 processes, and there are"):
-        open_mesh({"pp": 1, "dp": 2, "fsdp": 4, "tp": 1}, "cpu")
+        open_mesh({"pp": 1, "dp": 2, "fsdp": 4, "tp": 1}, here().torch_device.type)
 
 
 def case_batches_are_shared_where_they_have_to_be() -> None:

@@ -15,6 +15,7 @@ def test_four_ranks_train_as_one(layout: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [
+        ("dp=2", {"checkpointing": "every_2"}),
         ("tp=2", {"checkpointing": "selective"}),
         ("pp=2", {}),
         ("fsdp=2", {"reshard_after_forward": "never", "checkpointing": "full"}),

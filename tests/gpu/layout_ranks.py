@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -45,7 +46,7 @@ def main() -> int:
     return 0
 
 
-def _run(name: str, case: partial[None]) -> None:
+def _run(name: str, case: Callable[[], None]) -> None:
     """The first failure ends it: after that the ranks are out of step."""
     started = time.perf_counter()
     try:
