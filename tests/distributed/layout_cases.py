@@ -2,7 +2,7 @@
 
 The truth is one process that trains on the whole batch in float64. A layout may be four times as far from it as one
 process that computes in float32, as the layout does, and further by some of float32's own steps at the size of a
-weight: sums over ranks are rounded in another order. They run on the CPU by gloo, and by NCCL on the GPUs that a test gives.
+weight: sums over ranks are rounded in another order. They run on the CPU by gloo, and by NCCL where there are GPUs.
 """
 
 from functools import partial
