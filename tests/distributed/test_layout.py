@@ -1,8 +1,17 @@
 """A Transformer laid out by torch's engine, against one process that has the whole batch; bytes, calls, refusals."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.distributed import layout_cases as cases
 from tests.distributed.ranks import on_ranks
+
+from steplab.errors import UserError
+from steplab.model.stages import blocks_of_stage
+from steplab.parallel.mesh import open_mesh
+from steplab.parallel.pipeline import SCHEDULES
+from steplab.specs.layout_fit import STAGES_A_RANK
+from steplab.specs.step import CHOICES
 
 L = cases.LAYERS
 
@@ -46,6 +55,30 @@ def test_batches_are_shared_where_they_have_to_be() -> None:
 
 def test_another_number_of_ranks() -> None:
     on_ranks(2, cases.case_another_number_of_ranks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 2, "ep": 2}, "axis 'ep' is not known; choose among pp, dp, fsdp, tp"),
+        ({"tp": 0}, "tp must be at least 1, not 0"),
+        ({"tp": 2}, "there are no other processes"),
+    ],
+)
+def test_a_mesh_that_cannot_be(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_mesh(sizes, "cpu")
+
+
+@given(st.integers(1, 12), st.integers(0, 60))
+def test_stages_have_all_blocks_once_and_are_even(num_stages: int, more: int) -> None:
+    stages = [blocks_of_stage(number, num_stages, num_stages + more) for number in range(num_stages)]
+    assert [block for stage in stages for block in stage] == list(range(num_stages + more))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_schedules_are_those_of_the_spec() -> None:
+    assert SCHEDULES.keys() == STAGES_A_RANK.keys() == set(CHOICES["pipeline_schedule"])
 
 
 SHARDED = {"_allgather_base_": L + 2}, {"_reduce_scatter_base_": L + 2}

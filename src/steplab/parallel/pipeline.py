@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from steplab.errors import UserError
-
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 """Torch's, by name. The last one takes several stages a rank, the others one."""
 
@@ -52,17 +50,13 @@ class Pipeline:
             stages: laid out already, on the device they stay on.
             mesh: as `mesh.open_mesh` makes it.
             device: this rank's.
-            schedule: a name of SCHEDULES.
+            schedule: a key of SCHEDULES.
             microbatches: into how many parts a batch is cut along its first dimension.
             between: a tensor of the shape and dtype that goes from stage to stage, on torch's meta device.
             first_input: the same of what the first stage is given.
             last_output: the same of what the last stage gives.
             loss: (output of the last stage, target) -> the mean over a microbatch.
-
-        Raises UserError where the schedule is not known.
         """
-        if schedule not in SCHEDULES:
-            raise UserError(f"schedule '{schedule}' is not known; choose one of {', '.join(SCHEDULES)}")
         numbers = stage_numbers(mesh, len(stages))
         count = mesh["pp"].size() * len(stages)
         made = [
