@@ -38,9 +38,11 @@ def main() -> int:
         for fields in FIELDS[:3]:
             _run(f"{layout} {fields} compiled", partial(cases.case_compiled_trains_alike, layout, fields))
         _run(f"{layout} bf16", partial(cases.case_bf16_is_autocast_over_fp32_weights, layout))
+    layout = "pp=2" if size == 2 else "pp=2,fsdp=2"
+    fields = {"pipeline_schedule": "interleaved", "model.num_layers": 4}
+    _run(f"{layout} interleaved", partial(cases.case_trains_alike, layout, fields))
+    _run(f"{layout} gpipe", partial(cases.case_trains_alike, layout, {"pipeline_schedule": "gpipe"}))
     if size == 2:
-        fields = {"pipeline_schedule": "interleaved", "model.num_layers": 4}
-        _run("pp=2 interleaved", partial(cases.case_trains_alike, "pp=2", fields))
         _run("another number of ranks", cases.case_another_number_of_ranks)
     dist.destroy_process_group()
     return 0
