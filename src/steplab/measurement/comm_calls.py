@@ -12,7 +12,8 @@ from torch import nn
 from steplab.measurement.comm_data import Buffers
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
 from steplab.parallel.peer_copies import PeerCopies
-from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
+from steplab.parallel.peer_memory import PeerMemory
+from steplab.parallel.symmetric_memory import SymmetricMemory
 
 Call = Callable[[], Any]
 MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
@@ -46,6 +47,7 @@ def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
     def call() -> None:
         bucket.launch([buffers.send])
         bucket.wait()
+        bucket.release()
 
     return call
 

@@ -38,7 +38,7 @@ REDUCED, TOLD = 0, 1
 that its gradients have landed here, and its means."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-whose gradients come in bursts need not wait."""
+whose gradients come in bursts need not wait. At least three of the largest bucket, for one on each line."""
 _PAGE = 256
 """Bytes at whose multiples buckets and landing places begin."""
 
@@ -68,8 +68,8 @@ class PeerCopies:
         self.under_way: deque[PeerBucket] = deque()
         sizes = [sum(map(aligned, group)) * group[0].element_size() for group in groups]
         starts = [0, *accumulate(map(_pages, sizes))]
-        largest_part = _part(max(sizes, default=0), memory.size)
-        self.ring_bytes = max(_part(min(sum(sizes), WINDOW_BYTES), memory.size), largest_part)
+        window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes, default=0)))
+        self.ring_bytes = _part(window, memory.size)
         self._rings_start, self._cursor = starts[-1], 0
         own, self.bases = memory.allocate(starts[-1] + len(self.peers) * self.ring_bytes, TOLD + 2 * memory.size)
         self.buckets = [
