@@ -159,14 +159,13 @@ class Hearing:
         """Some rank ended without a word; others may have been ended for that, or have lost their connection to it."""
         exits = self._exits or {}
         gone = [number for number, rank in self._ranks.items() if rank.gone]
+        gone += [number for number in exits if number not in gone]  # its end is told, and not seen yet
         gone.sort(key=lambda number: exits.get(number) == -signal.SIGTERM)  # which is how the launcher ends the others
         if gone:
             return self._crashed(gone[0], exits.get(gone[0]))
         for number, rank in self._ranks.items():
             if rank.failure is not None:
                 return self._told(number)
-        for number, code in exits.items():  # it never came as far as to say hello
-            return self._crashed(number, code)
         if self._is_to_end:
             stage = self._listener.progress.stage
             return Failure(kind="crashed", message=f"torchrun ended all processes during {stage}", phase=stage)
