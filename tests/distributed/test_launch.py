@@ -174,7 +174,7 @@ def test_a_rank_that_dies_is_named_by_the_first_of_the_joined(steplab: Program) 
     ("words", "told"),
     [
         (("run", "--layout", "dp=4"), "torchrun started 2 processes and layout dp=4 takes 4"),
-        (("sweep", "quick"), "torchrun started 2 processes, and each would sweep"),
+        (("sweep", "quick"), "torchrun started 2 processes, and each would measure the whole sweep"),
     ],
 )
 def test_another_number_of_processes_than_torchrun_started_is_refused(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
 from steplab.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def memory(
     *,
     step: StepOptions = StepOptions(),
+    processes: ProcessOptions = ProcessOptions(),
     snapshot: Annotated[
         Path | None,
         Parameter(
@@ -43,11 +44,12 @@ def memory(
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory import predicted_memory
     from steplab.lab.memory_references import memory_references
+    from steplab.specs.layout import with_processes
     from steplab.specs.model import refuse_planning_only
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    spec = resolve_step(step.fields())
+    spec = resolve_step(with_processes(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out.output)
     prediction = None
     if predict:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
 
 if TYPE_CHECKING:
     from steplab.records.run import Run
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def profile(
     *,
     step: StepOptions = StepOptions(),
+    processes: ProcessOptions = ProcessOptions(),
     profiled_steps: Annotated[int, Parameter(help="Steps recorded, after all timing")] = 3,
     trace: Annotated[
         Path | None,
@@ -37,10 +38,11 @@ def profile(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.profiling import is_recorded_elsewhere
     from steplab.lab.profiling import profile as measure_and_profile
+    from steplab.specs.layout import with_processes
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    spec = resolve_step(step.fields())
+    spec = resolve_step(with_processes(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         record = measure_and_profile(

@@ -10,6 +10,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.memory_reading import marks_beside, read_memory
+from steplab.lab.processes import refuse_torchrun
 from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, Progress, measure_in_child
@@ -44,6 +45,7 @@ def memory(
     served, and SteplabError where the store or the snapshot cannot be written, or the snapshot not read: then the
     measurement is stored, and the snapshot is kept with its marks.
     """
+    refuse_torchrun("watch the memory of a step")
     asked, name = asked_step("memory", spec, fields), checked_name(name)
     target = Path(snapshot) if snapshot is not None else None
     if target and target.suffix not in (".pickle", ".pkl"):

@@ -42,7 +42,7 @@ def profile(
     `run.profile` is None. Raises UserError for a request that cannot be served, and SteplabError where the store or
     the trace cannot be written, or the trace not read: then the measurement is stored, and the trace is kept.
     """
-    refuse_torchrun("profile")
+    refuse_torchrun("profile a step")
     asked, name = asked_step("profile", spec, fields), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")

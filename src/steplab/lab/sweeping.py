@@ -62,7 +62,7 @@ def sweep(
     are not run again; those whose process was killed or timed out are. A cell that fails is a record, and the
     sweep goes on. `timeout_s` is for one cell. Raises SteplabError where the store cannot be written.
     """
-    refuse_torchrun("sweep")
+    refuse_torchrun("measure the whole sweep")
     checked_name(study.name)
     with open_store(store, write=True) as opened:
         study_id = opened.find_study(study_fingerprint(study)) if resume else None

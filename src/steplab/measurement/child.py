@@ -9,9 +9,11 @@ GPU.
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,22 +144,36 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
 
         compat.watch_refused_allocations()
         observer = Observer(on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured)
-        send("record", measure_here(request.step, observer, _watch(request), world))
+        with _own_folder(world) as folder:
+            send("record", measure_here(request.step, observer, _watch(request, folder), world))
     else:
         from steplab.measurement.ceilings import measure_ceilings_here
 
         send("record", measure_ceilings_here(request.device, on_stage))
 
 
-def _watch(request: Request) -> "Watch | None":
+@contextmanager
+def _own_folder(world: "World | None") -> Iterator[Path | None]:
+    """Where ranks but the first write what they see of themselves: all are watched, so that all take the same steps."""
+    if world is None or world.rank == 0:
+        yield None
+    else:
+        with tempfile.TemporaryDirectory(prefix="steplab-") as folder:
+            yield Path(folder)
+
+
+def _watch(request: Request, folder: Path | None) -> "Watch | None":
     from steplab.measurement.memory_recorder import MemoryWatch
     from steplab.measurement.profiler import Profiling
 
+    def place(path: str) -> Path:
+        return folder / Path(path).name if folder else Path(path)
+
     if request.snapshot and request.marks:
-        return MemoryWatch(snapshot=Path(request.snapshot), marks=Path(request.marks))
+        return MemoryWatch(snapshot=place(request.snapshot), marks=place(request.marks))
     if not request.profiled_steps:
         return None
-    return Profiling(num_steps=request.profiled_steps, trace=Path(request.trace) if request.trace else None)
+    return Profiling(num_steps=request.profiled_steps, trace=place(request.trace) if request.trace else None)
 
 
 def end_with_parent() -> None:

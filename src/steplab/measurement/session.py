@@ -188,6 +188,8 @@ class _Cell:
         try:
             notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
         except Exception as error:  # out of memory or any other: it must not cost what was measured
+            if self.world is not None:  # others would wait for this rank in vain; what was measured is kept elsewhere
+                raise
             notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
         return dataclasses.replace(run, notes=run.notes + notes)
 
