@@ -128,7 +128,8 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
     """FLOPs of a step under each convention. What a foreign model needs is not known, only what it executes."""
     if spec.model.kind == "factory":
-        return [("hfu", "as_executed", model.counted_flops)]
+        counted = model.counted_flops  # by one process
+        return [("hfu", "as_executed", None if counted is None else counted * spec.layout.world_size)]
     sizes: ModelSizes = {
         "num_parameters": model.num_parameters,
         "num_embedding_parameters": model.num_embedding_parameters,

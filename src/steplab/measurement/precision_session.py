@@ -40,6 +40,8 @@ def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -
 
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
+    if spec is not None and spec.layout.world_size > 1:
+        raise Unsupported(f"an audit of layout {spec.layout}", "it is of one process", "leave --layout out")
     device = open_device(spec.device if spec else device_name)
     if spec is not None:
         refuse_unserved(spec.precision, device.torch_device)

@@ -177,6 +177,8 @@ class _Cell:
         try:
             counted = count_flops(phases, self.device.torch_device)
         except Exception as error:  # whatever a foreign model raises now must not cost what was measured
+            if self.world is not None:  # others would wait for this rank in vain
+                raise
             self.notes.append(f"HFU: counting the FLOPs failed: {failure_of(error, None).message}")
         else:
             self.model = dataclasses.replace(model, counted_flops=counted)
@@ -188,7 +190,7 @@ class _Cell:
         try:
             notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
         except Exception as error:  # out of memory or any other: it must not cost what was measured
-            if self.world is not None:  # others would wait for this rank in vain; what was measured is kept elsewhere
+            if self.world is not None:
                 raise
             notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
         return dataclasses.replace(run, notes=run.notes + notes)

@@ -51,7 +51,7 @@ class ModelFacts:
     attention_width: int | None = None
     """Query heads x head dimension; None: not known."""
     counted_flops: float | None = None
-    """FLOPs of one step of a user's own model, counted by torch's FlopCounterMode as it ran (matmuls,
+    """FLOPs of one step of a user's own model in one process, counted by torch's FlopCounterMode as it ran (matmuls,
     convolutions and attention, nothing elementwise); None for the models whose count has a closed form."""
 
 

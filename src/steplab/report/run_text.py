@@ -216,12 +216,16 @@ def _utilization(run: Run) -> "RenderableType":
             f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
             ABSENT if used.value is None else format_share(used.value),
             units.format_count(used.flops).rstrip(),
-            ABSENT if peak is None else units.format_rate(peak, "FLOP/s"),
+            ABSENT if peak is None else _of_all(units.format_rate(peak, "FLOP/s"), used.num_devices),
             used.dtype,
         )
     sources = dict.fromkeys(used.peak_source for used in run.utilizations)
     told = [Text(f"peak: {plain(source)}") for source in sources]
     return Group(table, *told, *(Text(plain(doubt), style="red") for doubt in doubts(run)))
+
+
+def _of_all(peak: str, num_devices: int) -> str:
+    return peak if num_devices == 1 else f"{num_devices} × {peak}"
 
 
 def _memory(run: Run) -> "RenderableType":

@@ -1,0 +1,197 @@
+"""Steps of several processes: how they are asked for, told, keyed and counted, and what a rank's step is made of."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.runs import make_run
+
+from steplab.errors import Unsupported, UserError
+from steplab.lab.utilization import PeakFigure, utilizations
+from steplab.measurement.device import open_device
+from steplab.measurement.step import ModelStep, make_step
+from steplab.measurement.world import World, refuse_too_few_gpus
+from steplab.model.build import build_workload
+from steplab.records.codec import decode, encode
+from steplab.records.ranks import RankSamples
+from steplab.records.rows import run_row
+from steplab.records.timing import PhaseSamples
+from steplab.report.cells import cells_of, label, varying
+from steplab.report.ranks_text import spread_words
+from steplab.report.run_text import describe, render_run
+from steplab.specs.layout import Layout, parse_layout, process_count, with_processes
+from steplab.specs.resolve import resolve_step
+from steplab.store.cells import cell_key
+
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """Collectives of a rank whose partners are all like itself."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *tensors, **settings: self  # a collective that is under way
+
+    def wait(self) -> None:
+        """It is done already."""
+
+    def host_maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def host_gather(self, value: object) -> list[object]:
+        return [value] * self.size
+
+
+def world_of(rank: int, size: int = 2) -> World:
+    """Seen from one rank."""
+    place = {"rank": rank, "size": size, "local_rank": rank, "local_size": size}
+    return World(**place, host="here", device=open_device("cpu"), backend="gloo", collectives=Alone(rank, size))
+
+
+def ranks_of(*columns: tuple[float, ...]) -> tuple[RankSamples, ...]:
+    return tuple(
+        RankSamples(
+            rank=rank,
+            host="node1",
+            device_name="a GPU",
+            back_to_back=(PhaseSamples(phase="step", device_s=column),),
+        )
+        for rank, column in enumerate(columns)
+    )
+
+
+# --- asked for --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "shown"),
+    [
+        ("dp=2,fsdp=4", Layout(dp=2, fsdp=4), "dp=2,fsdp=4"),
+        (" tp = 2 ", Layout(tp=2), "tp=2"),
+        ("dp=1", Layout(), "dp=1"),
+    ],
+)
+def test_a_layout_is_written_as_it_is_read(text: str, layout: Layout, shown: str) -> None:
+    assert parse_layout(text) == layout
+    assert str(layout) == shown
+    assert parse_layout(shown) == layout
+
+
+@pytest.mark.parametrize("text", ["", "dp", "dp=", "dp=two", "dp=2,dp=2", "dp=-1", "ep=2", "dp=²"])
+def test_what_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="write each of dp, fsdp, tp, pp once"):
+        parse_layout(text)
+
+
+def test_an_axis_of_nobody_is_refused() -> None:
+    with pytest.raises(UserError, match="layout dp must be at least 1, not 0"):
+        parse_layout("dp=0")
+
+
+def test_a_number_of_processes_is_a_layout_and_a_device() -> None:
+    assert with_processes({"batch": "2"}, None, None) == {"batch": "2"}
+    assert with_processes({}, 4, None) == {"layout": "dp=4", "device": "cuda"}
+    assert with_processes({"layout": "fsdp=2"}, None, 2) == {"layout": "fsdp=2", "device": "cpu"}
+    assert process_count(None, 3, "cpu") == (3, "cpu")
+
+
+def test_more_gpus_than_there_are_is_refused() -> None:
+    refuse_too_few_gpus(2, 2)
+    with pytest.raises(Unsupported, match=r"4 processes on GPUs of one machine is not supported: .* use at most 2"):
+        refuse_too_few_gpus(4, 2)
+
+
+# --- kept and told ----------------------------------------------------------------------------------------
+
+
+def test_a_step_of_one_process_has_the_key_it_had_before_there_were_several() -> None:
+    """The key as computed when a spec had no layout: sweeps begun then go on."""
+    one = resolve_step({"model": "small", "context": 256})
+    assert cell_key(one) == "ef5e5ee9c97aecda"
+    assert cell_key(replace(one, data_parallel="flat", bucket_size_mb=1.0)) == cell_key(one)
+    keys = {
+        cell_key(resolve_step({"model": "small", "context": 256, "layout": "dp=2"} | more))
+        for more in ({}, {"data_parallel": "flat"}, {"bucket_size_mb": "1"}, {"layout": "dp=4"})
+    }
+    assert len(keys | {cell_key(one)}) == 5
+
+
+def test_a_record_of_several_ranks_reads_back_and_tells_each() -> None:
+    run = replace(make_run({"layout": "dp=2", "bucket_size_mb": 10}), ranks=ranks_of((1.0, 2.0, 3.0), (1.5, 2.0, 3.2)))
+    assert decode(encode(run)) == run
+    row = run_row(run)
+    assert (row["processes"], row["layout"], row["data_parallel"], row["bucket_size_mb"]) == (2, "dp=2", "bucketed", 10)
+    text = render_run(run, width=120)
+    assert "layout dp=2 · bucketed 10 MB" in text
+    assert spread_words(run.ranks) is not None
+    assert "within a step the slowest is 200 ms (10.0 %) behind the fastest" in " ".join(text.split())
+
+
+def test_ranks_that_timed_different_steps_have_no_spread() -> None:
+    assert spread_words(ranks_of((1.0, 2.0), (1.0,))) is None
+
+
+def test_layouts_tell_cells_apart() -> None:
+    fields: list[dict[str, object]] = [{}, {"layout": "dp=2"}, {"layout": "dp=2", "data_parallel": "naive"}]
+    cells = cells_of([make_run({"model": "small"} | more) for more in fields])
+    assert varying(cells) == ["layout", "data_parallel"]
+    assert [label(cell, varying(cells)) for cell in cells] == ["one process", "dp=2 · naive", "dp=2 · bucketed"]
+    assert "layout" not in describe(resolve_step({}))
+
+
+def test_a_share_of_the_peak_is_a_share_of_all_devices_peaks() -> None:
+    peak = PeakFigure(flops_per_s=1e15, source="a data sheet")
+    run = make_run()
+    assert run.spec is not None
+
+    def used(layout: Layout) -> list[tuple[int, float, float | None]]:
+        spread = replace(run, spec=replace(run.spec, layout=layout))
+        return [(used.num_devices, used.flops, used.value) for used in utilizations(spread, peak)]
+
+    alone = used(Layout())
+    assert used(Layout(dp=2)) == [(2, 2 * flops, pytest.approx(value)) for _, flops, value in alone]
+    assert used(Layout(tp=2)) == [(2, flops, pytest.approx((value or 0) / 2)) for _, flops, value in alone]
+
+
+# --- a rank's step ----------------------------------------------------------------------------------------
+
+
+def step_of(rank: int | None, **fields: object) -> ModelStep:
+    spec = resolve_step({"model.num_layers": 1, "context": 8, "layout": "dp=1" if rank is None else "dp=2"} | fields)
+    step = make_step(build_workload(spec, CPU), spec, CPU, None if rank is None else world_of(rank))
+    assert isinstance(step, ModelStep)
+    return step
+
+
+@pytest.mark.usefixtures("torch_settings_put_back")
+def test_ranks_have_the_same_weights_and_batches_of_their_own() -> None:
+    first, second, again = step_of(0), step_of(1), step_of(1)
+    for a, b in zip(first.module.parameters(), second.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+    tokens = [step.batches[0][0] for step in (first, second, again)]
+    assert not torch.equal(tokens[0], tokens[1])
+    assert torch.equal(tokens[1], tokens[2])
+
+
+@pytest.mark.usefixtures("torch_settings_put_back")
+def test_gradients_are_synchronised_before_anyone_uses_them() -> None:
+    assert [phase.name for phase in step_of(None).phases] == ["forward", "backward", "optimizer"]
+    step = step_of(1, **{"pass": "forward_backward"})
+    assert [phase.name for phase in step.phases] == ["forward", "backward", "gradient sync"]
+    seen: list[str] = []
+    step.on_gradients = lambda: seen.append("gradients are made")
+    for phase in step.phases:
+        phase.run()
+        seen.append(phase.name)
+    assert seen == ["forward", "backward", "gradients are made", "gradient sync"]
+    assert all(parameter.grad is None for parameter in step.module.parameters())
+
+
+@pytest.mark.usefixtures("torch_settings_put_back")
+def test_an_axis_that_is_not_applied_is_refused() -> None:
+    with pytest.raises(Unsupported, match="layout fsdp=2 is not supported"):
+        step_of(0, layout="fsdp=2")
