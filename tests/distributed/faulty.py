@@ -28,34 +28,34 @@ class _Faulty(nn.Module):
         return self.linear(batch).square().mean()
 
 
-def _built(fault: Callable[[], None]) -> tuple[nn.Module, Callable[[], Tensor]]:
-    return _Faulty(fault), lambda: torch.randn(2, 4)
+def _built(fault: Callable[[], object], device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    return _Faulty(fault), lambda: torch.randn(2, 4, device=device)
 
 
-def out_of_memory() -> tuple[nn.Module, Callable[[], Tensor]]:
+def out_of_memory(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """More than any GPU has; on a CPU the error that a GPU would raise, for the kernel may grant what is not there."""
+
     def fault() -> None:
+        if device.type == "cuda":
+            torch.empty(1 << 46, dtype=torch.uint8, device=device)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    return _built(fault)
+    return _built(fault, device)
 
 
-def raises() -> tuple[nn.Module, Callable[[], Tensor]]:
+def raises(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
     def fault() -> None:
         raise ValueError("the third batch is spoilt")
 
-    return _built(fault)
+    return _built(fault, device)
 
 
-def killed() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return _built(lambda: os.kill(os.getpid(), signal.SIGKILL))
+def killed(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    return _built(lambda: os.kill(os.getpid(), signal.SIGKILL), device)
 
 
-def hangs() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return _built(lambda: time.sleep(600))
-
-
-def stopped() -> tuple[nn.Module, Callable[[], Tensor]]:
-    return _built(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+def hangs(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    return _built(lambda: time.sleep(600), device)
 
 
 def whole_step() -> Callable[[], None]:

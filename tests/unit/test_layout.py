@@ -145,16 +145,17 @@ def test_layouts_tell_cells_apart() -> None:
 
 def test_a_share_of_the_peak_is_a_share_of_all_devices_peaks() -> None:
     peak = PeakFigure(flops_per_s=1e15, source="a data sheet")
-    run = make_run()
-    assert run.spec is not None
-
-    def used(layout: Layout) -> list[tuple[int, float, float | None]]:
-        spread = replace(run, spec=replace(run.spec, layout=layout))
-        return [(used.num_devices, used.flops, used.value) for used in utilizations(spread, peak)]
-
-    alone = used(Layout())
-    assert used(Layout(dp=2)) == [(2, 2 * flops, pytest.approx(value)) for _, flops, value in alone]
-    assert used(Layout(tp=2)) == [(2, flops, pytest.approx((value or 0) / 2)) for _, flops, value in alone]
+    run, spec = make_run(), make_run().spec
+    assert spec is not None
+    alone, dp, tp = (
+        utilizations(replace(run, spec=replace(spec, layout=layout)), peak)
+        for layout in (Layout(), Layout(dp=2), Layout(tp=2))
+    )
+    for one, copied, split in zip(alone, dp, tp, strict=True):
+        assert (one.num_devices, copied.num_devices, split.num_devices) == (1, 2, 2)
+        assert (copied.flops, split.flops) == (2 * one.flops, one.flops)
+        assert one.value is not None
+        assert (copied.value, split.value) == (pytest.approx(one.value), pytest.approx(one.value / 2))
 
 
 # --- a rank's step ----------------------------------------------------------------------------------------
