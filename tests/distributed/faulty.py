@@ -15,7 +15,7 @@ FAULTY_STEP = 3
 class _Faulty(nn.Module):
     """A little linear model that calls `fault` on one rank."""
 
-    def __init__(self, fault: Callable[[], None]) -> None:
+    def __init__(self, fault: Callable[[], object]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self._fault = fault

@@ -15,6 +15,7 @@ from steplab.units import counted, format_bytes, format_clock, format_time
 
 _STAGES = {
     "starting": "starting a process",
+    "joining": "joining the other processes",
     "build": "building the model",
     "compile": "compiling",
     "warmup": "warming up",
