@@ -113,7 +113,7 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(steplab: Program)
         (("--processes", "0"), "--processes must be at least 1, not 0"),
         (("--layout", "dp=2,xp=2"), "layout 'dp=2,xp=2' is not known; write each of dp, fsdp, tp, pp once"),
         (("--layout", "dp=2", "--device", "cuda:1"), "device cuda:1 is one device, and layout dp=2 takes 2"),
-        (("--layout", "tp=2", "--device", "cpu"), "layout tp=2 is not supported"),
+        (("--layout", "tp=3", "--device", "cpu"), "tp=3 does not divide"),
         (("--model", "faulty:whole_step", "--processes", "2"), "layout dp=2 for faulty:whole_step is not supported"),
     ],
 )

@@ -191,9 +191,3 @@ def test_gradients_are_synchronised_before_anyone_uses_them() -> None:
         seen.append(phase.name)
     assert seen == ["forward", "backward", "gradients are made", "gradient sync"]
     assert all(parameter.grad is None for parameter in step.module.parameters())
-
-
-@pytest.mark.usefixtures("torch_settings_put_back")
-def test_an_axis_that_is_not_applied_is_refused() -> None:
-    with pytest.raises(Unsupported, match="layout fsdp=2 is not supported"):
-        step_of(0, layout="fsdp=2")

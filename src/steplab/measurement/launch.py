@@ -50,8 +50,9 @@ class Progress:
     """How far the cell under way is."""
 
     stage: str
-    """starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace, memory or snapshot; of an audit sums, build,
-    reference, audit and scaling; after the process, read and read snapshot; of a report predict and draw."""
+    """starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace, memory or
+    snapshot; of an audit sums, build, reference, audit and scaling; after the process, read and read snapshot; of a
+    report predict and draw."""
     done: int
     """Steps done of this stage; of reading, bytes; of predictions, runs."""
     total: int

@@ -93,8 +93,6 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if shape is None:
         why = "what operators allocate and keep is known of steplab's own Transformer alone"
         raise Unsupported(what, why, "measure it with `steplab memory`, or replace the sizes of a built-in model")
-    if spec.layout.world_size > 1:
-        raise Unsupported(what, "the dry run is of one process", "leave --layout out, or measure by `steplab memory`")
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
