@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions
 
-_OTHERS = {"--attention": "attention", "--precision": "numerics"}
+_OTHERS = {"--attention": "attention", "--ddp": "ddp", "--precision": "numerics"}
 """Switches, and the kinds of records that they list in place of runs."""
 
 
@@ -19,6 +19,7 @@ def list_(
     attention: Annotated[
         bool, Parameter(help="List the benchmarks of attention instead of the runs", negative="")
     ] = False,
+    ddp: Annotated[bool, Parameter(help="List the data-parallel studies instead of the runs", negative="")] = False,
     precision: Annotated[
         bool, Parameter(help="List what `precision` saw, audits and sums, instead of the runs", negative="")
     ] = False,
@@ -38,7 +39,7 @@ def list_(
             rows, more = store.studies()[:limit], False
         else:
             study_id = store.study_id(study) if study else None
-            kind = "attention" if attention else "numerics" if precision else "run"
+            kind = "attention" if attention else "ddp" if ddp else "numerics" if precision else "run"
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
             if not rows and kind == "run":

@@ -1,8 +1,6 @@
 """Benchmark attention: measure a study's cells, store them as one record; account for memory that was not there."""
 
 import dataclasses
-import importlib.metadata
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from steplab import __version__
 from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.machine import has_cuda
 from steplab.measurement.attention_launch import attention_in_children
 from steplab.measurement.launch import OnProgress
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
@@ -113,7 +112,7 @@ def attention_study(
 
     Raises UserError naming what is wrong with it, and what is valid.
     """
-    on_gpu = device.startswith("cuda") or (device == "auto" and _has_cuda())
+    on_gpu = device.startswith("cuda") or (device == "auto" and has_cuda())
     description = ""
     source = grid or (("peers" if on_gpu else "tiny") if not lists else None)
     given = dict(lists)
@@ -139,12 +138,3 @@ def attention_study(
         seed=seed,
         **counts,
     )
-
-
-def _has_cuda() -> bool:
-    """Whether torch will probably find a CUDA device: asking torch itself would mean importing it."""
-    try:
-        built_for_cuda = "+cpu" not in importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return built_for_cuda and Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

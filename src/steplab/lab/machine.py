@@ -1,5 +1,7 @@
 """What this machine is and what it can reach: measured ceilings, for the devices no data sheet is kept of."""
 
+import importlib.metadata
+import os
 from pathlib import Path
 
 from steplab.lab.keeping import keep, open_store
@@ -22,3 +24,12 @@ def doctor(
         ceilings = ceilings_in_child(device, timeout_s=timeout_s, on_progress=on_progress)
         keep(opened, ceilings)
         return ceilings
+
+
+def has_cuda() -> bool:
+    """Whether torch will probably find a CUDA device: asking torch itself would mean importing it."""
+    try:
+        built_for_cuda = "+cpu" not in importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return built_for_cuda and Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

@@ -12,15 +12,17 @@ import msgspec
 from steplab.errors import SteplabError
 from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun
 from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
+from steplab.records.ddp import DDP_SCHEMA, DdpRun
 from steplab.records.numerics import NUMERICS_SCHEMA, Numerics
 from steplab.records.run import RUN_SCHEMA, Run
 
-Record = Run | Ceilings | Numerics | AttentionRun
-_TYPES: dict[str, type[Run] | type[Ceilings] | type[Numerics] | type[AttentionRun]] = {
+Record = Run | Ceilings | Numerics | AttentionRun | DdpRun
+_TYPES: dict[str, type[Run] | type[Ceilings] | type[Numerics] | type[AttentionRun] | type[DdpRun]] = {
     RUN_SCHEMA: Run,
     CEILINGS_SCHEMA: Ceilings,
     NUMERICS_SCHEMA: Numerics,
     ATTENTION_SCHEMA: AttentionRun,
+    DDP_SCHEMA: DdpRun,
 }
 
 
@@ -40,7 +42,7 @@ def encode(record: object) -> bytes:
 
 
 def kind_of(record: Record) -> str:
-    """run, ceilings, numerics, attention: the middle of the schema's name."""
+    """run, ceilings, numerics, attention, ddp: the middle of the schema's name."""
     return record.schema.removeprefix("steplab.").partition("/")[0]
 
 
