@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         return _fail(str(error), UserError.exit_code, given)
     except SteplabError as error:
+        if _is_told_elsewhere():
+            return error.exit_code
         return _fail(str(error), error.exit_code, given)
     except KeyboardInterrupt as error:
         # What the user should know of it comes as its text.
@@ -95,6 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:  # a defect of steplab's
         return _fail(f"internal error: {type(error).__name__}: {error}; --debug shows where", 1, given)
+
+
+def _is_told_elsewhere() -> bool:
+    """Whether the first of torchrun's processes has the same to say."""
+    from steplab.lab.processes import is_first_rank
+
+    try:
+        return not is_first_rank()
+    except UserError:
+        return False
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from steplab.specs.study import Grid
 
 _STEP = Group.create_ordered("The step")
+_SPREAD = Group.create_ordered("Several processes")
 _SIZES = Group.create_ordered("Sizes of a built-in model, in place of its own")
 _OUTPUT = Group.create_ordered("Where it is kept and how it is shown")
 
@@ -25,6 +26,10 @@ Format = Literal["table", "json", "csv", "md", "latex"]
 
 def _step(name: str, help: str) -> Parameter:
     return Parameter(name=name, help=help, group=_STEP)
+
+
+def _spread(name: str, help: str) -> Parameter:
+    return Parameter(name=name, help=help, group=_SPREAD)
 
 
 def _size(name: str, help: str) -> Parameter:
@@ -86,6 +91,17 @@ class StepOptions:
     steps: Annotated[str | None, _step("--steps", "Measured steps [default: 10]")] = None
     seed: Annotated[str | None, _step("--seed", "Of the random weights and tokens [default: 0]")] = None
     device: Annotated[str | None, _step("--device", "auto, cpu, mps, cuda or cuda:N [default: auto]")] = None
+    layout: Annotated[
+        str | None,
+        _spread("--layout", "How the step is spread over processes, one a GPU: dp=2,fsdp=2 [default: dp=1]"),
+    ] = None
+    data_parallel: Annotated[
+        str | None,
+        _spread("--data-parallel", "When gradients travel: naive, flat, overlap or bucketed [default: bucketed]"),
+    ] = None
+    bucket_size_mb: Annotated[
+        str | None, _spread("--bucket-size-mb", "Largest bucket of gradients, in 1e6 bytes [default: 25]")
+    ] = None
     vocab_size: Annotated[str | None, _size("vocab-size", "Rows of embedding and head")] = None
     d_model: Annotated[str | None, _size("d-model", "Width of the residual stream")] = None
     d_ff: Annotated[str | None, _size("d-ff", "Inner width of the feed-forward blocks")] = None
@@ -95,13 +111,16 @@ class StepOptions:
     def fields(self) -> dict[str, object]:
         """One value a field, as resolve_step takes them."""
         for name, value in self._given():
-            if "," in value:
+            if "," in value and name != "layout":
                 raise UserError(f"--{name} takes one value here, not '{value}'; `steplab sweep` takes lists")
         return dict(self._given())
 
     def grid(self) -> "Grid":
         """A list of values a field, as studies take them."""
-        return {name: [part.strip() for part in value.split(",")] for name, value in self._given()}
+        return {
+            name: [value] if name == "layout" else [part.strip() for part in value.split(",")]
+            for name, value in self._given()
+        }
 
     def _given(self) -> list[tuple[str, str]]:
         sizes = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
@@ -111,6 +130,19 @@ class StepOptions:
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) is not None
         ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """How many processes measure together. Under torchrun neither is needed: those that it started do."""
+
+    gpus: Annotated[
+        int | None, _spread("--gpus", "Start so many processes, each on a GPU of its own; tensors travel by NCCL")
+    ] = None
+    processes: Annotated[
+        int | None, _spread("--processes", "Start so many processes on the CPU; tensors travel by gloo")
+    ] = None
 
 
 @Parameter(name="*")

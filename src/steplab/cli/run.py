@@ -4,12 +4,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
 
 
 def run(
     *,
     step: StepOptions = StepOptions(),
+    processes: ProcessOptions = ProcessOptions(),
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
     timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
     out: OutputOptions = OutputOptions(),
@@ -17,17 +18,22 @@ def run(
     """Measure one training step and store the record.
 
     For example: steplab run --model small --context 256 --precision bf16
+
+    On several GPUs: steplab run --model small --gpus 2 --data-parallel bucketed
+    Or on many machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab run --model small
     """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.measuring import measure
+    from steplab.lab.processes import is_first_rank, is_told_here
     from steplab.records.rows import run_row
     from steplab.report.formats import render_rows
     from steplab.report.run_text import render_run
+    from steplab.specs.layout import with_processes
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    spec = resolve_step(step.fields())
+    spec = resolve_step(with_processes(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         record = measure(
@@ -37,10 +43,12 @@ def run(
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
-    color = stdout_color() and out.output is None
-    text = render_run(record, color=color) if chosen == "table" else render_rows([run_row(record)], chosen)
-    emit(text, out.output)
-    if record.failure:
+    if is_first_rank():
+        color = stdout_color() and out.output is None
+        text = render_run(record, color=color) if chosen == "table" else render_rows([run_row(record)], chosen)
+        emit(text, out.output)
+    if record.failure is None:
+        return 0
+    if is_told_here(record.failure):
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
-        return 1
-    return 0
+    return 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.processes import is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, measure_in_child
 from steplab.records.run import Run
@@ -30,10 +31,18 @@ def measure(
         run = steplab.measure("small", context=256, precision="bf16")
         run = steplab.measure("tiny", **{"model.num_layers": 4})
 
+    With a layout of several processes these are started; under torchrun each of its processes calls this with the same
+    arguments, and the first one stores the record of all.
+
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
     for a request that cannot be served, and SteplabError where the store cannot be written.
     """
-    asked, name = asked_step("measure", spec, fields), checked_name(name)
+    asked, name = spread_here(asked_step("measure", spec, fields)), checked_name(name)
+    if not is_first_rank():
+        run = measure_in_child(asked, timeout_s=timeout_s)
+        if run.failure:
+            let_the_first_store()
+        return dataclasses.replace(run, name=name)
     with open_store(store, write=True) as opened:
         run = measure_in_child(asked, timeout_s=timeout_s, on_progress=on_progress)
         run = with_utilizations(dataclasses.replace(run, name=name), opened)

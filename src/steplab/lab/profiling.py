@@ -6,6 +6,7 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
+from steplab.lab.processes import refuse_torchrun
 from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, Progress, measure_in_child
@@ -41,6 +42,7 @@ def profile(
     `run.profile` is None. Raises UserError for a request that cannot be served, and SteplabError where the store or
     the trace cannot be written, or the trace not read: then the measurement is stored, and the trace is kept.
     """
+    refuse_torchrun("profile")
     asked, name = asked_step("profile", spec, fields), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")

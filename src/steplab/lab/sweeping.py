@@ -7,6 +7,7 @@ from pathlib import Path
 
 from steplab.errors import SteplabError
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import Progress, measure_in_child
 from steplab.records.codec import new_id, now_utc
@@ -61,6 +62,7 @@ def sweep(
     are not run again; those whose process was killed or timed out are. A cell that fails is a record, and the
     sweep goes on. `timeout_s` is for one cell. Raises SteplabError where the store cannot be written.
     """
+    refuse_torchrun("sweep")
     checked_name(study.name)
     with open_store(store, write=True) as opened:
         study_id = opened.find_study(study_fingerprint(study)) if resume else None

@@ -76,6 +76,7 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
         return ()
     spec = run.spec
     step_s = median(step.best_s)
+    num_devices = spec.layout.world_size
     return tuple(
         Utilization(
             kind=kind,
@@ -84,7 +85,8 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
             dtype=DTYPE_OF_MATMULS[spec.precision],
             peak_flops_per_s=peak.flops_per_s,
             peak_source=peak.source,
-            value=flops / step_s / peak.flops_per_s if peak.flops_per_s else None,
+            value=flops / step_s / (peak.flops_per_s * num_devices) if peak.flops_per_s else None,
+            num_devices=num_devices,
         )
         for kind, convention, flops in _flops_per_step(run.spec, run.model)
         if flops is not None
@@ -139,4 +141,4 @@ def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mf
         for name in get_args(Convention)
     ]
     per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, **sizes)))
-    return [(kind, name, flops * spec.tokens if flops is not None else None) for kind, name, flops in per_token]
+    return [(kind, name, flops * spec.tokens_of_all if flops is not None else None) for kind, name, flops in per_token]

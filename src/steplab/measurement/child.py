@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
     from steplab.measurement.watcher import Watch
+    from steplab.measurement.world import World
 
 _STEP_MESSAGES_EVERY_S = 0.1
 
@@ -52,16 +54,29 @@ class Request(msgspec.Struct):
     """these are wanted, those of a group timed in turns."""
     tuning: TuningStudy | None = None
     """Candidates for the tiles of flash_triton, in place of a step."""
+    processes: int = 1
+    """How many are to do this together; each then calls `answer` in a world of so many."""
 
 
 def main() -> None:
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
         pipe.write(encode({"kind": kind, "value": value}) + b"\n")
 
+    try:
+        answer(request, send)
+    except SteplabError as error:
+        send("refused", [error.exit_code, str(error)])
+
+
+def answer(request: Request, send: Callable[[str, Any], None], world: "World | None" = None) -> None:
+    """Do what is asked for, and send what happens and, last, the result; in a world every rank does so.
+
+    Raises SteplabError for a request that cannot be served.
+    """
     last_sent_s = 0.0
 
     def on_step(iteration: int) -> None:
@@ -80,47 +95,42 @@ def main() -> None:
     def on_measured(run: Run) -> None:
         send("measured", run)
 
-    try:
-        if request.attention is not None:
-            from steplab.measurement import compat
-            from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
+    if request.attention is not None:
+        from steplab.measurement import compat
+        from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
 
-            compat.watch_refused_allocations()
-            told = AttentionObserver(
-                on_environment=on_environment,
-                on_stage=on_stage,
-                on_step=on_step,
-                on_cells=lambda cells: send("at", cells),
-                on_result=lambda cell, result: send("cell", [cell, result]),
-            )
-            send("end", measure_attention_here(request.attention, request.groups, told))
-        elif request.tuning is not None:
-            from steplab.measurement.attention_tuning import tune_here
+        compat.watch_refused_allocations()
+        told = AttentionObserver(
+            on_environment=on_environment,
+            on_stage=on_stage,
+            on_step=on_step,
+            on_cells=lambda cells: send("at", cells),
+            on_result=lambda cell, result: send("cell", [cell, result]),
+        )
+        send("end", measure_attention_here(request.attention, request.groups, told))
+    elif request.tuning is not None:
+        from steplab.measurement.attention_tuning import tune_here
 
-            send("tuned", tune_here(request.tuning, on_stage, on_step))
-        elif request.numerics:
-            from steplab.measurement import compat
-            from steplab.measurement.precision_session import numerics_here
-            from steplab.measurement.session import Observer
+        send("tuned", tune_here(request.tuning, on_stage, on_step))
+    elif request.numerics:
+        from steplab.measurement import compat
+        from steplab.measurement.precision_session import numerics_here
+        from steplab.measurement.session import Observer
 
-            compat.watch_refused_allocations()
-            observer = Observer(on_environment=on_environment, on_stage=on_stage)
-            send("record", numerics_here(request.step, request.device, observer))
-        elif request.step is not None:
-            from steplab.measurement import compat
-            from steplab.measurement.session import Observer, measure_here
+        compat.watch_refused_allocations()
+        observer = Observer(on_environment=on_environment, on_stage=on_stage)
+        send("record", numerics_here(request.step, request.device, observer))
+    elif request.step is not None:
+        from steplab.measurement import compat
+        from steplab.measurement.session import Observer, measure_here
 
-            compat.watch_refused_allocations()
-            observer = Observer(
-                on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured
-            )
-            send("record", measure_here(request.step, observer, _watch(request)))
-        else:
-            from steplab.measurement.ceilings import measure_ceilings_here
+        compat.watch_refused_allocations()
+        observer = Observer(on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured)
+        send("record", measure_here(request.step, observer, _watch(request), world))
+    else:
+        from steplab.measurement.ceilings import measure_ceilings_here
 
-            send("record", measure_ceilings_here(request.device, on_stage))
-    except SteplabError as error:
-        send("refused", [error.exit_code, str(error)])
+        send("record", measure_ceilings_here(request.device, on_stage))
 
 
 def _watch(request: Request) -> "Watch | None":
@@ -134,7 +144,7 @@ def _watch(request: Request) -> "Watch | None":
     return Profiling(num_steps=request.profiled_steps, trace=Path(request.trace) if request.trace else None)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Wait for the end of standard input (by its descriptor: a daemon thread must hold no lock of Python's)."""
     while os.read(0, 1):
         pass

@@ -15,12 +15,12 @@ from steplab.units import format_bytes
 _LAST_LINES = 12
 
 
-def failure_from(error: Exception, stage: str, spec: StepSpec, device: Device) -> Failure:
+def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
     """The failure that `error` is: out of memory with its sizes, or the error's own first line."""
     refused = refused_memory(error, stage, device)
     if refused:
         return refused
-    if has_no_kernel(error):
+    if spec is not None and device is not None and has_no_kernel(error):
         message = (
             f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
             "choose --attention sdpa, or another precision"
@@ -29,11 +29,11 @@ def failure_from(error: Exception, stage: str, spec: StepSpec, device: Device) -
     return failure_of(error, stage)
 
 
-def refused_memory(error: Exception, stage: str, device: Device) -> Failure | None:
+def refused_memory(error: Exception, stage: str, device: Device | None) -> Failure | None:
     """The failure to get memory that `error` is, with its sizes; None: it is none."""
     if isinstance(error, torch.OutOfMemoryError):
         requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
-        return _out_of_memory(stage, requested_bytes, device.peak("step"))
+        return _out_of_memory(stage, requested_bytes, device.peak("step") if device else None)
     if "DefaultCPUAllocator: can't allocate memory" in str(error):
         refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
         return _out_of_memory(stage, int(refused[1]) if refused else None, None)

@@ -7,7 +7,7 @@ that Ctrl-C reaches the parent alone, which then ends the child with everything 
 import contextlib
 import dataclasses
 import os
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,13 +15,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.child import Request
+from steplab.measurement.hearing import converse_with_ranks
+from steplab.measurement.processes import crash, end, end_group_with, kill_group, tail
+from steplab.measurement.rank import Order
+from steplab.measurement.torchrun import torchrun_around
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, new_id, now_utc
 from steplab.records.environment import Environment
@@ -31,9 +35,10 @@ from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
-_LAST_LINES = 12
 _EXIT_S = 10.0
 """How long a child may take to exit after its answer."""
+_FIRST_RANK_S = 30.0
+"""How much longer than the first command line, which knows of all ranks, another one of torchrun's waits."""
 _WRAPPER_EXIT_S = 600.0
 """How long the profiler around a child may take to write what it recorded."""
 
@@ -86,6 +91,7 @@ def measure_in_child(
         trace=str(trace) if trace else None,
         snapshot=str(snapshot) if snapshot else None,
         marks=str(marks) if marks else None,
+        processes=spec.layout.world_size,
     )
     answer = _ask(request, timeout_s, on_progress, wrapper)
     if isinstance(answer.result, Run):
@@ -161,12 +167,30 @@ def converse(
 ) -> Failure | None:
     """Start a child, have `listener` hear it out, and give what became of it; None: it said its last word.
 
+    A request for several processes is given to so many, started here or by torchrun (see hearing.py).
+
     Raises the SteplabError that the child named. KeyboardInterrupt ends the child and passes on.
     """
+    if request.processes == 1:
+        return _converse_with_child("steplab.measurement.child", request, listener, timeout_s, wrapper)
+    around = torchrun_around()
+    if around is None or around.is_first:
+        return converse_with_ranks(request, listener, timeout_s, around)
+    patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
+    failure = _converse_with_child("steplab.measurement.rank", Order(request=request), listener, patience_s)
+    if failure is not None:
+        name = f"rank {around.rank} on {socket.gethostname()}"
+        failure = dataclasses.replace(failure, rank=around.rank, message=f"{name}: {failure.message}")
+    return failure or listener.failed
+
+
+def _converse_with_child(
+    module: str, order: Request | Order, listener: "Listener", timeout_s: float | None, wrapper: Sequence[str] = ()
+) -> Failure | None:
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
         child = subprocess.Popen(
-            [*wrapper, sys.executable, "-m", "steplab.measurement.child", str(write_fd)],
+            [*wrapper, sys.executable, "-m", module, str(write_fd)],
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
@@ -175,13 +199,13 @@ def converse(
         )
         os.close(write_fd)
         watchdog = _Watchdog(child, timeout_s)
-        threading.Thread(target=_end_group_with, args=(child,), daemon=True).start()
+        threading.Thread(target=end_group_with, args=(child,), daemon=True).start()
         listener.renew = watchdog.renew
         try:
             assert child.stdin is not None
             # A child that dies at once leaves nobody to read: its exit is what gets reported.
             with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(encode(request) + b"\n")
+                child.stdin.write(encode(order) + b"\n")
                 child.stdin.flush()
             listener.listen(pipe)
             # With its answer in hand, a child that does not get out of the door is no longer waited for.
@@ -190,7 +214,7 @@ def converse(
                 child.wait(timeout=exit_s if listener.answered else None)
         finally:
             watchdog.cancel()
-            _end(child)
+            end(child)
         return _failure(listener, child.returncode, watchdog, errors)
 
 
@@ -216,7 +240,7 @@ class _Watchdog:
 
     def _fire(self) -> None:
         self.fired = True
-        _kill_group(self._child)
+        kill_group(self._child)
 
     def cancel(self) -> None:
         if self._timer:
@@ -233,6 +257,8 @@ class Listener:
         self.measured: Run | None = None
         self.record: Record | None = None
         self.refusal: SteplabError | None = None
+        self.failed: Failure | None = None
+        """What became of all ranks, as one of torchrun's is told by the first."""
         self.renew: Callable[[], None] = lambda: None
         """Gives the child its whole time again."""
 
@@ -261,6 +287,8 @@ class Listener:
             self.measured = msgspec.json.decode(value, type=Run)
         elif kind == "record":
             self.record = decode(bytes(value))
+        elif kind == "failed":
+            self.failed = msgspec.json.decode(value, type=Failure)
         elif kind == "refused":
             exit_code, text = msgspec.json.decode(value, type=tuple[int, str])
             self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
@@ -268,7 +296,7 @@ class Listener:
     @property
     def answered(self) -> bool:
         """Whether the child has said its last word."""
-        return self.record is not None or self.refusal is not None
+        return self.record is not None or self.refusal is not None or self.failed is not None
 
     def _tell(self, progress: Progress) -> None:
         self.progress = progress
@@ -285,43 +313,5 @@ def _failure(listener: Listener, returncode: int, watchdog: _Watchdog, errors: I
     if watchdog.fired:
         assert watchdog.timeout_s is not None
         message = f"did not end within {format_time(watchdog.timeout_s)}"
-        return Failure(kind="timeout", message=message, phase=stage, last_lines=_tail(errors))
-    return _crash(returncode, stage, _tail(errors))
-
-
-def _crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
-    if returncode < 0:
-        name = signal.Signals(-returncode).name
-        hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-        message = f"the process was ended by {name} during {stage}{hint}"
-    else:
-        name = None
-        message = f"the process ended during {stage} with exit code {returncode}"
-    return Failure(kind="crashed", message=message, phase=stage, signal=name, last_lines=last_lines)
-
-
-def _end_group_with(child: subprocess.Popen[Any]) -> None:
-    """End what a child leaves behind as it ends: a forked data loader would keep the pipe open for ever."""
-    child.wait()
-    _kill_group(child)
-
-
-def _end(child: subprocess.Popen[Any]) -> None:
-    """No child outlives the call that made it, nor does what the child started."""
-    _kill_group(child)
-    child.wait()
-    if child.stdin:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-
-
-def _kill_group(child: subprocess.Popen[Any]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-def _tail(errors: IO[bytes]) -> tuple[str, ...]:
-    size = errors.seek(0, os.SEEK_END)
-    errors.seek(max(0, size - 16_384))
-    text = errors.read().decode("utf-8", errors="replace")
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+        return Failure(kind="timeout", message=message, phase=stage, last_lines=tail(errors))
+    return crash(returncode, stage, tail(errors))

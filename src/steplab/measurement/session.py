@@ -18,11 +18,13 @@ from steplab.measurement.flop_count import count_flops
 from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
 from steplab.measurement.step import Step, make_step
 from steplab.measurement.watcher import Watch, Watcher, open_watcher
+from steplab.measurement.world import World
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_id, now_utc
 from steplab.records.environment import Environment
 from steplab.records.memory import Memory, PeakMemory
+from steplab.records.ranks import RankSamples
 from steplab.records.run import Failure, ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.attention_kernels import refuse_unserved_attention
@@ -43,20 +45,22 @@ class Observer:
     """Called with the record when all timing is done and watching begins, which a process may not survive."""
 
 
-def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None) -> Run:
+def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None, world: World | None = None) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
+
+    In a world every rank calls it, and a record that is no failure has the samples of all.
 
     With `watch`, some steps more are recorded after all timing; where those fail, the record has a note.
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
-    device = open_device(spec.device)
+    device = world.device if world else open_device(spec.device)
     refuse_unserved(spec.precision, device.torch_device)
     if device.torch_device.type == "cuda":
         refuse_unserved_attention(spec)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
     watcher = open_watcher(watch, spec, device) if watch else None
-    cell = _Cell(spec, device, environment, observer)
+    cell = _Cell(spec, device, environment, observer, world)
     try:
         return cell.measure(watcher)
     except SteplabError as error:
@@ -72,8 +76,11 @@ def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None)
 class _Cell:
     """The measurement of one cell, and how far it has come."""
 
-    def __init__(self, spec: StepSpec, device: Device, environment: Environment, observer: Observer) -> None:
+    def __init__(
+        self, spec: StepSpec, device: Device, environment: Environment, observer: Observer, world: World | None
+    ) -> None:
         self.spec, self.device, self.environment, self.observer = spec, device, environment, observer
+        self.world = world
         self.stage = "build"
         self.model: ModelFacts | None = None
         self.notes: list[str] = []
@@ -89,9 +96,10 @@ class _Cell:
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
         self.notes += workload.notes
-        step = make_step(workload, spec, device.torch_device)
+        step = make_step(workload, spec, device.torch_device, self.world)
         phases = step.phases
         first_step_s = self.compile(phases) if spec.compile != "off" else None
+        self.meet()
         self.begin("warmup", spec.warmup)
         warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=self.read_clocks)
         self.begin("measure", spec.steps)
@@ -110,21 +118,39 @@ class _Cell:
         if spec.model.kind == "factory" and self.model is not None:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
-        run = self.record(
-            timing=Timing(
-                warmup=warmup,
-                back_to_back=measured,
-                synchronised=synchronised,
-                back_to_back_host_s=host_s,
-                first_step_s=first_step_s,
-            ),
-            memory=Memory(
-                peaks=peaks,
-                total_bytes=self.environment.device.memory_bytes,
-                host_peak_bytes=host_peak_bytes(),
-            ),
+        timing = Timing(
+            warmup=warmup,
+            back_to_back=measured,
+            synchronised=synchronised,
+            back_to_back_host_s=host_s,
+            first_step_s=first_step_s,
         )
+        memory = Memory(
+            peaks=peaks,
+            total_bytes=self.environment.device.memory_bytes,
+            host_peak_bytes=host_peak_bytes(),
+        )
+        run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
         return self.watch(watcher, run, step) if watcher else run
+
+    def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
+        """What every rank measured, on all ranks; empty for a process by itself."""
+        if self.world is None:
+            return ()
+        own = RankSamples(
+            rank=self.world.rank,
+            host=self.world.host,
+            device_name=self.environment.device.name,
+            back_to_back=timing.back_to_back,
+            peaks=memory.peaks,
+            host_peak_bytes=memory.host_peak_bytes,
+        )
+        return tuple(self.world.collectives.host_gather(own))
+
+    def meet(self) -> None:
+        """Wait for the other ranks, so that no sample has the time that one of them took to build or compile."""
+        if self.world is not None:
+            self.world.collectives.host_gather(None)
 
     def begin(self, stage: str, num_steps: int) -> None:
         self.stage = stage
@@ -166,18 +192,24 @@ class _Cell:
         return dataclasses.replace(run, notes=run.notes + notes)
 
     def record(
-        self, *, timing: Timing | None = None, memory: Memory | None = None, failure: Failure | None = None
+        self,
+        *,
+        timing: Timing | None = None,
+        memory: Memory | None = None,
+        ranks: tuple[RankSamples, ...] = (),
+        failure: Failure | None = None,
     ) -> Run:
         return Run(
             id=new_id(),
             created_utc=now_utc(),
             steplab_version=__version__,
             spec=self.spec,
-            tokens_per_step=self.spec.tokens,
+            tokens_per_step=self.spec.tokens_of_all,
             environment=self.environment,
             model=self.model,
             timing=timing,
             memory=memory,
+            ranks=ranks,
             failure=failure,
             notes=tuple(self.notes),
         )

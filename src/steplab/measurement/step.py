@@ -1,5 +1,8 @@
 """The training step taken apart into phases: forward, backward, optimizer, under the spec's precision.
 
+In a world of several processes a phase `gradient sync` follows the backward pass: what is left of the communication
+then, and the wait for the slowest rank.
+
 zero_grad belongs to the phase that ends the use of the gradients: the optimizer's when training, the
 backward's when only gradients are asked for.
 """
@@ -12,14 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
+from steplab.measurement.distribute import Distributed, distribute
 from steplab.measurement.loop import Phase
+from steplab.measurement.world import World
 from steplab.model.workload import Workload, call, loss_of
 from steplab.specs.step import StepSpec
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 2
 LEARNING_RATE = 1e-4
+_DATA_SEEDS = 1_000_003
+"""Seeds of batches are this far apart from one seed of a spec to the next: a prime, more than there are ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +39,27 @@ class WholeStep:
     """The model; None: not known."""
 
 
-def make_step(workload: Workload, spec: StepSpec, device: torch.device) -> "Step":
-    """The step of the spec's pass over the workload. A user's whole step is one phase, `step`."""
+def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "Step":
+    """The step of the spec's pass over the workload. A user's whole step is one phase, `step`.
+
+    Raises Unsupported for a layout that cannot be applied to it.
+    """
     if workload.step is not None:
+        if world is not None:
+            why = "its factory returns a whole step, which steplab does not take apart"
+            instead = (
+                "have it return (module, make_batch), or spread it in the factory and measure it by steplab.recorder"
+            )
+            raise Unsupported(f"layout {spec.layout} for {spec.model.name}", why, instead)
         whole_step = workload.step
         return WholeStep(phases=[Phase(name="step", run=lambda: _discard(whole_step()))])
-    return ModelStep(workload, spec, device)
+    return ModelStep(workload, spec, device, world)
 
 
 class ModelStep:
     """One model, its batches and its optimizer; each phase leaves what the next one needs."""
 
-    def __init__(self, workload: Workload, spec: StepSpec, device: torch.device) -> None:
+    def __init__(self, workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> None:
         assert workload.module is not None
         assert workload.make_batch is not None
         self.module = module = workload.module
@@ -53,9 +69,14 @@ class ModelStep:
                 parameter.data = to_bf16(parameter.data)
         set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
-        self._called: Callable[..., Any] = module
+        self._called: Any = module
         if spec.compile != "off":
             self._called = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
+        self._distributed: Distributed | None = None
+        if world is not None:
+            self._distributed = distribute(self._called, spec, world)
+            self._called = self._distributed.module
+            torch.manual_seed((spec.seed * _DATA_SEEDS + self._distributed.data_index + 1) % 2**63)
         # Made before any timing, and swapped between steps: the loader is not what is measured here.
         self.batches = [workload.make_batch() for _ in range(_BATCHES)]
         if spec.precision == "bf16_pure":
@@ -76,6 +97,8 @@ class ModelStep:
         """What is run, in order."""
         if spec.pass_name != "forward":
             self.phases.append(Phase(name="backward", run=self.backward))
+            if self._distributed is not None:
+                self.phases.append(Phase(name="gradient sync", run=self.synchronise_gradients))
         if spec.pass_name == "train":
             self.phases.append(Phase(name="optimizer", run=self.optimizer_step))
 
@@ -94,6 +117,15 @@ class ModelStep:
         assert self.loss is not None
         self.scaler.scale(self.loss).backward()
         self.loss = None
+        if self._distributed is None:
+            self._end_backward()
+
+    def synchronise_gradients(self) -> None:
+        assert self._distributed is not None
+        self._distributed.finish_gradients()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         self.on_gradients()
         if not self._keeps_gradients:
             for parameter in self._parameters:

@@ -7,6 +7,7 @@ from steplab.records.environment import Environment
 from steplab.records.memory import Memory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.profile import Profile
+from steplab.records.ranks import RankSamples
 from steplab.records.timing import Timing
 from steplab.specs.step import StepSpec
 
@@ -33,6 +34,8 @@ class Failure:
     """Name of the signal that ended the process, SIGKILL."""
     last_lines: tuple[str, ...] = ()
     """End of what the process wrote to standard error."""
+    rank: int | None = None
+    """Which of several processes failed; None: there was one, or it is not known which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +64,17 @@ class Utilization:
     convention: str
     """How attention was counted: causal, full or params; as_executed for hfu."""
     flops: float
-    """FLOPs a step under that convention."""
+    """FLOPs a step under that convention, of all devices together."""
     dtype: str
     """Data type of the matmuls, whose peak is meant."""
     peak_flops_per_s: float | None
-    """Dense peak of the device in that type; None: not known."""
+    """Dense peak of one device in that type; None: not known."""
     peak_source: str
     """Where the peak comes from, or why there is none."""
     value: float | None
-    """flops / median step time / peak; None without a peak."""
+    """flops / median step time / (peak x num_devices); None without a peak."""
+    num_devices: int = 1
+    """Devices that did those FLOPs together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +94,17 @@ class Run:
     spec: StepSpec | None = None
     """What was asked; None for a user's own loop."""
     tokens_per_step: int | None = None
-    """Tokens of one step; None if the user's loop did not say."""
+    """Tokens of one step, of all processes together; None if the user's loop did not say."""
     environment: Environment | None = None
     """Where it ran; None if the process died before it could say."""
     model: ModelFacts | None = None
     """The model as built; None for a user's own loop or a failure before the build."""
     timing: Timing | None = None
-    """Raw samples; None for a failure."""
+    """Raw samples, of several processes those of the first; None for a failure."""
     memory: Memory | None = None
-    """Peaks; None for a failure."""
+    """Peaks, of several processes those of the first; None for a failure."""
+    ranks: tuple[RankSamples, ...] = ()
+    """What each of several processes measured, in the order of ranks; empty for a single one."""
     profile: Profile | None = None
     """Where the time of some steps went, seen by a profiler after all timing was done; None if none was asked for."""
     memory_profile: MemoryProfile | None = None

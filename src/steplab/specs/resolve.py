@@ -9,10 +9,12 @@ import difflib
 from collections.abc import Mapping
 
 from steplab.errors import UserError
+from steplab.specs.layout import Layout, parse_layout
 from steplab.specs.model import TransformerShape, model_spec
 from steplab.specs.step import STEP_FIELDS, StepSpec, internal_name
 
 _INTEGER_FIELDS = ("batch", "context", "warmup", "steps", "seed")
+_NUMBER_FIELDS = ("bucket_size_mb",)
 SIZE_FIELDS: tuple[str, ...] = tuple(f"model.{field.name}" for field in dataclasses.fields(TransformerShape))
 FIELDS: tuple[str, ...] = ("model", *SIZE_FIELDS, *STEP_FIELDS)
 """Every field that can be set or swept."""
@@ -35,8 +37,27 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
     for name, value in fields.items():
         if name == "model" or name in SIZE_FIELDS:
             continue
-        step[internal_name(name)] = _integer(name, value) if name in _INTEGER_FIELDS else _text(name, value)
+        step[internal_name(name)] = _value(name, value)
     return StepSpec(model=model_spec(_text("model", fields.get("model", DEFAULT_MODEL)), sizes), **step)  # type: ignore[arg-type]
+
+
+def _value(name: str, value: object) -> object:
+    if name in _INTEGER_FIELDS:
+        return _integer(name, value)
+    if name in _NUMBER_FIELDS:
+        return _number(name, value)
+    if name == "layout":
+        return value if isinstance(value, Layout) else parse_layout(_text(name, value))
+    return _text(name, value)
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return float(value)
+    except ValueError:
+        pass  # the message below covers it
+    raise UserError(f"{name} must be a number, not '{value}'")
 
 
 def _integer(name: str, value: object) -> int:

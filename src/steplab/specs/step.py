@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from steplab.errors import UserError
 from steplab.specs.checkpointing import check_checkpointing
+from steplab.specs.layout import SINGLE, Layout
 from steplab.specs.model import LARGEST, ModelSpec
 
 Pass = Literal["forward", "forward_backward", "train"]
@@ -25,6 +26,7 @@ Attention = Literal[
     "auto",
 ]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
+DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +36,7 @@ class StepSpec:
     model: ModelSpec
     """The model under test."""
     batch: int = 4
-    """Sequences a step."""
+    """Sequences a step; of several processes, of each."""
     context: int = 128
     """Tokens a sequence."""
     pass_name: Pass = "train"
@@ -57,9 +59,15 @@ class StepSpec:
     steps: int = 10
     """Measured steps."""
     seed: int = 0
-    """Seed of the random weights and of the random batch."""
+    """Seed of the random weights and of the random batch, which is another on each data-parallel rank."""
     device: str = "auto"
-    """auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N."""
+    """auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N. Of several processes each has a GPU of its own."""
+    layout: Layout = SINGLE
+    """How the step is spread over processes; by default it is not, and the two fields below have no say."""
+    data_parallel: DataParallelStrategy = "bucketed"
+    """When gradients are averaged over the `dp` axis, and how many at a time (see parallel.data_parallel)."""
+    bucket_size_mb: float = 25.0
+    """Largest bucket of gradients, in units of 1e6 bytes; for `bucketed` alone."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
@@ -75,6 +83,7 @@ class StepSpec:
             kind == "cuda" and index.isascii() and index.isdecimal()
         ):
             raise UserError(f"device '{self.device}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
+        self._check_layout()
         limit = self.model.max_context
         if limit is not None and self.context > limit:
             raise UserError(
@@ -82,10 +91,24 @@ class StepSpec:
                 f"use --context {limit} or less, or raise max_position_embeddings in the configuration"
             )
 
+    def _check_layout(self) -> None:
+        if not 0 < self.bucket_size_mb < LARGEST:
+            raise UserError(f"bucket_size_mb must be more than 0, not {self.bucket_size_mb}")
+        if self.layout.world_size > 1 and (self.device == "mps" or ":" in self.device):
+            raise UserError(
+                f"device {self.device} is one device, and layout {self.layout} takes {self.layout.world_size}; "
+                "use --device cuda or cpu"
+            )
+
     @property
     def tokens(self) -> int:
-        """Tokens a step: batch x context."""
+        """Tokens a step of one process: batch x context."""
         return self.batch * self.context
+
+    @property
+    def tokens_of_all(self) -> int:
+        """Tokens a step of all processes together; those that share a batch count it once."""
+        return self.tokens * self.layout.data_ranks
 
     @property
     def checkpoints_apply(self) -> bool:
@@ -99,6 +122,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "compile": get_args(CompileMode),
     "attention": get_args(Attention),
     "optimizer": get_args(Optimizer),
+    "data_parallel": get_args(DataParallelStrategy),
 }
 
 

@@ -7,10 +7,16 @@ import msgspec
 from steplab.specs.step import StepSpec
 from steplab.specs.study import StudySpec
 
+_OF_SEVERAL_PROCESSES = ("layout", "data_parallel", "bucket_size_mb")
+
 
 def cell_key(spec: StepSpec) -> str:
     """Sixteen hexadecimal digits of the SHA-256 over the spec's canonical JSON (fields sorted by name)."""
-    return _short_hash(msgspec.json.encode(spec, order="sorted"))
+    fields = msgspec.to_builtins(spec)
+    if spec.layout.world_size == 1:  # as it was before there were several processes, so that keys in stores stay true
+        for name in _OF_SEVERAL_PROCESSES:
+            del fields[name]
+    return _short_hash(msgspec.json.encode(fields, order="sorted"))
 
 
 def study_fingerprint(study: StudySpec) -> str:

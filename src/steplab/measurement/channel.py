@@ -1,0 +1,96 @@
+"""One process's connection to the hub that hears all of them (hub.py)."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from steplab.measurement.hub import Hello, Message
+from steplab.records.codec import encode
+
+HUB_VARIABLE = "STEPLAB_HUB"
+"""Tells ranks that steplab started where to connect: `port:token`. A variable: all users can read a command line."""
+_CONNECT_S = 60.0
+
+
+class Whereabouts(msgspec.Struct):
+    """Where a process stands when it is asked."""
+
+    state: str
+    """`collective`: it waits for other ranks; `device`: it waits for its device; `code`: neither."""
+    line: str
+    """The innermost line that is not torch's or Python's own."""
+
+
+class Channel:
+    """Messages to the hub from any thread; and, once `listen` is called, orders from it."""
+
+    def __init__(self, address: str, port: int, token: str, rank: int) -> None:
+        self._socket = socket.create_connection((address, port), timeout=_CONNECT_S)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._lines = self._socket.makefile("rb")
+        self._lock = threading.Lock()
+        self._write(Hello(token=token, rank=rank, host=socket.gethostname(), pid=os.getpid()))
+
+    def send(self, kind: str, value: Any = None) -> None:
+        """One message. A hub that is gone does not hear it: whoever listens ends the process for that."""
+        with contextlib.suppress(OSError):
+            self._write({"kind": kind, "value": value})
+
+    def receive(self) -> Message | None:
+        """The next message; None: the hub is gone."""
+        try:
+            line = self._lines.readline()
+        except OSError:
+            return None
+        return msgspec.json.decode(line, type=Message) if line.endswith(b"\n") else None
+
+    def listen(self, on_verdict: Callable[[msgspec.Raw], None], on_end: Callable[[], None]) -> None:
+        """From now on answer questions, in a thread; call back on the verdict over all ranks, or when the hub ends."""
+
+        def serve() -> None:
+            while message := self.receive():
+                if message.kind == "where":
+                    self.send("where", whereabouts())
+                elif message.kind == "verdict":
+                    on_verdict(message.value)
+            on_end()
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def _write(self, message: object) -> None:
+        with self._lock:
+            self._socket.sendall(encode(message) + b"\n")
+
+
+def whereabouts() -> Whereabouts:
+    """Where the main thread of this process stands."""
+    identity = threading.main_thread().ident
+    frame = sys._current_frames().get(identity) if identity is not None else None
+    state, line = "code", ""
+    while frame is not None:
+        path = frame.f_code.co_filename.replace(os.sep, "/")
+        if "/torch/distributed/" in path or "/steplab/parallel/" in path:
+            state = "collective"
+        elif state == "code" and frame.f_code.co_name == "synchronize" and not line:
+            state = "device"
+        if not line and not _is_library(path):
+            line = _place(frame)
+        frame = frame.f_back
+    return Whereabouts(state=state, line=line)
+
+
+def _is_library(path: str) -> bool:
+    return path.startswith(("<", os.path.dirname(os.__file__) + "/")) or "/torch/" in path
+
+
+def _place(frame: FrameType) -> str:
+    path = "/".join(frame.f_code.co_filename.split(os.sep)[-2:])
+    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,308 @@
+"""Measure in several processes: start them or join them, hear every one, and say which of them failed, and of what.
+
+On this machine alone, they are started by torch's elastic launcher, itself this process's one child (elastic.py). Where
+torchrun has started a command line for each rank, the first one hears the ranks of all. Whatever happens to one rank
+ends the run for all of them: what raises or runs out of memory, at once; what dies, in a few seconds; what hangs, after
+STALL_S without progress on any rank, or at the end of the time the user gave.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import msgspec
+
+from steplab.errors import UserError
+from steplab.measurement import elastic
+from steplab.measurement.channel import Whereabouts
+from steplab.measurement.child import Request
+from steplab.measurement.hub import GONE, LAUNCHER, Event, Hub
+from steplab.measurement.processes import crash, end, tail
+from steplab.measurement.rank import Order, Verdict
+from steplab.measurement.torchrun import Torchrun
+from steplab.records.codec import encode
+from steplab.records.run import Failure
+from steplab.units import format_time
+
+if TYPE_CHECKING:
+    from steplab.measurement.launch import Listener
+
+STALL_S = 600.0
+"""How long all ranks may go without progress: compiling a large model is one long silence."""
+_POLL_S = 0.2
+_EXIT_S = 10.0
+"""How long processes may take to end once all is said."""
+_CAUSE_S = 5.0
+"""How long after a first sign of trouble its cause is waited for: an exit code, or what another rank has to say."""
+_ANSWER_S = 3.0
+"""How long a rank may take to say where it stands."""
+_LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
+"""In the error of a rank that suffers from another's end."""
+
+
+def converse_with_ranks(
+    request: Request, listener: "Listener", timeout_s: float | None, around: Torchrun | None
+) -> Failure | None:
+    """Have `request` done by several processes, `listener` hear the first, and give what became of them.
+
+    None: the first said its last word. Raises the SteplabError that a rank named; UserError where torchrun started
+    another number of processes than the request takes. KeyboardInterrupt ends all processes and passes on.
+    """
+    if around is not None and around.size != request.processes:
+        raise UserError(
+            f"torchrun started {around.size} processes and the layout takes "
+            f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
+        )
+    with _started(request, around) as (hub, child, logs):
+        hearing = _Hearing(hub, request, listener, timeout_s, child, logs, is_joined=around is not None)
+        failure = hearing.hear()
+        refusal = listener.refusal
+        refused = (refusal.exit_code, str(refusal)) if refusal is not None else None
+        hub.broadcast("verdict", Verdict(failure=failure, refused=refused))
+        if failure is None and refusal is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_EXIT_S)
+    if refusal is not None:
+        raise refusal
+    return failure
+
+
+@contextmanager
+def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, subprocess.Popen[bytes], "_Logs"]]:
+    """The hub, and the child that brings ranks to it; in the end none of them is left."""
+    with tempfile.TemporaryDirectory(prefix="steplab-") as folder, tempfile.TemporaryFile() as errors:
+        hub = Hub(everywhere=around is not None)
+        if around is None:
+            module, words = "steplab.measurement.elastic", []
+            device = request.step.device if request.step else request.device
+            order: object = elastic.Order(
+                processes=request.processes, device=device, port=hub.port, token=hub.token, logs=folder
+            )
+        else:
+            module, words = "steplab.measurement.rank", ["1"]  # nobody reads what it tells its own command line
+            order = Order(request=request, port=hub.port, token=hub.token)
+        child = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # its exit is what gets reported
+                child.stdin.write(encode(order) + b"\n")
+                child.stdin.flush()
+            yield hub, child, _Logs(folder=Path(folder), errors=errors)
+        finally:
+            hub.close()
+            if around is None:
+                _kill_ranks(hub)
+            end(child)
+
+
+def _kill_ranks(hub: Hub) -> None:
+    """Each leads a session of its own. They end by themselves as the hub does, unless they can do nothing at all."""
+    for number, hello in hub.ranks.items():
+        if number != LAUNCHER:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(hello.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Logs:
+    folder: Path
+    errors: IO[bytes]
+    """Of the child."""
+
+    def of(self, number: int) -> tuple[str, ...]:
+        """The last lines that a rank wrote."""
+        for path in self.folder.glob(f"*/attempt_0/{number}/stderr.log"):
+            with path.open("rb") as written:
+                return tail(written)
+        return ()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    stage: str = "starting"
+    failure: Failure | None = None
+    ended: bool = False
+    gone: bool = False
+    where: Whereabouts | None = None
+
+
+class _Hearing:
+    """What is known of each rank so far."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        request: Request,
+        listener: "Listener",
+        timeout_s: float | None,
+        child: subprocess.Popen[bytes],
+        logs: _Logs,
+        *,
+        is_joined: bool,
+    ) -> None:
+        self._hub, self._request, self._listener = hub, request, listener
+        self._timeout_s = timeout_s
+        self._child, self._logs, self._is_joined = child, logs, is_joined
+        self._ranks = {number: _Rank() for number in range(request.processes)}
+        self._exits: dict[int, int] | None = None
+        self._started_s = self._moved_s = time.monotonic()
+        listener.renew = self._renew
+
+    def hear(self) -> Failure | None:
+        """Hear all ranks until the first has said its last word, or one has failed."""
+        self._listener.on_progress(self._listener.progress)
+        trouble_s: float | None = None
+        while not self._listener.answered:
+            child_ended = self._child.poll() is not None
+            for event in self._hub.poll(_POLL_S):
+                self._take(event)
+            failed = self._failed_rank()
+            if failed is not None:
+                return self._told(failed)
+            now_s = time.monotonic()
+            if trouble_s is None and self._is_troubled(child_ended):
+                trouble_s = now_s
+            if trouble_s is not None and (self._exits is not None or now_s - trouble_s > self._cause_s):
+                return self._died()
+            if self._timeout_s is not None and now_s - self._started_s > self._timeout_s:
+                return self._hung(f"did not end within {format_time(self._timeout_s)}")
+            if now_s - self._moved_s > STALL_S:
+                return self._hung(f"made no progress for {format_time(STALL_S)}")
+        return None
+
+    @property
+    def _cause_s(self) -> float:
+        return 1.0 if self._is_joined else _CAUSE_S  # no launcher of ours tells exit codes
+
+    def _renew(self) -> None:
+        self._started_s = self._moved_s = time.monotonic()
+
+    def _take(self, event: Event) -> None:
+        if event.rank == LAUNCHER:
+            if event.kind == "exits":
+                self._exits = msgspec.json.decode(event.value, type=dict[int, int])
+            elif event.kind == "refused":
+                self._listener.hear(event.kind, event.value)
+            return
+        rank = self._ranks[event.rank]
+        if event.kind == GONE:
+            rank.gone = not rank.ended
+        elif event.kind == "hello":
+            if not self._is_joined:
+                self._hub.send(event.rank, "request", self._request)
+        elif event.kind == "failed":
+            rank.failure = msgspec.json.decode(event.value, type=Failure)
+        elif event.kind == "where":
+            rank.where = msgspec.json.decode(event.value, type=Whereabouts)
+        elif event.kind == "ended":
+            rank.ended = True
+        else:
+            self._moved_s = time.monotonic()
+            if event.kind == "stage":
+                rank.stage = msgspec.json.decode(event.value, type=tuple[str, int])[0]
+            if event.rank == 0 or event.kind == "refused":
+                self._listener.hear(event.kind, event.value)
+
+    def _failed_rank(self) -> int | None:
+        """The rank that said what went wrong, if that was its own doing."""
+        for number, rank in self._ranks.items():
+            if rank.failure is not None and not _is_suffered(rank.failure):
+                return number
+        return None
+
+    def _is_troubled(self, child_ended: bool) -> bool:
+        return child_ended or any(rank.gone or rank.failure for rank in self._ranks.values())
+
+    def _died(self) -> Failure:
+        """Some rank ended without a word; others may have been ended for that, or have lost their connection to it."""
+        exits = self._exits or {}
+        gone = [number for number, rank in self._ranks.items() if rank.gone]
+        gone.sort(key=lambda number: exits.get(number) == -signal.SIGTERM)  # which is how the launcher ends the others
+        if gone:
+            return self._crashed(gone[0], exits.get(gone[0]))
+        for number, rank in self._ranks.items():
+            if rank.failure is not None:
+                return self._told(number)
+        for number, code in exits.items():  # it never came as far as to say hello
+            return self._crashed(number, code)
+        return crash(self._child.wait(), self._listener.progress.stage, tail(self._logs.errors))
+
+    def _crashed(self, number: int, code: int | None) -> Failure:
+        stage = self._ranks[number].stage
+        if code is None and not (self._is_joined and number == 0):
+            message = f"the process ended, or was cut off, during {stage}"
+            failure = Failure(kind="crashed", message=message, phase=stage)
+        else:
+            failure = crash(self._child.wait() if code is None else code, stage, self._logs.of(number))
+        return self._named(number, failure)
+
+    def _told(self, number: int) -> Failure:
+        failure = self._ranks[number].failure
+        assert failure is not None
+        return self._named(number, failure)
+
+    def _hung(self, what: str) -> Failure:
+        """Ask every rank where it stands: one that waits for others is not the one that hangs."""
+        for number in self._ranks:
+            self._hub.send(number, "where")
+        deadline_s = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline_s and not all(
+            rank.where or not self._hub.is_connected(number) for number, rank in self._ranks.items()
+        ):
+            for event in self._hub.poll(_POLL_S):
+                self._take(event)
+        absent = [number for number in self._ranks if number not in self._hub.ranks]
+        guilty = absent or self._to_blame()
+        lines = tuple(self._standing(number) for number in self._ranks)
+        stage = self._ranks[guilty[0] if guilty else 0].stage
+        if len(guilty) != 1:
+            where = "; ".join(lines[:2]) + ("; …" if len(lines) > 2 else "")
+            return Failure(kind="timeout", message=f"the ranks {what}: {where}", phase=stage, last_lines=lines)
+        number = guilty[0]
+        message = f"{what}: {self._standing(number, alone=True)} in {stage}, and the others wait for it"
+        return self._named(number, Failure(kind="timeout", message=message, phase=stage, last_lines=lines))
+
+    def _to_blame(self) -> list[int]:
+        """The ranks that do not answer; else those that wait for nothing; else those that wait for no other rank."""
+        silent = [number for number, rank in self._ranks.items() if rank.where is None]
+        of_state = {
+            state: [number for number, rank in self._ranks.items() if rank.where and rank.where.state == state]
+            for state in ("code", "device")
+        }
+        return silent or of_state["code"] or of_state["device"]
+
+    def _standing(self, number: int, *, alone: bool = False) -> str:
+        where = self._ranks[number].where
+        name = "it" if alone else f"rank {number}"
+        if number not in self._hub.ranks:
+            return f"{name} never joined"
+        if where is None:
+            return f"{name} does not answer"
+        doing = {"collective": "waits for other ranks", "device": "waits for its device"}.get(where.state, "is")
+        return f"{name} {doing} at {where.line}"
+
+    def _named(self, number: int, failure: Failure) -> Failure:
+        hello = self._hub.ranks.get(number)
+        name = f"rank {number} on {hello.host}" if hello else f"rank {number}"
+        return dataclasses.replace(failure, rank=number, message=f"{name}: {failure.message}")
+
+
+def _is_suffered(failure: Failure) -> bool:
+    """Whether it says no more than that another rank is no longer there."""
+    return failure.kind == "error" and any(word in failure.message for word in _LOST_CONNECTION)

@@ -1,0 +1,118 @@
+"""This process as one of several that measure a step together."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from steplab.errors import Unsupported
+from steplab.measurement.device import Device, open_device
+from steplab.measurement.torchrun import Torchrun
+from steplab.parallel.collectives import Collectives, GroupCollectives
+
+JOIN_TIMEOUT_S = 300.0
+"""How long a process waits for the others to come."""
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""After this long a collective that waits for another process raises. It is the last resort: whoever started the
+processes hears sooner that one has died or makes no progress (measurement.hearing)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The processes that measure together, seen from one of them."""
+
+    rank: int
+    """This process's place among all, from 0."""
+    size: int
+    """How many there are."""
+    local_rank: int
+    """Its place among those of its machine."""
+    local_size: int
+    """How many its machine has."""
+    host: str
+    """Name of the machine."""
+    device: Device
+    """This rank's own, opened: cuda:local_rank, or the CPU."""
+    backend: str
+    """nccl or gloo: what carries tensors on that device."""
+    collectives: Collectives
+    """Of all processes."""
+
+    def leave(self) -> None:
+        """Be one of several no more; all ranks do it, and none can come back."""
+        dist.destroy_process_group()
+
+
+def meeting_place(place: Torchrun, prefix: str = "") -> Store:
+    """The key-value store that all processes reach. With a prefix of its own each use finds it empty."""
+    store = TCPStore(
+        place.address,
+        place.port,
+        place.size,
+        is_master=place.is_first and not place.agent_store,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return PrefixStore(f"steplab/{prefix}", store)
+
+
+def join_world(
+    place: Torchrun,
+    device: str,
+    *,
+    store: Store | None = None,
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+) -> World:
+    """Become one of the processes of torchrun's variables, on this rank's share of `device` (auto, cuda or cpu).
+
+    Host values travel by gloo; tensors on a GPU by nccl. Raises Unsupported where the machine has no GPU for this rank.
+    """
+    opened = _open_share(place, device)
+    backend = "nccl" if opened.torch_device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=store or meeting_place(place),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        host=host_name(),
+        device=opened,
+        backend=backend,
+        collectives=GroupCollectives(),
+    )
+
+
+def host_name() -> str:
+    """What this machine calls itself."""
+    return socket.gethostname()
+
+
+def _open_share(place: Torchrun, device: str) -> Device:
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return open_device("cpu")
+    if torch.cuda.is_available():
+        refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
+    return open_device(f"cuda:{place.local_rank}")
+
+
+def refuse_too_few_gpus(wanted: int, there: int) -> None:
+    """Raise Unsupported where processes would have to share a GPU, which NCCL does not do."""
+    if wanted > there:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = f" (CUDA_VISIBLE_DEVICES is '{visible}')" if visible is not None else ""
+        raise Unsupported(
+            f"{wanted} processes on GPUs of one machine",
+            f"each takes one, and {socket.gethostname()} has {there}{seen}",
+            f"use at most {there}" if there else "use --processes on the CPU",
+        )
