@@ -32,7 +32,7 @@ ARROWS = {
     "plan": {"costs", "records", "specs", "units", "errors"},
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
-    "measurement": {"model", "ops", "records", "specs", "units", "errors"},
+    "measurement": {"model", "ops", "parallel", "records", "specs", "units", "errors"},
     "store": {"records", "specs", "units", "errors"},
     "report": {"records", "specs", "stats", "units", "errors"},
     "lab": {

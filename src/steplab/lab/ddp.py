@@ -1,7 +1,7 @@
 """The data-parallel study: measure the contenders, read their traces, fit the model of the overhead, store one record."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -12,9 +12,10 @@ from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import has_cuda
+from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.ddp_launch import ddp_in_children
 from steplab.measurement.launch import OnProgress, Progress
-from steplab.measurement.torchrun import is_first_rank, torchrun_around
+from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, DdpRun, OverheadModel, StateMemory, TracedSteps
 from steplab.records.environment import Environment
@@ -27,6 +28,8 @@ from steplab.specs.ddp import (
     DdpStudy,
     contenders_of,
 )
+from steplab.specs.layout import process_count
+from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.units import counted
 
@@ -35,6 +38,22 @@ _STAGES = {"sharded": 1, "fsdp2": 3}
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
 """Whose messages by themselves the link is fitted to: all-reduces, launched without waiting for one another."""
 _POINTS_A_DECADE = 12
+DEFAULT_PROCESSES = 2
+_SMALL_STEP = {"context": 64, "batch": 2}
+
+
+def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
+    """The step of each rank, and how many ranks there are: as many as asked for, as torchrun started, or two on a CPU.
+
+    On a CPU, what the fields leave out is small. Raises UserError for fields or numbers that do not go together.
+    """
+    around = torchrun_around()
+    if around is not None and gpus is None and processes is None:
+        return resolve_step(fields), around.size
+    count, device = process_count(gpus, processes or (None if gpus else DEFAULT_PROCESSES))
+    if around is not None and around.size != count:
+        raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
+    return resolve_step({**(_SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
 
 
 def ddp_study(

@@ -22,6 +22,7 @@ from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
 from steplab.specs.attention_tuning import TuningStudy
+from steplab.specs.ddp import DdpStudy
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ class Request(msgspec.Struct):
     """these are wanted, those of a group timed in turns."""
     tuning: TuningStudy | None = None
     """Candidates for the tiles of flash_triton, in place of a step."""
+    ddp: DdpStudy | None = None
+    """A data-parallel study, in place of a step; of its contenders, by their numbers,"""
+    contenders: list[int] = []
+    """these are wanted,"""
+    traces: str | None = None
+    """and this is the folder for their traces; None: none are."""
     processes: int = 1
     """How many are to do this together; each then calls `answer` in a world of so many."""
 
@@ -112,6 +119,22 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
         from steplab.measurement.attention_tuning import tune_here
 
         send("tuned", tune_here(request.tuning, on_stage, on_step))
+    elif request.ddp is not None:
+        from steplab.measurement import compat
+        from steplab.measurement.ddp_session import DdpObserver, ddp_here
+
+        assert world is not None
+        compat.watch_refused_allocations()
+        hears = DdpObserver(
+            on_environment=on_environment,
+            on_stage=on_stage,
+            on_step=on_step,
+            on_facts=lambda facts: send("facts", facts),
+            on_contender=lambda number: send("at", number),
+            on_cell=lambda number, cell: send("cell", [number, cell]),
+        )
+        ddp_here(request.ddp, request.contenders, world, hears, Path(request.traces) if request.traces else None)
+        send("end", True)
     elif request.numerics:
         from steplab.measurement import compat
         from steplab.measurement.precision_session import numerics_here

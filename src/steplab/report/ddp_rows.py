@@ -1,6 +1,5 @@
 """A data-parallel study as rows, and as the tables people read: time, communication, memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steplab import units
@@ -49,13 +48,14 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
     row |= {f"{name.replace(' ', '_')}_s": figures.phase_s(cell, name) for name in PHASES}
     row |= {
         "traced_step_s": traced.step_s if traced else None,
-        "traced_communication_s": traced.communication_s if traced else None,
-        "traced_exposed_s": traced.exposed_s if traced else None,
+        "traced_communication_s": traced.communication_s if traced and traced.communication_s else None,
+        "traced_exposed_s": traced.exposed_s if traced and traced.communication_s else None,
         "peak_bytes": figures.peak_bytes(cell),
     }
     for moment in MOMENTS:
         memory, expected = figures.memory_at(cell, moment), figures.expected_at(cell, moment)
         row |= {
+            f"{moment}_bytes": memory.known_bytes + (memory.other_bytes or 0) if memory else None,
             f"{moment}_parameters_bytes": memory.parameters_bytes if memory else None,
             f"{moment}_gradients_bytes": memory.gradients_bytes if memory else None,
             f"{moment}_optimizer_bytes": memory.optimizer_bytes if memory else None,
@@ -98,14 +98,13 @@ TIME_COLUMNS = (
 )
 MEMORY_COLUMNS = (
     *_HEAD,
-    Column(key="moment", header="moment", shared=False),
-    figure_column("parameters_bytes", "parameters", _size, 0),
-    figure_column("gradients_bytes", "gradients", _size, 0),
-    figure_column("optimizer_bytes", "optimizer state", _size, 0),
-    figure_column("other_bytes", "other", _size, 1),
-    figure_column("sum_bytes", "sum of the three", _size, 1),
-    figure_column("formula_bytes", "by formula", _size, 2),
-    figure_column("peak_bytes", "peak of a step", _size, 3),
+    *(figure_column(f"{moment}_bytes", words, _size, 0) for moment, words in MOMENT_WORDS.items()),
+    figure_column("after_step_parameters_bytes", "parameters", _size, 2),
+    figure_column("after_step_gradients_bytes", "gradients", _size, 2),
+    figure_column("after_step_optimizer_bytes", "optimizer state", _size, 1),
+    figure_column("after_step_other_bytes", "other", _size, 3),
+    figure_column("after_step_formula_bytes", "by formula", _size, 2),
+    figure_column("peak_bytes", "peak of a step", _size, 1),
 )
 
 
@@ -137,33 +136,19 @@ def ddp_tables(run: DdpRun) -> list[DdpTable]:
             "computation beside them, under a profiler.",
         )
     ]
-    held = [held for cell, row in zip(run.cells, rows, strict=True) for held in _held(cell, row)]
+    held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
     if held:
         tables.append(
             DdpTable(
                 title="Memory of a rank",
                 columns=MEMORY_COLUMNS,
                 rows=held,
-                caption="Of the rank that holds most, at the first step, which makes the optimizer's state. Formula: what "
-                "ZeRO divides by the number of ranks - nothing, the optimizer's state (sharded), all (FSDP2).",
+                caption="Of the rank that holds most, at the first step, whose update makes the optimizer's state; the "
+                "categories are those after it. Formula: parameters, gradients and optimizer state, of which ZeRO divides "
+                "nothing, the optimizer's state (sharded) or all (FSDP2) by the number of ranks.",
             )
         )
     return tables
-
-
-def _held(cell: DdpCell, row: Row) -> Sequence[Row]:
-    found: list[Row] = []
-    for moment in MOMENTS:
-        memory = figures.memory_at(cell, moment)
-        if memory is None:
-            continue
-        kinds = ("parameters", "gradients", "optimizer", "other", "formula")
-        found.append(
-            {"contender": cell.contender.label, "status": "ok", "moment": MOMENT_WORDS[moment]}
-            | {f"{kind}_bytes": row[f"{moment}_{kind}_bytes"] for kind in kinds}
-            | {"sum_bytes": memory.known_bytes, "peak_bytes": row["peak_bytes"] if moment == MOMENTS[-1] else None}
-        )
-    return found
 
 
 def notes_of(run: DdpRun) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from steplab.errors import UserError
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
@@ -106,6 +107,8 @@ class DdpStudy:
             raise UserError("a model compiled as a whole gives all its gradients at the end; use --compile block")
         if self.step.pass_name != "train":
             raise UserError(f"pass '{self.step.pass_name}' has no gradients to send and no optimizer; use --pass train")
+        if self.step.layout != SINGLE:
+            raise UserError("the study itself spreads the step over ranks; leave --layout out")
         if self.step.precision == "fp16":
             raise UserError("precision fp16 needs a gradient scaler, which this study has not; use --precision bf16")
         baseline = Contender(kind="none")
