@@ -39,14 +39,15 @@ def ddp(
     contenders: Annotated[
         str,
         Parameter(
-            help="Some of naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one bucket size in MB",
+            help="Some of naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is of one bucket size",
             group=_CONTENDERS,
         ),
     ] = "naive,flat,overlap,bucketed,torch_ddp,sharded,fsdp2",
     bucket_sizes: Annotated[
         str | None,
         Parameter(
-            help="In 1e6 bytes, of bucketed and torch_ddp [default: 1,10,100,1000; on a CPU 0.1,1,10]", group=_CONTENDERS
+            help="In 1e6 bytes, of bucketed and torch_ddp [default: 1,10,100,1000; on a CPU 0.1,1,10]",
+            group=_CONTENDERS,
         ),
     ] = None,
     transport: Annotated[
@@ -88,6 +89,7 @@ def ddp(
         profiled_steps=profiled_steps,
     )
     with ProgressLine() as line:
+        told = line.done if is_first_rank() else lambda number, total, text: None
         run = measure_ddp(
             study,
             name=name,
@@ -95,9 +97,10 @@ def ddp(
             traces=traces,
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
-            on_cell=lambda number, cell: line.done(number + 1, len(study.contenders), cell_line(cell)),
+            on_cell=lambda number, cell: told(number + 1, len(study.contenders), cell_line(cell)),
         )
-    if is_first_rank():
-        emit(render_ddp(run, chosen, color=stdout_color() and out.output is None), out.output)
-        say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
+    if not is_first_rank():
+        return 0  # the first one says how it went
+    emit(render_ddp(run, chosen, color=stdout_color() and out.output is None), out.output)
+    say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -15,8 +15,8 @@ without a pause from the first bucket, ready at b / n, on:
 
     exposed(n) = max( c(n),  b / n + n c(n) - b )
 
-A call's o may be spent where nothing runs beside it: on the host that launches the backward's kernels too, or on SMs that
-the backward would have used. Then every call's o is exposed, the last bucket's transfer as before:
+A call's o may be spent where nothing runs beside it: on the host that launches the backward's kernels too, or on SMs
+that the backward would have used. Then every call's o is exposed, the last bucket's transfer as before:
 
     serial(n) = n o + s / (n w)
 
@@ -27,8 +27,8 @@ which has its least value where the two summands are equal,
 Larger buckets leave more to send when the backward pass is over; smaller ones pay for more calls. Neither formula knows
 that communication slows the computation it runs beside.
 
-**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their type
-for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N
+**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their
+type for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N
 ranks the optimizer state (stage 1), the gradients too (2), the parameters too (3).
 """
 
@@ -116,9 +116,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(
-    num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int
-) -> StateBytes:
+def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
     """Bytes a rank of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3.
 
     `parameter_bytes` are those of one parameter, `states` the values of as many bytes that an optimizer keeps for it.

@@ -1,43 +1,32 @@
-"""The data-parallel study: measure the contenders, read their traces, fit the model of the overhead, store one record."""
+"""The data-parallel study: measure the contenders, read their traces, store one record of all."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 from steplab import __version__
-from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.errors import SteplabError, UserError
+from steplab.lab.ddp_model import overhead_model, with_expected
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import has_cuda
-from steplab.lab.processes import is_first_rank, let_the_first_store
+from steplab.lab.processes import is_first_rank
 from steplab.measurement.ddp_launch import ddp_in_children
 from steplab.measurement.launch import OnProgress, Progress
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
-from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, DdpRun, OverheadModel, StateMemory, TracedSteps
+from steplab.records.ddp import DdpCell, DdpFacts, DdpRun, TracedSteps
 from steplab.records.environment import Environment
-from steplab.specs.ddp import (
-    BYTES_PER_MB,
-    COLLECTIVES,
-    KINDS,
-    SMALL_BUCKETS_MB,
-    STUDY_BUCKETS_MB,
-    DdpStudy,
-    contenders_of,
-)
+from steplab.specs.ddp import COLLECTIVES, KINDS, SMALL_BUCKETS_MB, STUDY_BUCKETS_MB, DdpStudy, contenders_of
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
+from steplab.store.database import Store
 from steplab.units import counted
 
+OnCell = Callable[[int, DdpCell], None]
 DEFAULT_TIMEOUT_S = 600.0
-_STAGES = {"sharded": 1, "fsdp2": 3}
-_FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Whose messages by themselves the link is fitted to: all-reduces, launched without waiting for one another."""
-_POINTS_A_DECADE = 12
 DEFAULT_PROCESSES = 2
 _SMALL_STEP = {"context": 64, "batch": 2}
 
@@ -89,45 +78,18 @@ def measure_ddp(
     traces: Path | str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: OnProgress = lambda progress: None,
-    on_cell: Callable[[int, DdpCell], None] = lambda number, cell: None,
+    on_cell: OnCell = lambda number, cell: None,
 ) -> DdpRun:
     """Measure a study and store the record, which an interruption stores too, with the contenders that it has.
 
     `timeout_s` is how long one contender may take. A trace a contender is kept in the folder `traces`; None: in none.
-    Under torchrun every process calls it, and the first one alone stores. Raises UserError for a request that cannot be
-    served, and SteplabError where the store or a trace cannot be written.
+    Under torchrun every process calls it, and the first one alone stores and reads traces. Raises UserError for a
+    request that cannot be served, and SteplabError where the store cannot be written.
     """
-    checked_name(name)
-    found: dict[int, DdpCell] = {}
-    environment: Environment | None = None
-    facts: DdpFacts | None = None
-    run = DdpRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=name, study=study)
-
-    def ended(*notes: str) -> DdpRun:
-        cells = tuple(_with_expected(found[number], study, facts) for number in sorted(found))
-        return dataclasses.replace(
-            run,
-            created_utc=now_utc(),
-            environment=environment,
-            facts=facts,
-            cells=cells,
-            model=overhead_model(cells, facts),
-            notes=notes,
-        )
-
-    def located(seen: Environment) -> None:
-        nonlocal environment
-        environment = seen
-
-    def told(seen: DdpFacts) -> None:
-        nonlocal facts
-        facts = seen
-
-    def measured(number: int, cell: DdpCell) -> None:
-        found[number] = cell
-        on_cell(number, cell)
-
-    with open_store(store, write=True) as opened, _folder(traces) as folder:
+    run = DdpRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
+    heard = _Heard(run, on_cell)
+    opening: AbstractContextManager[Store | None] = open_store(store, write=True) if is_first_rank() else nullcontext()
+    with opening as opened, _folder(traces) as folder:
         try:
             ddp_in_children(
                 study,
@@ -135,22 +97,61 @@ def measure_ddp(
                 again=torchrun_around() is None,
                 timeout_s=timeout_s,
                 on_progress=on_progress,
-                on_cell=measured,
-                on_environment=located,
-                on_facts=told,
+                on_cell=heard.cell,
+                on_environment=heard.environment,
+                on_facts=heard.facts,
             )
-            for number, cell in found.items():
-                on_progress(Progress(stage="traces", done=number, total=len(found)))
-                found[number] = _with_trace(cell, folder / f"{number}.json")
+            if opened is not None:
+                heard.read_traces(folder, on_progress)
         except KeyboardInterrupt as error:
-            if not found:
+            if opened is None or not heard.num_cells:
                 raise
-            keep(opened, ended("interrupted: only the contenders that had ended by then are here"))
-            raise KeyboardInterrupt(f"record {run.id} has the {counted(len(found), 'contender')} that had ended") from error
-        result = ended()
-        if is_first_rank():
+            keep(opened, heard.record("interrupted: only the contenders that had ended by then are here"))
+            told = f"record {run.id} has the {counted(heard.num_cells, 'contender')} that had ended"
+            raise KeyboardInterrupt(told) from error
+        result = heard.record()
+        if opened is not None:
             keep(opened, result)
     return result
+
+
+class _Heard:
+    """What is known of a study so far."""
+
+    def __init__(self, run: DdpRun, on_cell: OnCell) -> None:
+        self._run, self._on_cell = run, on_cell
+        self._cells: dict[int, DdpCell] = {}
+
+    @property
+    def num_cells(self) -> int:
+        """How many contenders have ended."""
+        return len(self._cells)
+
+    def cell(self, number: int, cell: DdpCell) -> None:
+        """A contender has ended."""
+        self._cells[number] = cell
+        self._on_cell(number, cell)
+
+    def environment(self, environment: Environment) -> None:
+        """Where the first rank runs."""
+        self._run = dataclasses.replace(self._run, environment=environment)
+
+    def facts(self, facts: DdpFacts) -> None:
+        """The ranks and the model."""
+        self._run = dataclasses.replace(self._run, facts=facts)
+
+    def read_traces(self, folder: Path, on_progress: OnProgress) -> None:
+        """Take in the traces, once nothing is measured any more that reading them would slow."""
+        for done, (number, cell) in enumerate(self._cells.items()):
+            on_progress(Progress(stage="traces", done=done, total=self.num_cells))
+            self._cells[number] = _with_trace(cell, folder / f"{number}.json")
+
+    def record(self, *notes: str) -> DdpRun:
+        """All of it."""
+        run, study = self._run, self._run.study
+        cells = tuple(with_expected(self._cells[number], study, run.facts) for number in sorted(self._cells))
+        model = overhead_model(cells, run.facts)
+        return dataclasses.replace(run, created_utc=now_utc(), cells=cells, model=model, notes=notes)
 
 
 @contextmanager
@@ -181,79 +182,3 @@ def _read(trace: Path) -> TracedSteps:
     from steplab.traces.reading import read_trace
 
     return traced_steps(read_trace(trace))
-
-
-def _with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> DdpCell:
-    """With the memory that the formulas give."""
-    if facts is None or cell.failure or not facts.num_parameters:
-        return cell
-    held = state_bytes(
-        facts.num_parameters,
-        parameter_bytes=facts.gradient_bytes // facts.num_parameters,
-        states=0 if study.step.optimizer == "sgd" else 2,
-        size=study.processes,
-        stage=_STAGES.get(cell.contender.kind, 0),
-    )
-    moments = zip(MOMENTS, ((0.0, 0.0), (held.gradients, 0.0), (held.gradients, held.optimizer)), strict=True)
-    expected = [
-        StateMemory(
-            moment=moment,
-            parameters_bytes=round(held.parameters),
-            gradients_bytes=round(gradients),
-            optimizer_bytes=round(optimizer),
-        )
-        for moment, (gradients, optimizer) in moments
-    ]
-    return dataclasses.replace(cell, expected=tuple(expected))
-
-
-def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """The model fitted to the contenders' communication by itself; None where too little of it was measured."""
-    points = [
-        (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
-        for cell in cells
-        if cell.contender.kind in _FITTED and cell.num_calls and cell.ranks and all(rank.alone_s for rank in cell.ranks)
-    ]
-    baseline = next((cell for cell in cells if cell.contender.kind == "none" and cell.ranks), None)
-    if facts is None or baseline is None or not points:
-        return None
-    calls, alone_s = [calls for calls, _ in points if calls], [seconds for _, seconds in points]
-    link = fit_link(calls, facts.gradient_bytes, alone_s)
-    if link is None:
-        return None
-    total = float(facts.gradient_bytes)
-    backward_s = max(median(rank.samples("backward")) for rank in baseline.ranks)
-    return OverheadModel(
-        gradient_bytes=total,
-        bytes_per_s=link.bytes_per_s,
-        call_s=link.call_s,
-        backward_s=backward_s,
-        num_fitted=len(points),
-        worst_fit=max(
-            abs(link.alone_s(total, count) / seconds - 1) for count, seconds in zip(calls, alone_s, strict=True)
-        ),
-        best_bucket_mb=link.best_bucket_bytes(total) / BYTES_PER_MB,
-        least_serial_s=link.least_serial_s(total),
-        curve=tuple(_curve(link, total, backward_s, facts.num_tensors, cells)),
-    )
-
-
-def _curve(
-    link: Link, total: float, backward_s: float, num_tensors: int, cells: Sequence[DdpCell]
-) -> Iterator[CurvePoint]:
-    """Over the bucket sizes measured, and a little beyond."""
-    sizes_mb = [cell.contender.bucket_size_mb for cell in cells if cell.contender.bucket_size_mb is not None]
-    if not sizes_mb:
-        return
-    low, high = min(sizes_mb) / 1.5, max(sizes_mb) * 1.5
-    ratio = 10 ** (1 / _POINTS_A_DECADE)
-    size_mb = low
-    while size_mb <= high * ratio:
-        num_buckets = buckets_of(total, size_mb * BYTES_PER_MB, num_tensors)
-        yield CurvePoint(
-            bucket_mb=size_mb,
-            num_buckets=num_buckets,
-            exposed_s=link.exposed_s(total, num_buckets, backward_s),
-            serial_s=link.serial_s(total, num_buckets),
-        )
-        size_mb *= ratio

@@ -85,9 +85,7 @@ def _selected(records: Iterable[Record], title: str | None = None) -> Selection 
     if not runs and not numerics and not attention and not ddp:
         return None
     own = "Measured steps" if runs else "Precision" if numerics else "Attention" if attention else "Data parallelism"
-    return Selection(
-        runs=runs, title=title or own, description="", numerics=numerics, attention=attention, ddp=ddp
-    )
+    return Selection(runs=runs, title=title or own, description="", numerics=numerics, attention=attention, ddp=ddp)
 
 
 def _newest_benchmark(opened: Store) -> Selection | None:

@@ -1,7 +1,7 @@
 """One contender of a data-parallel study, built on this rank: its model, its optimizer, the phases of its step.
 
-All contenders compute the same step on the same weights, each rank on a batch of its own. They differ in who averages the
-gradients, when, and where the optimizer's state is.
+All contenders compute the same step on the same weights, each rank on a batch of its own. They differ in who averages
+the gradients, when, and where the optimizer's state is.
 """
 
 from collections.abc import Callable
@@ -120,6 +120,7 @@ class ContenderStep:
                 device_ids=[device.index] if device.type == "cuda" else None,
                 bucket_cap_mb=size_mb * BYTES_PER_MB / 2**20,  # torch's MB are MiB
                 gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # they never change, and nobody else sends them
             )
         elif kind == "fsdp2":
             _shard_fully(self.module, device, self._world.size)

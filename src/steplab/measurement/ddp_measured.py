@@ -1,4 +1,4 @@
-"""One contender of a data-parallel study on one rank: from its first step to what it holds, how long it takes, what it sends."""
+"""One contender of a data-parallel study on one rank: how long it takes, what it holds, what it sends."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -56,10 +56,8 @@ class RecordingCollectives:
     def _write(self, collective: str, tensor: Tensor) -> None:
         if self._found is None:
             return
-        if self._found and self._found[-1].collective == collective:
-            before = self._found.pop().sizes_bytes
-        else:
-            before = ()
+        continues = self._found and self._found[-1].collective == collective
+        before = self._found.pop().sizes_bytes if continues else ()
         self._found.append(Messages(collective=collective, sizes_bytes=(*before, tensor.nbytes)))
 
 
@@ -67,7 +65,8 @@ def fsdp_messages(module: nn.Module, blocks: Sequence[nn.Module], size: int) -> 
     """What fully_shard, applied to each block and then to all, sends in a step, from the shapes of parameters.
 
     Forward gathers the parameters of the root and of each block; backward those of each block again, for the root's are
-    kept; and the gradients of each are reduced and scattered. Every parameter is padded to divide by its first dimension.
+    kept; and the gradients of each are reduced and scattered. Every parameter is padded to divide by its first
+    dimension.
     """
     inside = {parameter for block in blocks for parameter in block.parameters()}
     root = _padded_bytes([parameter for parameter in module.parameters() if parameter not in inside], size)

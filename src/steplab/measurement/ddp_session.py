@@ -1,9 +1,9 @@
-"""A data-parallel study on one rank: contenders built one after the other, each in turns with the step that sends nothing.
+"""A data-parallel study on one rank: one contender after the other, each in turns with the step that sends nothing.
 
-Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns with
-each contender, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has not the
-room for two models, the baseline is built and timed before and after. A contender is gone, and its memory is looked for,
-before the next one is built.
+Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns
+with each contender, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
+not the room for two models, the baseline is built and timed before and after. A contender is gone, and its memory is
+looked for, before the next one is built.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ def ddp_here(
 ) -> None:
     """Measure these contenders of the study, by their numbers, on this rank; every rank calls it.
 
-    Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step that
-    cannot be served; SteplabError where a contender leaves memory behind.
+    Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step
+    that cannot be served; SteplabError where a contender leaves memory behind.
     """
     device = world.device.torch_device
     refuse_unserved(study.step.precision, device)

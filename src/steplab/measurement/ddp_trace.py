@@ -1,4 +1,4 @@
-"""Some steps of a contender under torch.profiler, on all ranks at once, so that none waits for one that is slowed alone."""
+"""Some steps of a contender under torch.profiler, on all ranks at once: none waits for one that is slowed alone."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a data-parallel study came to: for each contender the samples of every rank, its messages, memory and a trace."""
+"""What a data-parallel study came to: for each contender every rank's samples, its messages, memory and a trace."""
 
 from dataclasses import dataclass, field
 
@@ -124,7 +124,7 @@ class DdpCell:
     messages: tuple[Messages, ...] = ()
     """Of one step of a rank; empty where nothing is sent, or nobody knows."""
     turns: str = ""
-    """interleaved: the baseline was in memory beside it and took turns with it; before_and_after: it had not the room."""
+    """interleaved: the baseline was in memory beside it, and they took turns; before_and_after: it had not the room."""
     first_step_s: float | None = None
     """Rank 0's first step, with whatever is compiled in it."""
     traced: TracedSteps | None = None

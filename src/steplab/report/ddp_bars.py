@@ -37,7 +37,9 @@ def step_bars(run: DdpRun) -> Chart | None:
             else:
                 _step_bar(picture, axes, index, cell)
         svg = picture.to_svg()
-    note = "Median step of the slowest rank. Computation: the same step without communication, measured in turns with it; "
+    note = (
+        "Median step of the slowest rank. Computation: the same step without communication, measured in turns with it; "
+    )
     note += "exposed communication: what is left of the step."
     legend = ((1, "■", "computation"), (2, "■", "exposed communication"))
     return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=note)
@@ -79,7 +81,9 @@ def memory_bars(run: DdpRun) -> Chart | None:
     scale = ax.bytes_scale([memory.known_bytes + (memory.other_bytes or 0) for memory in held], None)
     pictures = []
     for moment in MOMENTS:
-        with drawing(_WIDTH, 10 + _ROW_PX * len(cells) + _BELOW, f"memory of a rank, {MOMENT_WORDS[moment]}") as picture:
+        with drawing(
+            _WIDTH, 10 + _ROW_PX * len(cells) + _BELOW, f"memory of a rank, {MOMENT_WORDS[moment]}"
+        ) as picture:
             axes = _frame(picture, [cell.contender.label for cell in cells], scale)
             for index, cell in enumerate(cells):
                 if memory := figures.memory_at(cell, moment):
@@ -87,8 +91,8 @@ def memory_bars(run: DdpRun) -> Chart | None:
             pictures.append(Picture(title=MOMENT_WORDS[moment], svg=picture.to_svg(), width=_WIDTH))
     shown = [kind for kind in CATEGORIES if any(_bytes(memory, kind) for memory in held)]
     legend = tuple((CATEGORIES.index(kind) + 1, "■", _WORDS.get(kind, kind)) for kind in shown)
-    note = "Of the rank that holds most, at the first step, whose update makes the optimizer's state. The stroke is what the "
-    note += "formulas give for parameters, gradients and optimizer state."
+    note = "Of the rank that holds most, at the first step, whose update makes the optimizer's state. The stroke is "
+    note += "what the formulas give for parameters, gradients and optimizer state."
     if any(memory.other_bytes is None for memory in held):
         note += " This device's allocator keeps no count, so that all else is not known."
     return Chart(pictures=tuple(pictures), legend=legend, note=note)

@@ -70,9 +70,7 @@ def _model_curves(
     return {name: points for name, points in kept.items() if len(points) > 1}
 
 
-def _measured(
-    picture: Drawing, axes: "Axes", index: int, family: str, points: Sequence[tuple[float, float]]
-) -> None:
+def _measured(picture: Drawing, axes: "Axes", index: int, family: str, points: Sequence[tuple[float, float]]) -> None:
     color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
     axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
     for size_mb, seconds in points:
@@ -101,12 +99,14 @@ def _note(model: OverheadModel | None) -> str:
     note = "Median step of the slowest rank over the size of a bucket; the level line is the "
     note += "step without communication."
     if model is None:
-        return note + " There is no curve of the model: too little was measured to fit a bandwidth and a call's overhead."
+        return (
+            note + " There is no curve of the model: too little was measured to fit a bandwidth and a call's overhead."
+        )
     return (
         f"{note} Dashed: the model, in which the last bucket is left when the backward pass ends, or what the link is "
-        f"behind; dotted: each call's overhead is left as well. Fitted to {model.num_fitted} contenders' communication by "
-        f"itself: {units.format_bytes(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
-        f"{units.format_time(model.call_s)} a call, off by at most {units.format_percent(model.worst_fit)}. Best by the "
-        f"dotted one: buckets of {model.best_bucket_mb:.3g} MB, which add {units.format_time(model.least_serial_s)}. "
+        f"behind; dotted: each call's overhead is left as well. Fitted to {model.num_fitted} contenders' communication "
+        f"by itself: {units.format_bytes(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
+        f"{units.format_time(model.call_s)} a call, off by at most {units.format_percent(model.worst_fit)}. Best by "
+        f"the dotted one: buckets of {model.best_bucket_mb:.3g} MB, with {units.format_time(model.least_serial_s)} left. "
         "Neither knows that communication slows what it runs beside."
     )

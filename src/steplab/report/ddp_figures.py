@@ -1,7 +1,7 @@
 """Figures of a data-parallel study, from its samples; no presentation.
 
-A step of several ranks is as long as its slowest rank's: the figure of a contender is the largest of the ranks' medians,
-and so is the baseline's, so that waiting for a slow device is not taken for communication.
+A step of several ranks is as long as its slowest rank's: the figure of a contender is the largest of the ranks'
+medians, and so is the baseline's, so that waiting for a slow device is not taken for communication.
 """
 
 from collections.abc import Iterable
@@ -56,16 +56,16 @@ def spread_over_ranks(cell: DdpCell) -> float | None:
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
     """What torch's DDP adds at its best bucket size; None where it was not measured, or adds nothing."""
-    added = [seconds for cell in cells if cell.contender.kind == "torch_ddp" and (seconds := exposed_s(cell)) is not None]
+    added = [
+        seconds for cell in cells if cell.contender.kind == "torch_ddp" and (seconds := exposed_s(cell)) is not None
+    ]
     best = min(added, default=None)
     return best if best and best > 0 else None
 
 
 def peak_bytes(cell: DdpCell) -> int | None:
     """Most that a rank allocated for it at once, without what the baseline held beside it."""
-    own = [
-        rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None
-    ]
+    own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
     return max(own, default=None)
 
 

@@ -130,10 +130,10 @@ def ddp_tables(run: DdpRun) -> list[DdpTable]:
             title="Time and communication",
             columns=TIME_COLUMNS,
             rows=rows,
-            caption="Medians of the slowest rank. Without: the same step without communication, in turns with it. Exposed: "
-            "the step less that. Alone: its messages with nothing beside them. Hidden: 1 - exposed / alone; below zero, "
-            "communication slows what it runs beside by more than is hidden. In trace: time of messages with no "
-            "computation beside them, under a profiler.",
+            caption="Medians of the slowest rank. Without: the same step without communication, in turns with it. "
+            "Exposed: the step less that. Alone: its messages with nothing beside them. Hidden: 1 - exposed / alone; "
+            "below zero, communication slows what it runs beside by more than is hidden. In trace: time of messages "
+            "with no computation beside them, under a profiler.",
         )
     ]
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
@@ -144,8 +144,8 @@ def ddp_tables(run: DdpRun) -> list[DdpTable]:
                 columns=MEMORY_COLUMNS,
                 rows=held,
                 caption="Of the rank that holds most, at the first step, whose update makes the optimizer's state; the "
-                "categories are those after it. Formula: parameters, gradients and optimizer state, of which ZeRO divides "
-                "nothing, the optimizer's state (sharded) or all (FSDP2) by the number of ranks.",
+                "categories are those after it. Formula: parameters, gradients and optimizer state, of which ZeRO "
+                "divides nothing, the optimizer's state (sharded) or all (FSDP2) by the number of ranks.",
             )
         )
     return tables

@@ -29,7 +29,9 @@ def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None, 
     heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
     title = f"{asked(run)}; {ranks_words(run)}"
     told = [*told_of(run), *model_words(run)]
-    parts = ["\n".join(f"% {line}" for line in (title, *told))] if format == "latex" else [f"# {title}", "\n\n".join(told)]
+    parts = (
+        ["\n".join(f"% {line}" for line in (title, *told))] if format == "latex" else [f"# {title}", "\n\n".join(told)]
+    )
     for table in ddp_tables(run):
         text = render_rows(table.rows, format, columns=table.columns)
         remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"

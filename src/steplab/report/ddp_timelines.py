@@ -28,9 +28,9 @@ def timelines(run: DdpRun) -> Chart | None:
             )
         pictures.append(Picture(title=drawn.title, svg=drawn.svg, width=drawn.width, subtitle=told))
     seen = {category for _, steps in traced for category in steps.timeline.categories}
-    note = "One traced step of rank 0 of each contender, on one axis of time. Each pixel's column is filled by what ran in "
-    note += "it, as high as its share of the time; what is empty is idle. Where a message stands under computation, the two "
-    note += "overlap. A profiler slows the host: for lengths see the bars above."
+    note = "One traced step of rank 0 of each contender, on one axis of time. Each pixel's column is filled by what "
+    note += "ran in it, as high as its share of the time; what is empty is idle. Where a message stands under "
+    note += "computation, the two overlap. A profiler slows the host: for lengths see the bars above."
     return Chart(
         pictures=tuple(pictures), legend=category_legend([name for name in CATEGORIES if name in seen]), note=note
     )

@@ -45,8 +45,8 @@ def told_of(run: DdpRun) -> Iterator[str]:
     if ddp and own and best_s:
         theirs, ours = min(ddp, key=lambda pair: pair[1]), min(own, key=lambda pair: pair[1])
         yield (
-            f"{ours[0].contender.label} adds {units.format_time(ours[1])}, {ours[1] / best_s:.2f} of what torch DDP adds "
-            f"at its best, {theirs[0].contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
+            f"{ours[0].contender.label} adds {units.format_time(ours[1])}, {ours[1] / best_s:.2f} of what torch DDP "
+            f"adds at its best, {theirs[0].contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
         )
     for cell in run.cells:
         if cell.failure:
@@ -65,8 +65,8 @@ def model_words(run: DdpRun) -> Iterator[str]:
     if model is None:
         return
     yield (
-        "With s bytes of gradients in n buckets, bandwidth w and overhead o a call: all by itself n o + s / w; exposed, where "
-        "each call's overhead is, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
+        "With s bytes of gradients in n buckets, bandwidth w and overhead o a call: all by itself n o + s / w; "
+        "exposed, where each call's overhead is, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
         f"{units.format_bytes(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
         f"o = {units.format_time(model.call_s)}, backward {units.format_time(model.backward_s)}: "
         f"{model.best_bucket_mb:.3g} MB."

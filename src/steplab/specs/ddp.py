@@ -41,8 +41,8 @@ class Contender:
     """One way of keeping ranks together."""
 
     kind: Kind
-    """none: ranks do not communicate. naive, flat, overlap, bucketed: the strategies of DataParallel. torch_ddp: torch's
-    DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
+    """none: ranks do not communicate. naive, flat, overlap, bucketed: the strategies of DataParallel. torch_ddp: that of
+    torch, DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, by block."""
     bucket_size_mb: float | None = None
     """Gradients that travel together, in 1e6 bytes; None for kinds that have no such size."""
     transport: str | None = None
@@ -60,7 +60,9 @@ class Contender:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB holds nothing; give a positive size in MB")
         if self.kind not in WITH_TRANSPORT:
             if self.transport is not None:
-                raise UserError(f"{self.kind} has no choice of transport; those that have are {', '.join(WITH_TRANSPORT)}")
+                raise UserError(
+                    f"{self.kind} has no choice of transport; those that have are {', '.join(WITH_TRANSPORT)}"
+                )
         elif self.transport is None:
             object.__setattr__(self, "transport", COLLECTIVES)
 
@@ -102,7 +104,9 @@ class DdpStudy:
             if getattr(self, name) < least:
                 raise UserError(f"{name.replace('_', ' ')} must be at least {least}, not {getattr(self, name)}")
         if self.compile not in get_args(BlockCompile):
-            raise UserError(f"compile '{self.compile}' is not known here; choose one of {', '.join(get_args(BlockCompile))}")
+            raise UserError(
+                f"compile '{self.compile}' is not known here; choose one of {', '.join(get_args(BlockCompile))}"
+            )
         if self.step.compile != "off":
             raise UserError("a model compiled as a whole gives all its gradients at the end; use --compile block")
         if self.step.pass_name != "train":

@@ -1,7 +1,7 @@
 """Messages against computation in a trace of some steps: how long, how much of it at once, and the last step drawn.
 
-On a GPU a message is a kernel of a communication library, or a copy between two GPUs. On a CPU it is the range that gloo
-opens on the thread that carries the message out, while the thread that asked for it goes on.
+On a GPU a message is a kernel of a communication library, or a copy between two GPUs. On a CPU it is the range that
+gloo opens on the thread that carries the message out, while the thread that asked for it goes on.
 """
 
 import re
@@ -46,7 +46,7 @@ class _Pieces:
 
 
 def traced_steps(trace: Trace) -> TracedSteps:
-    """What a trace of whole steps says of communication. Raises SteplabError where it marks no steps or holds no work."""
+    """What a trace of whole steps says of communication. Raises SteplabError where it marks no steps or has no work."""
     host = Host(trace)
     on_host = not len(trace.work.name)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
@@ -118,9 +118,7 @@ def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[st
     return found
 
 
-def _timeline(
-    rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int
-) -> Timeline:
+def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
     """The rows as one timeline, its kernels the stretches of one category."""
     gap_ns = (ends_ns - begins_ns) // _FINEST
     drawn = [
