@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
+from steplab.cli.options import STEP, OutputOptions, ProcessOptions, StepOptions
 
 _CONTENDERS = Group.create_ordered("Who is compared")
 _ABSENT = Parameter(parse=False, show=False)
@@ -17,13 +17,19 @@ _ABSENT = Parameter(parse=False, show=False)
 class RankStepOptions(StepOptions):
     """The step of each rank."""
 
+    batch: Annotated[
+        str | None, Parameter(name="--batch", help="Sequences a rank [default: 4; on a CPU 2]", group=STEP)
+    ] = None
+    context: Annotated[
+        str | None, Parameter(name="--context", help="Tokens a sequence [default: 128; on a CPU 64]", group=STEP)
+    ] = None
     compile: Annotated[
         str | None,
         Parameter(
             name="--compile",
             help="off, or block: each block of the model by itself, so that gradients appear as backward proceeds "
             "[default: off]",
-            group=_CONTENDERS,
+            group=STEP,
         ),
     ] = None
     layout: Annotated[str | None, _ABSENT] = None

@@ -38,7 +38,7 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
     """
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
-        return resolve_step(fields), around.size
+        return resolve_step({**({} if has_cuda() else _SMALL_STEP), **fields}), around.size
     count, device = process_count(gpus, processes or (None if gpus else DEFAULT_PROCESSES))
     if around is not None and around.size != count:
         raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
@@ -103,12 +103,15 @@ def measure_ddp(
             )
             if opened is not None:
                 heard.read_traces(folder, on_progress)
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, SteplabError) as error:
             if opened is None or not heard.num_cells:
                 raise
-            keep(opened, heard.record("interrupted: only the contenders that had ended by then are here"))
+            why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            keep(opened, heard.record(f"{why}: only the contenders that had ended by then are here"))
             told = f"record {run.id} has the {counted(heard.num_cells, 'contender')} that had ended"
-            raise KeyboardInterrupt(told) from error
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(told) from error
+            raise SteplabError(f"{error}; {told}") from error
         result = heard.record()
         if opened is not None:
             keep(opened, result)

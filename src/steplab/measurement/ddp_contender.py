@@ -21,6 +21,7 @@ from steplab.measurement.world import World
 from steplab.model.build import build_workload
 from steplab.model.workload import call, loss_of
 from steplab.parallel import DataParallel, ShardedOptimizer
+from steplab.parallel.collectives import Collectives
 from steplab.records.ddp import Messages
 from steplab.specs.ddp import BYTES_PER_MB, COLLECTIVES, OWN, Contender, DdpStudy
 
@@ -44,6 +45,7 @@ class ContenderStep:
         """The model: each parameter and its gradient are here, whoever wraps it."""
         self._called: Callable[..., Any] = self.module
         self._recording = RecordingCollectives(world.collectives)
+        self._by_collectives = contender.transport in (None, COLLECTIVES)
         self._sync: Callable[[], None] | None = None
         self._prepare(study)
         torch.manual_seed(spec.seed + 1 + world.rank)
@@ -84,7 +86,7 @@ class ContenderStep:
         if kind in OWN:
             with self._recording.on() as found:
                 self.step()
-            return tuple(found)
+            return tuple(found) if self._by_collectives else ()  # what went another way was not written down
         if kind == "torch_ddp":
             self.step()
             sizes = compat.bucket_bytes(self._called)
@@ -106,11 +108,11 @@ class ContenderStep:
         """Put around the model what averages its gradients."""
         kind, size_mb, device = self._contender.kind, self._contender.bucket_size_mb, self._world.device.torch_device
         if kind in OWN:
+            choices: dict[str, Any] = {} if size_mb is None else {"bucket_size_mb": size_mb}
             # A transport of another kind brings its own way to the other ranks, and is to find the group it knows.
-            plain = self._contender.transport in (None, COLLECTIVES)
-            choices: dict[str, Any] = {} if plain else {"transport": self._contender.transport}
-            choices |= {} if size_mb is None else {"bucket_size_mb": size_mb}
-            group = self._recording if plain else self._world.collectives
+            group: Collectives = self._recording
+            if not self._by_collectives:
+                group, choices["transport"] = self._world.collectives, self._contender.transport
             wrapped = DataParallel(self.module, _STRATEGIES.get(kind, kind), group=group, **choices)
             self._called, self._sync = wrapped, wrapped.finish_gradient_synchronization
         elif kind == "torch_ddp":

@@ -28,14 +28,11 @@ class DdpListener(Listener):
     ) -> None:
         super().__init__(on_progress)
         self._on_cell, self._on_environment, self._on_facts = on_cell, on_environment, on_facts
-        self.under_way: int | None = None
-        """The contender to blame if a rank dies now."""
         self.ended = False
 
     def hear(self, kind: str, value: msgspec.Raw) -> None:
         """One message."""
         if kind == "at":
-            self.under_way = msgspec.json.decode(value, type=int)
             self.renew()
         elif kind == "cell":
             self._on_cell(*msgspec.json.decode(value, type=tuple[int, DdpCell]))
@@ -95,8 +92,16 @@ def ddp_in_children(
             # Ranks that end well without a result would be followed by others like them for ever.
             failure = Failure(kind="error", message="the processes gave no result")
         if failure is not None:
-            guilty = listener.under_way if listener.under_way is not None else left[0]
-            if guilty in left:
-                keep(guilty, DdpCell(contender=study.contenders[guilty], failure=failure))
+            guilty = _blamed(study, left, failure)
+            keep(guilty, DdpCell(contender=study.contenders[guilty], failure=failure))
             if guilty == 0 or not again:
                 return
+
+
+def _blamed(study: DdpStudy, left: list[int], failure: Failure) -> int:
+    """The contender that the failing rank named as its stage; else the first that has not ended.
+
+    What rank 0 said last may be of the one before: ranks are heard one by one.
+    """
+    named = (n for n in left if (failure.phase or "").startswith(f"{study.contenders[n].label}: "))
+    return next(named, left[0])

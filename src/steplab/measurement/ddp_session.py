@@ -44,7 +44,7 @@ class DdpObserver:
     on_step: OnStep = lambda iteration: None
     on_facts: Callable[[DdpFacts], None] = lambda facts: None
     on_contender: Callable[[int], None] = lambda number: None
-    """Called with the number of the contender that begins: should a process die, it is this one."""
+    """Called with the number of the contender that begins."""
     on_cell: Callable[[int, DdpCell], None] = lambda number, cell: None
 
 
@@ -54,20 +54,18 @@ def ddp_here(
     """Measure these contenders of the study, by their numbers, on this rank; every rank calls it.
 
     Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step
-    that cannot be served; SteplabError where a contender leaves memory behind.
+    that cannot be served.
     """
     device = world.device.torch_device
     refuse_unserved(study.step.precision, device)
     if device.type == "cuda":
         refuse_unserved_attention(study.step)
-    environment = read_environment(device)
-    observer.on_environment(environment)
+    observer.on_environment(read_environment(device))
     session = _Session(study, world, observer, traces if study.profiled_steps else None)
     session.measure_baseline(told=0 in numbers)
     for number in numbers:
         if number != 0:
             session.measure(number)
-    observer.on_environment(read_clocks(environment, device))
 
 
 class _Session:
@@ -92,6 +90,7 @@ class _Session:
             self._observer.on_cell(0, measured.cell(None, self._trace_of(0)))
         else:
             measured.timed_by_itself(1)
+        self._tell_clocks(measured.step)
         if self._has_room_beside(measured):
             self._baseline = measured.step
         del measured
@@ -104,9 +103,7 @@ class _Session:
         contender = self._study.contenders[number]
         self._observer.on_contender(number)
         cell = self._cell_of(number, contender)
-        kept = free(self._world.device)
-        if kept is not None and self._beside_bytes is not None and kept > self._beside_bytes + TOLERATED_BYTES:
-            raise SteplabError(f"{contender.label} is gone, and left {format_bytes(kept - self._beside_bytes)} behind")
+        cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
         if self._baseline is None and cell.failure is None:
             cell = self._beside_the_baseline(cell)
         self._observer.on_cell(number, cell)
@@ -125,6 +122,21 @@ class _Session:
             return DdpCell(contender=contender, failure=failure_of(refusal, "build"))
         ranks = ", ".join(str(rank) for rank, refuses in enumerate(refused) if refuses)
         raise refusal or SteplabError(f"{contender.label}: rank {ranks} refuses what others do not")
+
+    def _left_behind(self) -> tuple[str, ...]:
+        """Let go of a contender; a note where it does not give its memory back, which the next ones then have less."""
+        kept, expected = free(self._world.device), self._beside_bytes
+        self._beside_bytes = kept
+        if kept is None or expected is None or kept <= expected + TOLERATED_BYTES:
+            return ()
+        return (f"memory: {format_bytes(kept - expected)} were still held once it was gone",)
+
+    def _tell_clocks(self, step: ContenderStep) -> None:
+        """Read while the device is at work."""
+        step.step()
+        step.step()
+        device = self._world.device.torch_device
+        self._observer.on_environment(read_clocks(read_environment(device), device))
 
     def _beside_the_baseline(self, cell: DdpCell) -> DdpCell:
         """The cell with the baseline's samples from before and after."""

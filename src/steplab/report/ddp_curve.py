@@ -107,6 +107,6 @@ def _note(model: OverheadModel | None) -> str:
         f"behind; dotted: each call's overhead is left as well. Fitted to {model.num_fitted} contenders' communication "
         f"by itself: {units.format_bytes(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
         f"{units.format_time(model.call_s)} a call, off by at most {units.format_percent(model.worst_fit)}. Best by "
-        f"the dotted one: buckets of {model.best_bucket_mb:.3g} MB, with {units.format_time(model.least_serial_s)} left. "
+        f"the dotted one: buckets of {model.best_bucket_mb:.3g} MB, {units.format_time(model.least_serial_s)} left. "
         "Neither knows that communication slows what it runs beside."
     )

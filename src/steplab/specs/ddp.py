@@ -41,8 +41,8 @@ class Contender:
     """One way of keeping ranks together."""
 
     kind: Kind
-    """none: ranks do not communicate. naive, flat, overlap, bucketed: the strategies of DataParallel. torch_ddp: that of
-    torch, DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, by block."""
+    """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
+    DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
     bucket_size_mb: float | None = None
     """Gradients that travel together, in 1e6 bytes; None for kinds that have no such size."""
     transport: str | None = None
