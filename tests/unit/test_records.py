@@ -252,7 +252,7 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
             "spec",
             {
                 *("model", "batch", "context", "pass", "precision", "compile", "attention", "checkpointing"),
-                *("optimizer", "warmup", "steps"),
+                *("optimizer", "processes", "warmup", "steps"),
             },
         ),
     ],

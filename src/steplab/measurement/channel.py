@@ -74,21 +74,29 @@ def whereabouts() -> Whereabouts:
     """Where the main thread of this process stands."""
     identity = threading.main_thread().ident
     frame = sys._current_frames().get(identity) if identity is not None else None
-    state, line = "code", ""
+    state: str | None = None
     while frame is not None:
         path = frame.f_code.co_filename.replace(os.sep, "/")
-        if "/torch/distributed/" in path or "/steplab/parallel/" in path:
-            state = "collective"
-        elif state == "code" and frame.f_code.co_name == "synchronize" and not line:
-            state = "device"
-        if not line and not _is_library(path):
-            line = _place(frame)
+        state = state or _state(path, frame.f_code.co_name)
+        if _is_told(path):
+            return Whereabouts(state=state or "code", line=_place(frame))
         frame = frame.f_back
-    return Whereabouts(state=state, line=line)
+    return Whereabouts(state=state or "code", line="a line that is not known")
 
 
-def _is_library(path: str) -> bool:
-    return path.startswith(("<", os.path.dirname(os.__file__) + "/")) or "/torch/" in path
+def _state(path: str, function: str) -> str | None:
+    """What a frame says of all that it has called; None: nothing."""
+    if "/torch/distributed/" in path or "/steplab/parallel/" in path:
+        return "collective"
+    if "/torch/" in path and function == "synchronize":
+        return "device"
+    return "code" if _is_told(path) else None
+
+
+def _is_told(path: str) -> bool:
+    """Whether a line of that file means something to the one who asks."""
+    libraries = ("<", os.path.dirname(os.__file__) + "/")
+    return not path.startswith(libraries) and "/torch/" not in path and "/steplab/parallel/" not in path
 
 
 def _place(frame: FrameType) -> str:

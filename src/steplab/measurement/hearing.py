@@ -7,15 +7,15 @@ STALL_S without progress on any rank, or at the end of the time the user gave.
 """
 
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -26,8 +26,8 @@ from steplab.errors import UserError
 from steplab.measurement import elastic
 from steplab.measurement.channel import Whereabouts
 from steplab.measurement.child import Request
-from steplab.measurement.hub import GONE, LAUNCHER, Event, Hub
-from steplab.measurement.processes import crash, end, tail
+from steplab.measurement.hub import GONE, LAUNCHER, Event, Hub, command_line_of
+from steplab.measurement.processes import crash, end, named, tail
 from steplab.measurement.rank import Order, Verdict
 from steplab.measurement.torchrun import Torchrun
 from steplab.records.codec import encode
@@ -65,7 +65,8 @@ def converse_with_ranks(
         )
     with _started(request, around) as (hub, child, logs):
         hearing = _Hearing(hub, request, listener, timeout_s, child, logs, is_joined=around is not None)
-        failure = hearing.hear()
+        with _told_to_end(hearing.end_soon) if around is not None else nullcontext():
+            failure = hearing.hear()
         refusal = listener.refusal
         refused = (refusal.exit_code, str(refusal)) if refusal is not None else None
         hub.broadcast("verdict", Verdict(failure=failure, refused=refused))
@@ -75,6 +76,19 @@ def converse_with_ranks(
     if refusal is not None:
         raise refusal
     return failure
+
+
+@contextmanager
+def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
+    """torchrun ends all command lines as soon as one of them ends badly: time enough to say which rank that was."""
+    if threading.current_thread() is not threading.main_thread():  # no other can hear of signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: end_soon())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -161,8 +175,13 @@ class _Hearing:
         self._child, self._logs, self._is_joined = child, logs, is_joined
         self._ranks = {number: _Rank() for number in range(request.processes)}
         self._exits: dict[int, int] | None = None
+        self._is_to_end = False
         self._started_s = self._moved_s = time.monotonic()
         listener.renew = self._renew
+
+    def end_soon(self) -> None:
+        """Wait no longer than to hear of a cause."""
+        self._is_to_end = True
 
     def hear(self) -> Failure | None:
         """Hear all ranks until the first has said its last word, or one has failed."""
@@ -200,6 +219,10 @@ class _Hearing:
             elif event.kind == "refused":
                 self._listener.hear(event.kind, event.value)
             return
+        if event.rank < LAUNCHER:
+            if event.kind == "failed":
+                self._ranks[command_line_of(event.rank)].failure = msgspec.json.decode(event.value, type=Failure)
+            return
         rank = self._ranks[event.rank]
         if event.kind == GONE:
             rank.gone = not rank.ended
@@ -227,7 +250,7 @@ class _Hearing:
         return None
 
     def _is_troubled(self, child_ended: bool) -> bool:
-        return child_ended or any(rank.gone or rank.failure for rank in self._ranks.values())
+        return child_ended or self._is_to_end or any(rank.gone or rank.failure for rank in self._ranks.values())
 
     def _died(self) -> Failure:
         """Some rank ended without a word; others may have been ended for that, or have lost their connection to it."""
@@ -241,6 +264,9 @@ class _Hearing:
                 return self._told(number)
         for number, code in exits.items():  # it never came as far as to say hello
             return self._crashed(number, code)
+        if self._is_to_end:
+            stage = self._listener.progress.stage
+            return Failure(kind="crashed", message=f"torchrun ended all processes during {stage}", phase=stage)
         return crash(self._child.wait(), self._listener.progress.stage, tail(self._logs.errors))
 
     def _crashed(self, number: int, code: int | None) -> Failure:
@@ -299,8 +325,7 @@ class _Hearing:
 
     def _named(self, number: int, failure: Failure) -> Failure:
         hello = self._hub.ranks.get(number)
-        name = f"rank {number} on {hello.host}" if hello else f"rank {number}"
-        return dataclasses.replace(failure, rank=number, message=f"{name}: {failure.message}")
+        return named(failure, number, hello.host if hello else None)
 
 
 def _is_suffered(failure: Failure) -> bool:

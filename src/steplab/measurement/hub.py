@@ -18,6 +18,13 @@ from steplab.records.codec import encode
 
 LAUNCHER = -1
 """The rank of the process that starts the others."""
+
+
+def command_line_of(rank: int) -> int:
+    """The rank that the command line of a rank goes by, where torchrun started one for each; and back."""
+    return LAUNCHER - 1 - rank
+
+
 GONE = "gone"
 """The kind of the event that a connection has ended."""
 _NULL = msgspec.Raw(b"null")

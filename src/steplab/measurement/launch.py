@@ -21,11 +21,13 @@ import msgspec
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
+from steplab.measurement.channel import Channel
 from steplab.measurement.child import Request
 from steplab.measurement.hearing import converse_with_ranks
-from steplab.measurement.processes import crash, end, end_group_with, kill_group, tail
+from steplab.measurement.hub import command_line_of
+from steplab.measurement.processes import crash, end, end_group_with, kill_group, named, tail
 from steplab.measurement.rank import Order
-from steplab.measurement.torchrun import torchrun_around
+from steplab.measurement.torchrun import Torchrun, torchrun_around
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, new_id, now_utc
 from steplab.records.environment import Environment
@@ -176,12 +178,21 @@ def converse(
     around = torchrun_around()
     if around is None or around.is_first:
         return converse_with_ranks(request, listener, timeout_s, around)
+    return _follow_the_first(request, listener, timeout_s, around)
+
+
+def _follow_the_first(
+    request: Request, listener: "Listener", timeout_s: float | None, around: Torchrun
+) -> Failure | None:
+    """What the command line of a rank but the first does: its child hears from the first what became of all."""
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
     failure = _converse_with_child("steplab.measurement.rank", Order(request=request), listener, patience_s)
-    if failure is not None:
-        name = f"rank {around.rank} on {socket.gethostname()}"
-        failure = dataclasses.replace(failure, rank=around.rank, message=f"{name}: {failure.message}")
-    return failure or listener.failed
+    if failure is None:
+        return listener.failed
+    if listener.hub is not None:
+        with contextlib.suppress(OSError):  # the first has ended; torchrun says so
+            Channel(*listener.hub, command_line_of(around.rank)).send("failed", failure)
+    return named(failure, around.rank, socket.gethostname())
 
 
 def _converse_with_child(
@@ -257,6 +268,8 @@ class Listener:
         self.measured: Run | None = None
         self.record: Record | None = None
         self.refusal: SteplabError | None = None
+        self.hub: tuple[str, int, str] | None = None
+        """Address, port and token of the first command line, as another one's child has found it."""
         self.failed: Failure | None = None
         """What became of all ranks, as one of torchrun's is told by the first."""
         self.renew: Callable[[], None] = lambda: None
@@ -287,6 +300,8 @@ class Listener:
             self.measured = msgspec.json.decode(value, type=Run)
         elif kind == "record":
             self.record = decode(bytes(value))
+        elif kind == "hub":
+            self.hub = msgspec.json.decode(value, type=tuple[str, int, str])
         elif kind == "failed":
             self.failed = msgspec.json.decode(value, type=Failure)
         elif kind == "refused":

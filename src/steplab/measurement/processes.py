@@ -1,6 +1,7 @@
 """Processes that are started to measure: ended with all that they started, and heard out when they fail."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -21,6 +22,12 @@ def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
         name = None
         message = f"the process ended during {stage} with exit code {returncode}"
     return Failure(kind="crashed", message=message, phase=stage, signal=name, last_lines=last_lines)
+
+
+def named(failure: Failure, rank: int, host: str | None) -> Failure:
+    """The failure of one of several processes, which its message names."""
+    name = f"rank {rank} on {host}" if host else f"rank {rank}"
+    return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
 
 
 def end_group_with(child: subprocess.Popen[Any]) -> None:

@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -21,9 +22,6 @@ from steplab.measurement.child import Request, answer, end_with_parent
 from steplab.measurement.torchrun import Torchrun, torchrun_around
 from steplab.records.codec import encode
 from steplab.records.run import Failure
-
-if TYPE_CHECKING:
-    from steplab.measurement.world import Store
 
 _OF_EVERY_RANK = ("stage", "step")
 """The hub hears of every rank's progress, and of the first one all."""
@@ -99,9 +97,18 @@ def _joined(place: Torchrun, descriptor: int) -> None:
         store.set("hub", f"{order.port}:{order.token}")
     port, token = store.get("hub").decode().split(":")
     channel = Channel("127.0.0.1" if place.is_first else place.address, int(port), token, place.rank)
+    if not place.is_first:
+        tell("hub", (place.address, int(port), token))
     channel.listen(on_verdict, on_end)
     said: list[tuple[str, Any]] = []
-    _work(order.request, place, channel, store, said)
+
+    def say(kind: str, value: Any) -> None:
+        if kind in _OF_EVERY_RANK:
+            tell(kind, value)
+        else:  # the last words of this rank count only if those of all do
+            said.append((kind, value))
+
+    _work(order.request, place, channel, store, say)
     if not heard.wait(_VERDICT_S):
         sys.exit(1)
     for kind, value in said:
@@ -112,10 +119,10 @@ def _work(
     request: Request,
     place: Torchrun,
     channel: Channel,
-    store: "Store | None" = None,
-    said: list[tuple[str, Any]] | None = None,
+    store: Any = None,
+    say: Callable[[str, Any], None] = lambda kind, value: None,
 ) -> bool:
-    """Do what is asked for, and say how it ended; whether well. Ranks but the first put what they say into `said`."""
+    """Do what is asked for, and tell the hub how it ended; whether well. `say` hears what ranks but the first say."""
     from steplab.measurement.failures import failure_from
     from steplab.measurement.world import join_world
 
@@ -129,10 +136,11 @@ def _work(
         if failure is not None:
             failed = True
             channel.send("failed", failure)
-        elif place.is_first or kind in _OF_EVERY_RANK:
-            channel.send(kind, value)
-        elif said is not None:
-            said.append((kind, value))
+        else:
+            if place.is_first or kind in _OF_EVERY_RANK:
+                channel.send(kind, value)
+            if not place.is_first:
+                say(kind, value)
 
     world = None
     try:

@@ -17,7 +17,7 @@ from steplab.specs.step import CHOICES, internal_name
 
 FIELDS = (
     "model", "context", "batch", "pass", "precision", "compile", "attention", "checkpointing", "optimizer",
-    "warmup", "steps", "seed", "device", "torch", "repeat",
+    "layout", "data_parallel", "bucket_size_mb", "warmup", "steps", "seed", "device", "torch", "repeat",
 )  # fmt: skip
 """Everything that can tell two runs apart, in the order it is said. `repeat` counts runs otherwise alike."""
 
@@ -32,6 +32,7 @@ _PANEL_ORDER = (
     "checkpointing",
     "optimizer",
     "compile",
+    "layout",
     "device",
     "torch",
     "warmup",
@@ -45,6 +46,7 @@ _WORDS: dict[tuple[str, Scalar], str] = {
     ("compile", "default"): "compiled",
     ("pass", "forward_backward"): "forward + backward",
     ("checkpointing", "none"): "no checkpointing",
+    ("layout", "dp=1"): "one process",
 }
 _SAID = {
     "context": "context {}",
@@ -55,6 +57,7 @@ _SAID = {
     "seed": "seed {}",
     "attention": "{} attention",
     "checkpointing": "checkpointing {}",
+    "bucket_size_mb": "buckets of {:g} MB",
     "torch": "torch {}",
     "repeat": "run {}",
 }
@@ -113,6 +116,9 @@ def _values(run: Run) -> dict[str, Scalar]:
         "attention": spec.attention if spec and spec.model.kind != "factory" else None,
         "checkpointing": spec.checkpointing if spec and spec.checkpoints_apply else None,
         "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
+        "layout": str(spec.layout) if spec else None,
+        "data_parallel": spec.strategy if spec else None,
+        "bucket_size_mb": spec.bucket_mb if spec else None,
         "warmup": spec.warmup if spec else None,
         "steps": spec.steps if spec else None,
         "seed": spec.seed if spec else None,

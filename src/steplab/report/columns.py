@@ -56,6 +56,11 @@ _bytes = _number(units.format_bytes)
 _tokens = _number(lambda value: units.format_rate(value, "").rstrip())
 
 
+def show_bucket(value: Scalar) -> str:
+    """25 MB; the unit is 1e6 bytes."""
+    return f"{value:g} MB" if isinstance(value, (int, float)) else str(value)
+
+
 def figure_column(key: str, header: str, show: Callable[[Scalar], str], rank: int) -> Column:
     """A column of figures measured for each row."""
     return Column(key=key, header=header, show=show, numeric=True, shared=False, rank=rank)
@@ -91,6 +96,9 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="attention", header="attention", caption="attention {}"),
     Column(key="checkpointing", header="checkpointing", caption="checkpointing {}", rank=2),
     Column(key="optimizer", header="optimizer", caption="optimizer {}", rank=4),
+    Column(key="layout", header="layout", caption="layout {}", rank=1),
+    Column(key="data_parallel", header="strategy", caption="{} gradients", rank=1),
+    Column(key="bucket_size_mb", header="bucket", show=show_bucket, numeric=True, caption="buckets of {}", rank=2),
     Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up step{s}", rank=3),
     Column(key="steps", header="steps", numeric=True, caption="{} measured step{s}", rank=8),
     Column(key="device", header="device", rank=6),

@@ -10,12 +10,13 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Failure, Run
 from steplab.records.timing import Timing, curve, find_phase
 from steplab.report.blocks import figure_table, pairs_table, section
-from steplab.report.columns import ABSENT, reason
+from steplab.report.columns import ABSENT, reason, show_bucket
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.memory_text import memory_parts
 from steplab.report.profile_text import profile_of, profile_parts
+from steplab.report.ranks_text import rank_parts
 from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.step import StepSpec
@@ -66,6 +67,8 @@ def _parts(run: Run, references: MemoryReferences | None, width: int) -> "Iterat
         yield from _headline(run, run.timing)
         yield from section("Phases", _phases(run, run.timing))
         yield from section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
+    if run.ranks:
+        yield from section("Ranks", *rank_parts(run.ranks))
     if run.utilizations:
         yield from section("Utilization", _utilization(run))
     if run.failure is None and (run.timing or run.memory):  # an imported trace has neither
@@ -107,7 +110,16 @@ def describe(spec: StepSpec) -> str:
         words.append(f"attention {spec.attention}")
     if spec.checkpoints_apply and spec.checkpointing != "none":
         words.append(f"checkpointing {spec.checkpointing}")
-    return " · ".join(words + ([spec.optimizer] if spec.pass_name == "train" else []))
+    words += [spec.optimizer] if spec.pass_name == "train" else []
+    return " · ".join(words + _spread(spec))
+
+
+def _spread(spec: StepSpec) -> list[str]:
+    """How it is spread over several processes; nothing of one."""
+    if spec.layout.world_size == 1:
+        return []
+    buckets = f" {show_bucket(spec.bucket_mb)}" if spec.bucket_mb else ""
+    return [f"layout {spec.layout}", *([f"{spec.strategy}{buckets}"] if spec.strategy else [])]
 
 
 def _failure(failure: Failure) -> "Iterator[RenderableType]":

@@ -111,6 +111,16 @@ class StepSpec:
         return self.tokens * self.layout.data_ranks
 
     @property
+    def strategy(self) -> str | None:
+        """How gradients are averaged; None where there is no `dp` axis to average them over."""
+        return self.data_parallel if self.layout.dp > 1 else None
+
+    @property
+    def bucket_mb(self) -> float | None:
+        """Size of the buckets of gradients; None where there are none."""
+        return self.bucket_size_mb if self.strategy == "bucketed" else None
+
+    @property
     def checkpoints_apply(self) -> bool:
         """Whether `checkpointing` has a say: without gradients nothing is kept, and a factory builds its own model."""
         return self.pass_name != "forward" and self.model.kind != "factory"
