@@ -57,7 +57,7 @@ class Link:
     def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:
         """What is left after a backward pass of `backward_s` in which gradients appear evenly, all calls overlapped."""
         bucket_s = self.bucket_s(num_bytes, num_buckets)
-        return max(bucket_s, backward_s / num_buckets + num_buckets * bucket_s - backward_s)
+        return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
 
     def serial_s(self, num_bytes: float, num_buckets: float) -> float:
         """The same where each call's o is exposed, and the link keeps up."""
