@@ -24,6 +24,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 _LONGEST_REQUEST_BYTES = 1 << 20
+_MEASURING = tuple(f"steplab.measurement.{name}" for name in ("child", "elastic", "rank"))
+_LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+"""Where torch's launcher, by which ranks are started, has a Popen by its own name."""
 
 
 class Preloaded:
@@ -64,21 +67,25 @@ class ForkingPopen(subprocess.Popen[bytes]):
     """Starts a measuring process by forking; whatever else, as ever."""
 
     def _execute_child(self, args: list[str], *others: Any) -> None:
-        if args[1:3] != ["-m", "steplab.measurement.child"]:
+        if args[1] != "-m" or args[2] not in _MEASURING:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
-        _, _, _, pass_fds, *_ = others
+        _, _, _, pass_fds, _, environment, *_ = others
         ends = others[9:15]  # of stdin, stdout and stderr, two each
+        streams = (ends[0], ends[3], ends[5])
 
         def measure() -> None:
-            from steplab.measurement import child
-
             atexit._clear()  # the command's temporary folders are the command's
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            _take((ends[0], ends[3], ends[5]), keep=pass_fds)
-            child.main()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            if environment is not None:
+                os.environ.clear()
+                os.environ.update(environment)
+            # -1: as this process has it
+            _take(tuple(own if given < 0 else given for own, given in enumerate(streams)), keep=pass_fds)
+            importlib.import_module(args[2]).main()
 
         self.pid = os.fork()
         if self.pid == 0:
@@ -124,6 +131,7 @@ def _import_everything() -> None:
     import steplab
 
     importlib.import_module("torch._dynamo")  # as the first optimizer does, in a measuring process
+    importlib.import_module("torch.distributed.launcher.api")
     for module in pkgutil.walk_packages(steplab.__path__, "steplab."):
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
@@ -141,6 +149,7 @@ def _command(streams: tuple[int, ...], *, arguments: list[str], cwd: str, enviro
     os.environ.update(environment)
     sys.path[0], sys.argv = cwd, ["steplab", *arguments]
     subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
+    importlib.import_module(_LAUNCHERS_OWN).Popen = ForkingPopen
     app.console()
 
 

@@ -56,3 +56,7 @@ def hangs() -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def stopped() -> tuple[nn.Module, Callable[[], Tensor]]:
     return _built(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def whole_step() -> Callable[[], None]:
+    return lambda: None

@@ -1,7 +1,7 @@
 """The process that starts several, by torch's elastic launcher, on this machine.
 
-Started by hearing.py as `python -m steplab.measurement.elastic`, with an order on standard input, which stays open for
-as long as the parent lives. Each rank runs rank.py. Nothing is started anew: the first that ends badly ends all.
+Started by ranks_launch.py as `python -m steplab.measurement.elastic`, with an order on standard input, which stays open
+for as long as the parent lives. Each rank runs rank.py. Nothing is started anew: the first that ends badly ends all.
 """
 
 import os

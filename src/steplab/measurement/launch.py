@@ -23,10 +23,10 @@ from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.channel import Channel
 from steplab.measurement.child import Request
-from steplab.measurement.hearing import converse_with_ranks
 from steplab.measurement.hub import command_line_of
-from steplab.measurement.processes import crash, end, end_group_with, kill_group, named, tail
+from steplab.measurement.processes import Watchdog, crash, end, end_group_with, named, tail
 from steplab.measurement.rank import Order
+from steplab.measurement.ranks_launch import converse_with_ranks
 from steplab.measurement.torchrun import Torchrun, torchrun_around
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, new_id, now_utc
@@ -169,7 +169,7 @@ def converse(
 ) -> Failure | None:
     """Start a child, have `listener` hear it out, and give what became of it; None: it said its last word.
 
-    A request for several processes is given to so many, started here or by torchrun (see hearing.py).
+    A request for several processes is given to so many, started here or by torchrun (see ranks_launch.py).
 
     Raises the SteplabError that the child named. KeyboardInterrupt ends the child and passes on.
     """
@@ -209,7 +209,7 @@ def _converse_with_child(
             start_new_session=True,
         )
         os.close(write_fd)
-        watchdog = _Watchdog(child, timeout_s)
+        watchdog = Watchdog(child, timeout_s)
         threading.Thread(target=end_group_with, args=(child,), daemon=True).start()
         listener.renew = watchdog.renew
         try:
@@ -227,35 +227,6 @@ def _converse_with_child(
             watchdog.cancel()
             end(child)
         return _failure(listener, child.returncode, watchdog, errors)
-
-
-class _Watchdog:
-    """Ends the child once its time is up."""
-
-    def __init__(self, child: subprocess.Popen[bytes], timeout_s: float | None) -> None:
-        if timeout_s is not None:
-            timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
-        self.timeout_s = timeout_s
-        self.fired = False
-        self._child = child
-        self._timer: threading.Timer | None = None
-        self.renew()
-
-    def renew(self) -> None:
-        """Begin the time anew."""
-        self.cancel()
-        if self.timeout_s is not None:
-            self._timer = threading.Timer(self.timeout_s, self._fire)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _fire(self) -> None:
-        self.fired = True
-        kill_group(self._child)
-
-    def cancel(self) -> None:
-        if self._timer:
-            self._timer.cancel()
 
 
 class Listener:
@@ -318,7 +289,7 @@ class Listener:
         self.on_progress(progress)
 
 
-def _failure(listener: Listener, returncode: int, watchdog: _Watchdog, errors: IO[bytes]) -> Failure | None:
+def _failure(listener: Listener, returncode: int, watchdog: Watchdog, errors: IO[bytes]) -> Failure | None:
     """What became of a child without a last word; raises its refusal."""
     if listener.refusal is not None:
         raise listener.refusal

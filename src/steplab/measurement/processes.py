@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+import threading
 from typing import IO, Any
 
 from steplab.records.run import Failure
@@ -57,3 +58,32 @@ def tail(errors: IO[bytes]) -> tuple[str, ...]:
     errors.seek(max(0, size - 16_384))
     text = errors.read().decode("utf-8", errors="replace")
     return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+
+
+class Watchdog:
+    """Ends the child once its time is up."""
+
+    def __init__(self, child: subprocess.Popen[bytes], timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+        self.timeout_s = timeout_s
+        self.fired = False
+        self._child = child
+        self._timer: threading.Timer | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin the time anew."""
+        self.cancel()
+        if self.timeout_s is not None:
+            self._timer = threading.Timer(self.timeout_s, self._fire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _fire(self) -> None:
+        self.fired = True
+        kill_group(self._child)
+
+    def cancel(self) -> None:
+        if self._timer:
+            self._timer.cancel()

@@ -1,0 +1,215 @@
+"""`steplab run` in several processes: started by steplab or by torchrun, ended whole, clear about what went wrong."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from tests.cli.program import Program, tiny, wait_until
+
+from steplab.records.codec import decode
+from steplab.records.run import Run
+
+HERE = socket.gethostname()
+PROMPTLY_S = 30.0
+"""Far above what an end takes, and far below any of the timeouts that must not be what ends a run."""
+
+
+@pytest.fixture
+def steplab(tmp_path: Path) -> Iterator[Program]:
+    """The program, with the faulty models at hand, that leaves no process."""
+    program = Program(tmp_path)
+    program.write("faulty.py", Path(__file__).with_name("faulty.py").read_text(encoding="utf-8"))
+    yield program
+    program.end_all()
+    wait_until(lambda: not processes_in(tmp_path), "the end of all processes", timeout_s=10)
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Those that work there: ranks lead sessions of their own, and are nobody's children once a command is killed."""
+    return [process for process in psutil.process_iter() if _works_in(process, folder)]
+
+
+def _works_in(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and Path(process.cwd()).is_relative_to(folder)
+    except (psutil.Error, OSError):
+        return False
+
+
+def test_two_processes_make_one_record(steplab: Program) -> None:
+    result = steplab("run", *without_device(), "--processes", "2", "--data-parallel", "flat", "--format", "json")
+    assert result.code == 0, result.stderr
+    (row,) = result.rows()
+    assert (row["processes"], row["layout"], row["data_parallel"], row["bucket_size_mb"]) == (2, "dp=2", "flat", None)
+    run = shown(steplab, row["id"])
+    check_two_ranks(run)
+    text = steplab("show", run.id).stdout
+    assert "layout dp=2 · flat" in text
+    assert "over 2 ranks" in text
+
+
+def check_two_ranks(run: Run) -> None:
+    """Samples of the same steps from both, and figures of both together."""
+    assert run.spec is not None
+    assert run.timing is not None
+    assert run.environment is not None
+    assert [(rank.rank, rank.host) for rank in run.ranks] == [(0, HERE), (1, HERE)]
+    assert run.ranks[0].back_to_back == run.timing.back_to_back
+    assert run.ranks[1].back_to_back != run.timing.back_to_back
+    for rank in run.ranks:
+        assert [phase.phase for phase in rank.back_to_back] == [
+            *("forward", "backward", "gradient sync", "optimizer", "step")
+        ]
+        assert all(len(phase.best_s) == run.spec.steps for phase in rank.back_to_back)
+        assert rank.device_name == run.environment.device.name
+        assert rank.host_peak_bytes
+    assert run.tokens_per_step == 2 * run.spec.tokens
+    assert {used.num_devices for used in run.utilizations} == {2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ("out_of_memory", 1, "out of memory: rank 1 on {host}: asked for 2.00 GiB more (measure)"),
+        ("raises", 1, "error: rank 1 on {host}: ValueError: the third batch is spoilt"),
+        ("killed", 1, "crashed: rank 1 on {host}: the process was ended by SIGKILL during measure"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run_and_is_named(steplab: Program, fault: str, code: int, told: str) -> None:
+    started_s = time.monotonic()
+    result = steplab("run", *without_device(), "--model", f"faulty:{fault}", "--processes", "2")
+    assert time.monotonic() - started_s < PROMPTLY_S
+    assert result.code == code
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"steplab: {told.format(host=HERE)}")
+    (row,) = steplab.rows()
+    failure = shown(steplab, row["id"]).failure
+    assert failure is not None
+    assert failure.rank == 1
+    assert failure.phase == "measure"
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("hangs", "it is at work/faulty.py:"), ("stopped", "it does not answer in measure, and the others wait for it")],
+)
+def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(steplab: Program, fault: str, told: str) -> None:
+    options = ("--model", f"faulty:{fault}", "--processes", "2", "--timeout", "8s")
+    result = steplab("run", *without_device(), *options)
+    assert result.code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"steplab: timeout: rank 1 on {HERE}: did not end within 8.00 s: ")
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--processes", "2", "--layout", "dp=4"), "layout dp=4 takes 4 processes, not 2; use --processes 4"),
+        (("--processes", "2", "--device", "cuda"), "--processes is for the CPU, and the device is cuda"),
+        (("--processes", "2", "--gpus", "2"), "not both"),
+        (("--processes", "0"), "--processes must be at least 1, not 0"),
+        (("--layout", "dp=2,xp=2"), "layout 'dp=2,xp=2' is not known; write each of dp, fsdp, tp, pp once"),
+        (("--layout", "dp=2", "--device", "cuda:1"), "device cuda:1 is one device, and layout dp=2 takes 2"),
+        (("--layout", "tp=2", "--device", "cpu"), "layout tp=2 is not supported"),
+        (("--model", "faulty:whole_step", "--processes", "2"), "layout dp=2 for faulty:whole_step is not supported"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(steplab: Program, options: tuple[str, ...], told: str) -> None:
+    result = steplab("run", *without_device(), *options)
+    assert result.code == 2
+    (line,) = result.stderr.splitlines()
+    assert told in line
+    assert steplab.rows() == []
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_command(steplab: Program, ending: signal.Signals) -> None:
+    options = ("--model", "faulty:hangs", "--processes", "2", "--context", "8")
+    process = steplab.start("run", *options)
+    everyone = 4  # the command, the launcher and two ranks
+    wait_until(lambda: len(processes_in(steplab.folder)) == everyone, "two ranks", timeout_s=60)
+    process.send_signal(ending)
+    assert process.wait(timeout=PROMPTLY_S) == (130 if ending == signal.SIGINT else -signal.SIGKILL)
+
+
+def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
+    """As on two machines: each torchrun starts one of the two ranks, and the folders they store in are different."""
+    other = Program(steplab.folder / "other machine")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launchers = [
+        torchrun(program, "--nnodes", "2", "--node-rank", str(node), "--master-port", str(port))
+        for node, program in enumerate((steplab, other))
+    ]
+    outputs = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    (row,) = json.loads(outputs[0][0])
+    assert outputs[1][0] == b""
+    check_two_ranks(shown(steplab, row["id"]))
+    assert not other.store.exists()
+
+
+def test_a_rank_that_dies_under_torchrun_is_named_by_the_first(steplab: Program) -> None:
+    launcher = torchrun(steplab, "--standalone", "--nproc-per-node", "2", options=("--model", "faulty:killed"))
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    told = f"steplab: crashed: rank 1 on {HERE}: the process was ended by SIGKILL during measure"
+    assert [line.startswith(told) for line in errors.decode().splitlines() if line.startswith("steplab:")] == [True]
+    (row,) = steplab.rows()
+    failure = shown(steplab, row["id"]).failure
+    assert failure is not None
+    assert failure.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run", "--layout", "dp=4"), "torchrun started 2 processes and layout dp=4 takes 4"),
+        (("sweep", "quick"), "torchrun started 2 processes, and each would sweep"),
+    ],
+)
+def test_another_number_of_processes_than_torchrun_started_is_refused(
+    steplab: Program, words: tuple[str, ...], told: str
+) -> None:
+    for rank in (0, 1):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        result = steplab(*words, variables=variables)
+        assert result.code == 2
+        assert (told in result.stderr) == (rank == 0)
+        assert len(result.stderr.splitlines()) == (1 if rank == 0 else 0)
+
+
+def torchrun(program: Program, *words: str, options: tuple[str, ...] = ()) -> psutil.Popen:
+    """Start `steplab run` under torchrun, as a user would."""
+    place = ("--master-addr", "127.0.0.1") if "--nnodes" in words else ()
+    line = [sys.executable, "-m", "torch.distributed.run", *place, *words]
+    line += ["-m", "steplab", "run", *tiny(), "--format", "json", *options]
+    process = psutil.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=program.cwd, env=program.environment
+    )
+    program.started.append(process)
+    return process
+
+
+def without_device() -> tuple[str, ...]:
+    """Options of the least that is a measurement, without a device."""
+    words = tiny()
+    at = words.index("--device")
+    return words[:at] + words[at + 2 :]
+
+
+def shown(program: Program, identity: str) -> Run:
+    """The whole record."""
+    record: Any = decode(program("show", identity, "--format", "json").stdout)
+    assert isinstance(record, Run)
+    return record
