@@ -1,6 +1,7 @@
 """Whether an attention that keeps no scores errs at most twice as much as plain attention, measured against float64."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,22 +17,64 @@ def rms(x: Tensor) -> float:
     return float(x.to(torch.float64).square().mean().sqrt())
 
 
-def scores_of(q: Tensor, k: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+def scores_of(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    product: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> Tensor:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    scores = product(q, k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * scale
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(hidden, float("-inf")) if causal else scores
 
 
 def results_of_plain(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, *, causal: bool, scale: float | None = None, tf32: bool = False
 ) -> Results:
-    """Of attention as written, in the tensors' own type."""
+    """Of attention as written, in the tensors' own type; with `tf32`, float32 with products as TF32 defines them.
+
+    (A GPU takes TF32 for a product only where its sizes suit it.)
+    """
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    out = attention(q, k, v, causal=causal, scale=scale)
-    with torch.no_grad():
-        lse = scores_of(q, k, causal=causal, scale=scale).logsumexp(-1)
-    return _named(out, lse, torch.autograd.grad(out, (q, k, v), do))
+    scores = scores_of(q, k, causal=causal, scale=scale, product=_tf32_product if tf32 else torch.matmul)
+    if tf32:
+        out = _tf32_product(scores.softmax(-1), v.repeat_interleave(q.shape[1] // v.shape[1], 1))
+    else:
+        out = attention(q, k, v, causal=causal, scale=scale)
+    return _named(out, scores.detach().logsumexp(-1), torch.autograd.grad(out, (q, k, v), do))
+
+
+class _Tf32Product(torch.autograd.Function):
+    """Operands rounded to the nearest number with 10 bits behind the first, products and sums in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _to_tf32(a) @ _to_tf32(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _to_tf32(grad) @ _to_tf32(b).mT, _to_tf32(a).mT @ _to_tf32(grad)
+
+
+def _tf32_product(a: Tensor, b: Tensor) -> Tensor:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        product: Tensor = _Tf32Product.apply(a, b)  # type: ignore[no-untyped-call]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    return product
+
+
+def _to_tf32(x: Tensor) -> Tensor:
+    """By adding and taking away a number 2^13 times as large (Dekker 1971), where that does not overflow."""
+    large = x * (2.0**13 + 1)
+    return large - (large - x)
 
 
 def results_of(
@@ -56,7 +99,6 @@ def least_errors(
     *,
     causal: bool,
     scale: float | None = None,
-    eps: float | None = None,
 ) -> dict[str, float]:
     """What no kernel that keeps no scores can promise to fall below, by the name of the result.
 
@@ -67,10 +109,8 @@ def least_errors(
     attention has none where the weights are one and zero. And the weights are made of numbers in float32: a score of
     5,000 is off by up to 5e-4, and so is its weight; and in backward the log-sum-exp, and so are all weights of the
     row. Where two scores that large are nearly the same, all of the error comes from that row, in plain attention too.
-
-    eps is that of the type, unless products are made with fewer bits (tf32).
     """
-    eps = torch.finfo(q.dtype).eps if eps is None else eps
+    eps = torch.finfo(q.dtype).eps
     eps_of_sums = torch.finfo(torch.float32).eps
     factor = abs(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     sharing = q.shape[1] // k.shape[1]
@@ -118,15 +158,31 @@ def assert_at_most_twice_the_error_of_plain(
     *,
     causal: bool,
     scale: float | None = None,
-    eps: float | None = None,
+    tf32: bool = False,
     case: object = "",
 ) -> None:
     """Where plain attention happens to err less than rounding may cost, twice that cost is allowed."""
+    found = results_of(function, q, k, v, do, causal=causal, scale=scale)
+    assert_results_at_most_twice_as_wrong(found, q, k, v, do, causal=causal, scale=scale, tf32=tf32, case=case)
+
+
+def assert_results_at_most_twice_as_wrong(
+    found: Results,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    tf32: bool = False,
+    case: object = "",
+) -> None:
+    """The same of results, wherever they come from."""
     wide = (t.detach().double() for t in (q, k, v, do))
     exact = results_of_plain(*wide, causal=causal, scale=scale)
-    plain = results_of_plain(q, k, v, do, causal=causal, scale=scale)
-    found = results_of(function, q, k, v, do, causal=causal, scale=scale)
-    least = least_errors(q, k, v, do, exact, causal=causal, scale=scale, eps=eps)
+    plain = results_of_plain(q, k, v, do, causal=causal, scale=scale, tf32=tf32)
+    least = least_errors(q, k, v, do, exact, causal=causal, scale=scale)
     for name, right in exact.items():
         error, allowed = rms(found[name] - right), 2 * max(rms(plain[name] - right), least[name])
         assert error <= allowed, f"{name} errs by {error:.3g}, where {allowed:.3g} is allowed: {case}"

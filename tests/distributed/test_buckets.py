@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steplab.parallel.buckets import ALIGNMENT_BYTES, Bucket, aligned, assign
+from steplab.parallel.buckets import ALIGNMENT_BYTES, aligned, assign, views_of
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -56,7 +56,8 @@ def test_without_a_limit_there_is_a_bucket_a_dtype_and_device(parameters: list[n
 
 
 def test_gradients_in_a_bucket_begin_where_vectorised_reads_may() -> None:
-    bucket = Bucket([nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3, 8, 9)], None)
-    starts = [average.data_ptr() for average in bucket.wait()]
+    parameters = [nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for size in (3, 8, 9)]
+    buffer = torch.zeros(sum(map(aligned, parameters)), dtype=torch.bfloat16)
+    starts = [view.data_ptr() for view in views_of(buffer, parameters)]
     assert [start - starts[0] for start in starts] == [0, 16, 32]
     assert starts[0] % ALIGNMENT_BYTES == 0

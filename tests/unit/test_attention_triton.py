@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +14,7 @@ from tests.attention_errors import (
     assert_at_most_twice_the_error_of_plain,
     results_of,
     results_of_plain,
+    rms,
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,6 +25,7 @@ from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
 from steplab.ops.attention.operators import TRITON
+from steplab.ops.attention.triton_tensors import rounded_to_tf32
 from steplab.ops.attention.triton_tuning import Kernel, Tiles
 
 pytestmark = [
@@ -51,11 +53,40 @@ def inputs(
     return [torch.randn(batch, *shape, width, generator=make).to(dtype) for shape in shapes]
 
 
-def check(tensors: list[Tensor], *, causal: bool, scale: float | None = None, case: object = "") -> None:
+def check(
+    tensors: list[Tensor], *, causal: bool, scale: float | None = None, tf32: bool = False, case: object = ""
+) -> None:
     q, k, v, do = tensors
     assert_at_most_twice_the_error_of_plain(
-        FlashAttentionTriton, q, k, v, do, causal=causal, scale=scale, case=(case, causal, scale)
+        FlashAttentionTriton, q, k, v, do, causal=causal, scale=scale, tf32=tf32, case=(case, causal, scale)
     )
+
+
+@pytest.fixture
+def tf32_allowed() -> Iterator[None]:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tf32_errs_at_most_twice_as_much_as_plain_attention_with_operands_rounded_to_it(
+    causal: bool, tf32_allowed: None
+) -> None:
+    tensors = inputs(1, 2, 1, 70, 50, 33)
+    check(tensors, causal=causal, tf32=True)
+    exact = results_of_plain(*tensors, causal=causal)
+    found = results_of(FlashAttentionTriton, *tensors, causal=causal)
+    assert rms(found["output"] - exact["output"]) > 1e-5 * rms(exact["output"])  # it is not float32
+
+
+def test_rounding_to_tf32_is_to_the_nearest_and_keeps_what_is_no_number() -> None:
+    x = torch.tensor([1 + 2**-11 + 2**-20, 1 + 2**-12, -1 - 2**-10, float("inf"), -float("inf"), 0.0])
+    right = torch.tensor([1 + 2**-10, 1.0, -1 - 2**-10, float("inf"), -float("inf"), 0.0])
+    assert torch.equal(rounded_to_tf32(x), right)
+    all_ones = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    assert rounded_to_tf32(all_ones).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)

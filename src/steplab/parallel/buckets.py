@@ -1,28 +1,16 @@
-"""Which gradients travel together, and the memory they travel in.
-
-A bucket of several gradients is one flat buffer, of which they are views: what the collective reduces is what the
-optimizer reads, and nothing is copied out. A gradient that autograd made elsewhere is copied in once, all of a bucket
-in one call; one that already lives there, because it was zeroed and not dropped, is not copied at all.
-
-A bucket of one gradient needs no buffer: the tensor that autograd made is reduced where it was born. So every gradient
-larger than the bucket size, which in a Transformer is most of the bytes, is never copied.
+"""Which gradients travel together, and how they lie in a bucket's memory.
 
 In a buffer each gradient begins at a multiple of 16 bytes, so that vectorised optimizers can read it; the gaps are zero
 and travel along.
-
-With compression a bucket has a second buffer, of the smaller dtype, which travels instead: gradients are cast on their
-way in, and the averages on their way back into the first.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.collectives import Collectives, Pending
-
 ALIGNMENT_BYTES = 16
-COMPRESSED_DTYPES = (torch.float32, torch.float64)
 
 
 def assign(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
@@ -51,88 +39,37 @@ def aligned(parameter: Tensor) -> int:
     return -(-parameter.numel() // unit) * unit
 
 
-class Bucket:
-    """Gradients that are reduced by one collective.
+class Bucket(Protocol):
+    """Gradients that travel together.
 
     `launch`, then `wait`, which gives the averages; before the next launch all may be done to the averages that is done
     to gradients, as they are the parameters' own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None) -> None:
-        self._parameters = tuple(parameters)
-        first = self._parameters[0]
-        compressed = wire_dtype is not None and first.dtype in COMPRESSED_DTYPES
-        self._buffer: Tensor | None = None
-        self._averages: list[Tensor] = []
-        alone = len(self._parameters) == 1
-        if not alone:
-            size = sum(map(aligned, self._parameters))
-            self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-            self._averages = self._views(self._buffer)
-        self._wire: Tensor | None = None
-        self._wire_views: list[Tensor] = []
-        if compressed:
-            size = first.numel() if alone else sum(map(aligned, self._parameters))
-            self._wire = torch.zeros(size, dtype=wire_dtype, device=first.device)
-            self._wire_views = self._views(self._wire)
-        self._pending: Pending | None = None
-
-    def launch(self, collectives: Collectives, gradients: Sequence[Tensor | None]) -> None:
+    def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
-        buffer = self._buffer
-        if buffer is None:
-            self._averages = [_dense(gradients[0], self._parameters[0])]
-            buffer = _flat(self._averages[0])
-            gradients = self._averages
-        if self._wire is None:
-            _fill(self._averages, gradients)
-            self._pending = collectives.all_reduce(buffer, average=True)
-        else:
-            _fill(self._wire_views, gradients)
-            self._pending = collectives.all_reduce(self._wire, average=True, into=buffer)
 
     def wait(self) -> list[Tensor]:
         """The averages, each shaped as its parameter; of what was launched last."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-        return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """The averages, with gradients that came too late for the launch added: what to launch next."""
-        for average, gradient in zip(self.wait(), gradients, strict=True):
-            if gradient is not None:
-                average.add_(gradient)
-        return self._averages
 
     def release(self) -> None:
         """Hold on to no gradient that is not in the bucket's own memory."""
-        if self._buffer is None:
-            self._averages = []
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        views, start = [], 0
-        for parameter in self._parameters:
-            views.append(buffer.as_strided(parameter.size(), _strides(parameter), start))
-            start += aligned(parameter)
-        return views
 
 
-def _fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their targets, where they are not there yet."""
-    moved = [
-        (target, gradient)
-        for target, gradient in zip(targets, gradients, strict=True)
-        if gradient is not None and not _same(target, gradient)
-    ]
-    if moved:
-        torch._foreach_copy_([target for target, _ in moved], [gradient for _, gradient in moved])
-    absent = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is None]
-    if absent:
-        torch._foreach_zero_(absent)
+def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Each parameter's place in a buffer, shaped as the parameter."""
+    views, start = [], 0
+    for parameter in parameters:
+        views.append(buffer.as_strided(parameter.size(), _strides(parameter), buffer.storage_offset() + start))
+        start += aligned(parameter)
+    return views
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers in the same memory."""
     return a is b or (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride())
 
 
@@ -153,7 +90,7 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     """The gradient itself where its layout and dtype are the parameter's, else a copy that has them."""
     strides = _strides(parameter)
     if gradient is not None and gradient.stride() == strides and gradient.dtype == parameter.dtype:
@@ -162,6 +99,6 @@ def _dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
     return dense.zero_() if gradient is None else dense.copy_(gradient)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat(tensor: Tensor) -> Tensor:
     """All elements of a tensor that fills its memory, in the order in which they lie there."""
     return tensor.as_strided((tensor.numel(),), (1,))

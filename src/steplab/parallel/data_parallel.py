@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from steplab.errors import Unsupported, UserError
 from steplab.parallel.agreement import check_alike
 from steplab.parallel.collectives import Collectives, collectives_of
+from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.reduction import GradientReducer
 from steplab.parallel.strategies import strategy_of
+from steplab.parallel.transports import bucket_maker, check_transport
 
-WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _PREFIX = "module."
 
 
@@ -51,6 +52,10 @@ class DataParallel(nn.Module):
     Which parameters have gradients may differ between ranks and steps; one that has none on a rank counts as zero
     there, and where no rank has one it stays None. Parameters that require no gradient at the start are left alone.
 
+    How they travel is `transport`: `collectives` (NCCL, gloo), or `peer_copy`, on the copy engines of the GPUs of one
+    host (see peer_copies.py), which leaves the multiprocessors to backward; it takes device memory for a second copy of
+    all gradients, outside torch's allocator.
+
     With `compress="bf16"`, gradients of float32 and float64 travel as bf16, are summed in it, and take memory for
     a copy in bf16.
     """
@@ -62,19 +67,22 @@ class DataParallel(nn.Module):
         bucket_size_mb: float = 25.0,
         group: dist.ProcessGroup | Collectives | None = None,
         compress: str | None = None,
+        transport: str | PeerMemory = "collectives",
     ) -> None:
         """See the class; `bucket_size_mb` is in units of 1e6 bytes of gradients, and matters to `bucketed` alone.
 
         Raises UserError where a setting is not valid, no processes are joined, or the ranks differ; Unsupported where
-        the module makes sparse gradients.
+        the module makes sparse gradients, or the transport does not serve these ranks.
         """
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
-        if compress not in WIRE_DTYPES:
-            raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients as they are")
+        check_transport(transport, compress)
         self.module = module
         collectives = collectives_of(group)
-        settings = {"strategy": strategy, "bucket_size_mb": bucket_size_mb, "compress": compress}
+        named = transport if isinstance(transport, str) else "peer_copy"
+        settings = {
+            "strategy": strategy, "bucket_size_mb": bucket_size_mb, "compress": compress, "transport": named
+        }  # fmt: skip
         check_alike(collectives, settings, _forms(module))
         _refuse_sparse(module)
         _broadcast_from_first(module, collectives)
@@ -83,7 +91,11 @@ class DataParallel(nn.Module):
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._trained_names = [name for name, _ in trained]
         self._reducer = GradientReducer(
-            self._trained_names, [p for _, p in trained], chosen, WIRE_DTYPES[compress], collectives
+            self._trained_names,
+            [p for _, p in trained],
+            chosen,
+            bucket_maker(transport, compress, collectives, group),
+            collectives,
         )
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 

@@ -37,15 +37,14 @@ class GradientReducer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         strategy: Strategy,
-        wire_dtype: torch.dtype | None,
+        make_buckets: Callable[[list[list[nn.Parameter]]], Sequence[Bucket]],
         collectives: Collectives,
     ) -> None:
         self.active = True
         self._parameters = tuple(parameters)
         self._strategy = strategy
-        self._collectives = collectives
         self._members = assign(self._parameters, strategy.bucket_bytes)
-        self._buckets = [Bucket([self._parameters[index] for index in group], wire_dtype) for group in self._members]
+        self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
         self.agreement = StepAgreement(collectives, names)
         self._expected = [True] * len(self._parameters)
@@ -103,13 +102,13 @@ class GradientReducer:
         gradients = self._take(self._members[self._next])
         for index, gradient in zip(self._members[self._next], gradients, strict=True):
             self._sent[index] = gradient is not None
-        self._buckets[self._next].launch(self._collectives, gradients)
+        self._buckets[self._next].launch(gradients)
         self._next += 1
 
     def _launch_again(self, late: Sequence[bool]) -> None:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if any(late[index] for index in members):
-                bucket.launch(self._collectives, bucket.add(self._take(members)))
+                bucket.launch(bucket.add(self._take(members)))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """The gradients, which their parameters have no longer."""

@@ -1,21 +1,34 @@
 """flash_triton's backward pass: three gradients from what forward kept. triton_portable_backward.py says how."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from steplab.ops.attention.triton_launch import (
+    Form,
+    Start,
     base_two,
     hopper_options,
-    numbers_of,
+    number_form,
     on_device_of,
     portable_options,
     positive_scale,
-    tiles_of_variant,
+    precision,
+    tile_form,
 )
-from steplab.ops.attention.triton_tensors import Columns, columns, copy_back, readable, strides_of, writable
+from steplab.ops.attention.triton_tensors import (
+    Columns,
+    Shape,
+    aligned,
+    columns,
+    copy_back,
+    readable,
+    strides_of,
+    writable,
+)
 from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for
 
 PREPARED = 64
@@ -36,17 +49,9 @@ class Operands:
     """-rowsum(dO o O)."""
     start_s: Tensor
     """-lse / scale."""
-    causal: bool
-    scale: float
     parts: Columns
-
-    @property
-    def numbers(self) -> tuple[int | float, ...]:
-        """Arguments that both sweeps take in this order."""
-        (_, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = self.q.shape, self.k.shape
-        num_padded = self.start_s.shape[-1]
-        scales = self.scale, base_two(self.scale)
-        return num_heads, num_heads // num_kv_heads, num_queries, num_keys, num_padded, *scales
+    decided: tuple[Columns, torch.dtype, torch.device, str, bool, float]
+    """parts, type, device, how products of float32 are made, whether causal, and the scale: for the kernels' starts."""
 
 
 def triton_backward(
@@ -89,92 +94,135 @@ def prepared(
 ) -> Operands:
     """What the sweeps take, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated."""
     positive_q, positive = positive_scale(q_BHSD, scale)
-    do, o = readable(do_BHSD), readable(o_BHSD)
-    q, k, v = readable(positive_q), readable(k_BNKD), readable(v_BNKD)
+    products = precision(q_BHSD.dtype)
+    q, k, v, do = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD, do_BHSD))
     parts = columns(q_BHSD.shape[-1])
-    return Operands(q, k, v, do, *_subtrahends(o, do, lse_BHS, positive, parts.box), causal, positive, parts)
+    # D, which is to be the mean of dP, is made of dO as dP is: rounded where that is.
+    subtrahends = _subtrahends(readable(o_BHSD), do, lse_BHS, positive, parts.box)
+    return Operands(q, k, v, do, *subtrahends, parts, (parts, q.dtype, q.device, products, causal, positive))
 
 
 def _subtrahends(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, num_heads, num_queries, _ = o.shape
+    shape = batch, num_heads, -(-num_queries // WIDEST_TILE) * WIDEST_TILE
+    minus_lse, minus_d, start_s = (torch.empty(shape, dtype=torch.float32, device=o.device) for _ in range(3))
+    start = _start_of_prepare(box, o.dtype, o.device, scale, o.shape, o.stride(), do.stride())
+    start(o, do, aligned(lse_BHS), minus_lse, minus_d, start_s)
+    return minus_lse, minus_d, start_s
+
+
+@lru_cache(maxsize=256)
+def _start_of_prepare(
+    box: int, dtype: torch.dtype, device: torch.device, scale: float, shape: Shape, o_strides: Shape, do_strides: Shape
+) -> Start:
+    """The kernel for (o, do, lse, minus_lse, minus_d, start_s)."""
     from steplab.ops.attention.triton_portable_backward import prepare_kernel
 
-    batch, num_heads, num_queries, head_dim = o.shape
+    batch, num_heads, num_queries, head_dim = shape
     num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
-    shape = batch, num_heads, num_padded
-    minus_lse, minus_d, start_s = (torch.empty(shape, dtype=torch.float32, device=o.device) for _ in range(3))
-    prepare_kernel[(num_padded // PREPARED * batch * num_heads,)](
-        o,
-        do,
-        lse_BHS.contiguous(),
-        minus_lse,
-        minus_d,
-        start_s,
-        *strides_of(o)[:3],
-        *strides_of(do)[:3],
-        num_heads,
-        num_queries,
-        num_padded,
-        head_dim,
-        scale,
-        M=PREPARED,
-        D=box,
-    )
-    return minus_lse, minus_d, start_s
+    strides = *strides_of(shape, o_strides)[:3], *strides_of(shape, do_strides)[:3]
+    numbers = *strides, num_heads, num_queries, num_padded, head_dim, scale
+    return Start(prepare_kernel, num_padded // PREPARED * batch * num_heads, [None] * 6, numbers, M=PREPARED, D=box)
 
 
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
     """Write dK and dV, which the copy engine must take as they are. Without `tiles`, those of the table."""
-    batch, num_kv_heads, num_keys, _ = dk.shape
-    tiles = tiles or tiles_for("backward_kv", operands.q, operands.parts.box, operands.q.shape[2])
-    numbers: tuple[Any, Any] = (operands.minus_lse, operands.minus_d)
+    x = operands
+    tiles = tiles or tiles_for("backward_kv", x.q, x.parts.box, x.q.shape[2])
+    strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
+    start = _start_for_keys(tiles, *x.decided, x.q.shape, x.k.shape, strides)
+    start(x.q, x.k, x.v, x.do, dk, dv, x.start_s if tiles.variant == "hopper" else x.minus_lse, x.minus_d)
+
+
+@lru_cache(maxsize=256)
+def _start_for_keys(
+    tiles: Tiles,
+    parts: Columns,
+    dtype: torch.dtype,
+    device: torch.device,
+    products: str,
+    causal: bool,
+    scale: float,
+    q_shape: Shape,
+    k_shape: Shape,
+    strides: tuple[Shape, ...],
+) -> Start:
+    """The kernel for (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
+    numbers = _numbers(q_shape, k_shape, scale)
+    of_numbers: tuple[Form | None, Form | None] = (None, None)
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_kv_kernel
 
         rows = 64  # of each of the two consumers
-        numbers = numbers_of(operands.start_s, tiles.queries), numbers_of(operands.minus_d, tiles.queries)
-        options = hopper_options(tiles, operands.parts) | {"M": tiles.queries}
+        form = number_form(q_shape[0] * q_shape[1] * numbers.num_padded, tiles.queries)
+        of_numbers = form, form
+        options = hopper_options(tiles, parts) | {"M": tiles.queries}
     else:
         from steplab.ops.attention.triton_portable_backward import backward_kv_kernel
 
         rows = tiles.keys
-        options = portable_options(tiles, dk.dtype)
-    backward_kv_kernel[(-(-num_keys // tiles.keys) * batch * num_kv_heads,)](
-        tiles_of_variant(tiles, operands.q, tiles.queries),
-        tiles_of_variant(tiles, operands.k, rows),
-        tiles_of_variant(tiles, operands.v, rows),
-        tiles_of_variant(tiles, operands.do, tiles.queries),
-        tiles_of_variant(tiles, dk, rows),
-        tiles_of_variant(tiles, dv, rows),
-        *numbers,
-        *operands.numbers,
-        CAUSAL=operands.causal,
-        **options,
-    )
+        options = portable_options(tiles, products)
+    shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
+    all_rows = tiles.queries, rows, rows, tiles.queries, rows, rows
+    forms = [tile_form(tiles, dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
+    num_programs = -(-k_shape[2] // tiles.keys) * k_shape[0] * k_shape[1]
+    return Start(backward_kv_kernel, num_programs, [*forms, *of_numbers], numbers, CAUSAL=causal, **options)
 
 
 def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
     """Write dQ, likewise."""
-    batch, num_heads, num_queries, _ = dq.shape
-    tiles = tiles or tiles_for("backward_q", operands.q, operands.parts.box, operands.k.shape[2])
+    x = operands
+    tiles = tiles or tiles_for("backward_q", x.q, x.parts.box, x.k.shape[2])
+    strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
+    start = _start_for_queries(tiles, *x.decided, x.q.shape, x.k.shape, strides)
+    start(x.q, x.k, x.v, x.do, dq, x.start_s if tiles.variant == "hopper" else x.minus_lse, x.minus_d)
+
+
+@lru_cache(maxsize=256)
+def _start_for_queries(
+    tiles: Tiles,
+    parts: Columns,
+    dtype: torch.dtype,
+    device: torch.device,
+    products: str,
+    causal: bool,
+    scale: float,
+    q_shape: Shape,
+    k_shape: Shape,
+    strides: tuple[Shape, ...],
+) -> Start:
+    """The kernel for (q, k, v, do, dq) of these strides, then -lse and -D."""
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_q_kernel
 
         rows = 64  # of each of the two consumers
-        options = hopper_options(tiles, operands.parts) | {"N": tiles.keys}
+        options = hopper_options(tiles, parts) | {"N": tiles.keys}
     else:
         from steplab.ops.attention.triton_portable_backward import backward_q_kernel
 
         rows = tiles.queries
-        options = portable_options(tiles, dq.dtype)
-    backward_q_kernel[(-(-num_queries // tiles.queries) * batch * num_heads,)](
-        tiles_of_variant(tiles, operands.q, rows),
-        tiles_of_variant(tiles, operands.k, tiles.keys),
-        tiles_of_variant(tiles, operands.v, tiles.keys),
-        tiles_of_variant(tiles, operands.do, rows),
-        tiles_of_variant(tiles, dq, rows),
-        operands.start_s if tiles.variant == "hopper" else operands.minus_lse,
-        operands.minus_d,
-        *operands.numbers,
-        CAUSAL=operands.causal,
-        **options,
-    )
+        options = portable_options(tiles, products)
+    shapes = q_shape, k_shape, k_shape, q_shape, q_shape
+    all_rows = rows, tiles.keys, tiles.keys, rows, rows
+    forms = [tile_form(tiles, dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
+    num_programs = -(-q_shape[2] // tiles.queries) * q_shape[0] * q_shape[1]
+    numbers = _numbers(q_shape, k_shape, scale)
+    return Start(backward_q_kernel, num_programs, [*forms, None, None], numbers, CAUSAL=causal, **options)
+
+
+class _Numbers(NamedTuple):
+    """Arguments that both sweeps take in this order."""
+
+    num_heads: int
+    sharing: int
+    num_queries: int
+    num_keys: int
+    num_padded: int
+    scale: float
+    scale_log2: float
+
+
+def _numbers(q_shape: Shape, k_shape: Shape, scale: float) -> _Numbers:
+    (_, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q_shape, k_shape
+    num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
+    return _Numbers(num_heads, num_heads // num_kv_heads, num_queries, num_keys, num_padded, scale, base_two(scale))

@@ -1,18 +1,22 @@
 """flash_triton's forward pass: output and log-sum-exp, the scores never in memory."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from steplab.ops.attention.triton_launch import (
+    Start,
     base_two,
     hopper_options,
     num_multiprocessors,
     on_device_of,
     portable_options,
     positive_scale,
-    tiles_of_variant,
+    precision,
+    tile_form,
 )
-from steplab.ops.attention.triton_tensors import columns, copy_back, readable, writable
+from steplab.ops.attention.triton_tensors import Columns, Shape, columns, copy_back, readable, writable
 from steplab.ops.attention.triton_tuning import Tiles, tiles_for
 
 
@@ -27,39 +31,56 @@ def triton_forward(
     """
     o_BHSD = torch.empty_like(q_BHSD)
     lse_BHS = torch.empty(q_BHSD.shape[:-1], dtype=torch.float32, device=q_BHSD.device)
-    batch, num_heads, num_queries, head_dim = q_BHSD.shape
-    num_keys = k_BNKD.shape[2]
-    if o_BHSD.numel() == 0 or num_keys == 0:
+    if o_BHSD.numel() == 0 or k_BNKD.shape[2] == 0:
         return o_BHSD.zero_(), lse_BHS.fill_(float("-inf"))
+    parts = columns(q_BHSD.shape[-1])
     q_BHSD, scale = positive_scale(q_BHSD, scale)
-    q, k, v, o = readable(q_BHSD), readable(k_BNKD), readable(v_BNKD), writable(o_BHSD)
-    parts = columns(head_dim)
-    tiles = tiles or tiles_for("forward", q, parts.box, num_keys)
+    products = precision(q_BHSD.dtype)
+    q, k, v = (readable(x, products) for x in (q_BHSD, k_BNKD, v_BNKD))
+    o = writable(o_BHSD)
+    tiles = tiles or tiles_for("forward", q, parts.box, k.shape[2])
+    strides = q.stride(), k.stride(), v.stride(), o.stride()
+    start = _start(tiles, parts, q.dtype, q.device, products, causal, scale, q.shape, k.shape, strides)
+    with on_device_of(q):
+        start(q, k, v, o, lse_BHS)
+    copy_back(o, o_BHSD)
+    return o_BHSD, lse_BHS
+
+
+@lru_cache(maxsize=256)
+def _start(
+    tiles: Tiles,
+    parts: Columns,
+    dtype: torch.dtype,
+    device: torch.device,
+    products: str,
+    causal: bool,
+    scale: float,
+    q_shape: Shape,
+    k_shape: Shape,
+    strides: tuple[Shape, Shape, Shape, Shape],
+) -> Start:
+    """The kernel for (q, k, v, o, lse), strides being those of the first four."""
+    batch, num_heads, num_queries, _ = q_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads
-    shape = num_heads, num_heads // k.shape[1], num_queries, num_keys
+    numbers = [num_heads, num_heads // k_shape[1], num_queries, k_shape[2], base_two(scale)]
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_forward import forward_kernel
 
-        num_programs = min(num_tasks, num_multiprocessors(q)) if tiles.persistent else num_tasks
+        num_programs = min(num_tasks, num_multiprocessors(device)) if tiles.persistent else num_tasks
         rows = 64  # of each of the two consumers
-        numbers: tuple[int, ...] = (num_tasks, *shape)
+        numbers = [num_tasks, *numbers]
         options = hopper_options(tiles, parts) | {"N": tiles.keys}
     else:
         from steplab.ops.attention.triton_portable_forward import forward_kernel
 
-        num_programs, rows, numbers = num_tasks, tiles.queries, shape
-        options = portable_options(tiles, q.dtype)
-    with on_device_of(q):
-        forward_kernel[(num_programs,)](
-            tiles_of_variant(tiles, q, tiles.queries),
-            tiles_of_variant(tiles, k, tiles.keys),
-            tiles_of_variant(tiles, v, tiles.keys),
-            tiles_of_variant(tiles, o, rows),
-            lse_BHS,
-            *numbers,
-            base_two(scale),
-            CAUSAL=causal,
-            **options,
+        num_programs, rows = num_tasks, tiles.queries
+        options = portable_options(tiles, products)
+    shapes = q_shape, k_shape, k_shape, q_shape
+    forms = [
+        tile_form(tiles, dtype, shape, its_strides, its_rows)
+        for shape, its_strides, its_rows in zip(
+            shapes, strides, (tiles.queries, tiles.keys, tiles.keys, rows), strict=True
         )
-    copy_back(o, o_BHSD)
-    return o_BHSD, lse_BHS
+    ]
+    return Start(forward_kernel, num_programs, [*forms, None], numbers, CAUSAL=causal, **options)

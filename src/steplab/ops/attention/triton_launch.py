@@ -1,14 +1,15 @@
 """What both passes of flash_triton have in common when they start a kernel."""
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from steplab.ops.attention.triton_tensors import Columns, strides_of
+from steplab.ops.attention.triton_tensors import Columns, Shape, strides_of
 from steplab.ops.attention.triton_tuning import Tiles
 
 LEAST_SCALE = 1e-30
@@ -37,59 +38,84 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
-def num_multiprocessors(x: Tensor) -> int:
-    """Of the tensor's GPU."""
-    return _num_multiprocessors(x.device.index)
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def _num_multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a kernel takes a tensor that the copy engine reads or writes: what its descriptor holds but the address."""
+
+    kind: type[Any]
+    """Triton's or Gluon's TensorDescriptor."""
+    fields: dict[str, Any]
+    """What is in all descriptors of this form."""
+
+    def of(self, x: Tensor) -> Any:
+        """The tensor's descriptor, without the checks of its constructor, which take longer than some kernels."""
+        descriptor = object.__new__(self.kind)
+        descriptor.__dict__.update(self.fields, base=x)
+        return descriptor
 
 
-def tiles_of_variant(tiles: Tiles, x_BHSD: Tensor, rows: int) -> Any:
-    """A descriptor of the tensor in tiles [1, 1, rows, box], as the variant's kernels take it."""
+def tile_form(tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int) -> Form:
+    """Of tensors [B, H, S, D], in tiles [1, 1, rows, box], as the variant's kernels take them."""
     block = [1, 1, rows, tiles.box]
     if tiles.variant == "portable":
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return _described(TensorDescriptor, x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), block)
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = _shared_layout(tiles.box, x_BHSD.dtype)
-    return _described(TensorDescriptor, x_BHSD, list(x_BHSD.shape), strides_of(x_BHSD), block, layout=layout)
-
-
-def numbers_of(x: Tensor, rows: int) -> Any:
-    """A descriptor of numbers in a row, so many at a time, for the Hopper kernels."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return _described(TensorDescriptor, x, [x.numel()], [1], [rows], layout=_numbers_layout())
-
-
-def _described(
-    kind: type[Any], base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], **layout: Any
-) -> Any:
-    """A descriptor without the checks of its constructor, which take longer than some kernels; `readable` made them."""
-    descriptor = object.__new__(kind)
-    fields = {"base": base, "shape": shape, "strides": strides, "block_shape": block_shape, "padding": "zero"}
-    descriptor.__dict__.update(fields, **layout)
-    return descriptor
-
-
-@cache
-def _shared_layout(box: int, dtype: torch.dtype) -> Any:
+        return _form(TensorDescriptor, shape, strides_of(shape, strides), block)
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     size = dtype.itemsize
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, box * size), element_bitwidth=8 * size, rank=4)
+    swizzle = min(128, tiles.box * size)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
+    return _form(TensorDescriptor, shape, strides_of(shape, strides), block, layout=layout)
 
 
-@cache
-def _numbers_layout() -> Any:
+def number_form(count: int, rows: int) -> Form:
+    """Of float32 numbers in a row, so many at a time, for the Hopper kernels."""
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return _form(TensorDescriptor, [count], [1], [rows], layout=layout)
+
+
+def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape: list[int], **layout: Any) -> Form:
+    fields = {"shape": list(shape), "strides": strides, "block_shape": block_shape, "padding": "zero"}
+    return Form(kind, fields | layout)
+
+
+class Start:
+    """A kernel with everything decided but the tensors: their forms, the numbers, and what it is compiled for.
+
+    Triton finds a compiled kernel again by describing each argument in words, which takes longer than a short
+    attention. So what calls of equal shapes have in common is kept, the compiled kernel with it. Tensors without a form
+    are given by their addresses, which have to be multiples of 16 bytes, for which the kernel is compiled.
+    """
+
+    def __init__(
+        self, kernel: Any, num_programs: int, forms: Sequence[Form | None], numbers: Sequence[Any], **options: Any
+    ) -> None:
+        self._kernel, self._grid, self._options = kernel, (num_programs, 1, 1), options
+        self._forms, self._numbers = tuple(forms), tuple(numbers)
+        self._compiled: Callable[..., None] | None = None
+        self._constants: list[Any] = []
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Start it on these tensors, on the current device and stream."""
+        described = [x if form is None else form.of(x) for form, x in zip(self._forms, tensors, strict=True)]
+        if self._compiled is not None:
+            self._compiled(*described, *self._numbers, *self._constants)
+            return
+        compiled = self._kernel[self._grid](*described, *self._numbers, **self._options)
+        if compiled is not None:  # the interpreter compiles nothing
+            names = self._kernel.arg_names[len(described) + len(self._numbers) :]
+            self._constants = [self._options[name] for name in names]
+            self._compiled = compiled[self._grid]
 
 
 def hopper_options(tiles: Tiles, parts: Columns) -> dict[str, Any]:
@@ -107,13 +133,13 @@ def hopper_options(tiles: Tiles, parts: Columns) -> dict[str, Any]:
     }
 
 
-def portable_options(tiles: Tiles, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments that all portable kernels take."""
+def portable_options(tiles: Tiles, products: str) -> dict[str, Any]:
+    """Keyword arguments that all portable kernels take; `products` is what `precision` gave."""
     return {
         "M": tiles.queries,
         "N": tiles.keys,
         "D": tiles.box,
-        "PRECISION": precision(dtype),
+        "PRECISION": products,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }

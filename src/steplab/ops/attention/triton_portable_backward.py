@@ -11,6 +11,8 @@ Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dim
 import triton
 import triton.language as tl
 
+from steplab.ops.attention.triton_portable_tiles import operand
+
 
 @triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "head_dim"])
 def prepare_kernel(
@@ -60,8 +62,9 @@ def _sum_over_queries(
             p_NM = tl.where(seen, p_NM, 0.0)
         do_MD = do_tiles.load([b, head, first_query, 0]).reshape(M, D)
         dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION) + tl.load(minus_d_ptr + queries)[None, :]
-        dv_ND = tl.dot(p_NM.to(do_MD.dtype), do_MD, dv_ND, input_precision=PRECISION)
-        dk_ND = tl.dot((p_NM * dp_NM).to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
+        dv_ND = tl.dot(operand(p_NM, do_MD.dtype, PRECISION), do_MD, dv_ND, input_precision=PRECISION)
+        ds_NM = operand(p_NM * dp_NM, q_MD.dtype, PRECISION)
+        dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_ND
 
 
@@ -128,7 +131,7 @@ def _sum_over_keys(
             if CAUSAL:
                 seen = seen & (keys <= first_query + tl.arange(0, M)[:, None])
             ds_MN = tl.where(seen, ds_MN, 0.0)
-        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
+        dq_MD = tl.dot(operand(ds_MN, k_ND.dtype, PRECISION), k_ND, dq_MD, input_precision=PRECISION)
     return dq_MD
 
 

@@ -4,10 +4,12 @@ Shape suffixes: B batch, H heads, S positions, D head dimension.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]
 ALIGNMENT = 16
 """Bytes of which addresses and all strides but the last must be multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
 
@@ -39,8 +41,13 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def readable(x_BHSD: Tensor) -> Tensor:
-    """The tensor itself where the copy engine takes it; else a copy whose rows are padded with zeros to 16 bytes."""
+def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
+    """The tensor itself where the copy engine takes it; else a copy whose rows are padded with zeros to 16 bytes.
+
+    Where `products` are made in tf32 it is rounded for them.
+    """
+    if products == "tf32":
+        x_BHSD = rounded_to_tf32(x_BHSD)
     if _takes(x_BHSD):
         return x_BHSD
     head_dim = x_BHSD.shape[-1]
@@ -52,6 +59,12 @@ def readable(x_BHSD: Tensor) -> Tensor:
     return room
 
 
+def rounded_to_tf32(x: Tensor) -> Tensor:
+    """The nearest numbers of 10 bits behind the first, as a product in TF32 takes them; see triton_portable_tiles."""
+    bits = (x.contiguous().view(torch.int32) + 0x1000) & -0x2000
+    return torch.where(x.isnan(), x, bits.view(torch.float32))
+
+
 def writable(x_BHSD: Tensor) -> Tensor:
     """The tensor itself where the copy engine writes it; else room of its shape, with padded rows, to copy from."""
     if _takes(x_BHSD):
@@ -60,15 +73,23 @@ def writable(x_BHSD: Tensor) -> Tensor:
     return x_BHSD.new_empty(*x_BHSD.shape[:-1], x_BHSD.shape[-1] + padded)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """A contiguous tensor whose address is a multiple of 16 bytes: itself, where it is one."""
+    return x.contiguous() if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 def _takes(x_BHSD: Tensor) -> bool:
     """Whether the copy engine takes the tensor as it is."""
-    numbers = ALIGNMENT // x_BHSD.element_size()
-    if x_BHSD.shape[-1] % numbers or x_BHSD.data_ptr() % ALIGNMENT:
+    if x_BHSD.data_ptr() % ALIGNMENT:
         return False
-    if x_BHSD.is_contiguous():  # the common case, and quick
-        return True
-    b, h, s, d = strides_of(x_BHSD)
-    return d == 1 and b > 0 and h > 0 and s > 0 and not (b % numbers or h % numbers or s % numbers)
+    return _takes_strides(x_BHSD.shape, x_BHSD.stride(), x_BHSD.element_size())
+
+
+@lru_cache(maxsize=1024)
+def _takes_strides(shape: Shape, strides: Shape, element_bytes: int) -> bool:
+    numbers = ALIGNMENT // element_bytes
+    b, h, s, d = strides_of(shape, strides)
+    return d == 1 and min(b, h, s) > 0 and not any(stride % numbers for stride in (shape[-1], b, h, s))
 
 
 def copy_back(written: Tensor, wanted: Tensor) -> None:
@@ -77,11 +98,11 @@ def copy_back(written: Tensor, wanted: Tensor) -> None:
         wanted.copy_(written[..., : wanted.shape[-1]])
 
 
-def strides_of(x_BHSD: Tensor) -> list[int]:
+def strides_of(shape: Shape, strides: Shape) -> list[int]:
     """Strides, where those of dimensions of one element, which are never used, are as of a contiguous tensor."""
-    strides, expected = list(x_BHSD.stride()), 1
-    for dim in range(x_BHSD.dim() - 1, -1, -1):
-        if x_BHSD.shape[dim] == 1:
-            strides[dim] = expected
-        expected = strides[dim] * x_BHSD.shape[dim]
-    return strides
+    found, expected = list(strides), 1
+    for dim in range(len(shape) - 1, -1, -1):
+        if shape[dim] == 1:
+            found[dim] = expected
+        expected = found[dim] * shape[dim]
+    return found

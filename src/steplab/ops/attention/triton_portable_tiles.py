@@ -1,0 +1,16 @@
+"""What the portable kernels share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums as a product takes them: in the type of the tensors, and for TF32 rounded to its 10 bits.
+
+    The matrix units would cut the other 13 off, which errs twice as much and always to the same side.
+    """
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a NaN's bits may overflow
+    return x.to(dtype)

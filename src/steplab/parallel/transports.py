@@ -1,0 +1,55 @@
+"""How gradients travel, by name: by collectives, or by copies between GPUs of one host."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from steplab.errors import Unsupported, UserError
+from steplab.parallel.buckets import Bucket
+from steplab.parallel.collective_buckets import CollectiveBucket
+from steplab.parallel.collectives import Collectives
+from steplab.parallel.peer_copies import PeerCopies
+from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
+
+TRANSPORTS = ("collectives", "peer_copy")
+WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
+
+Groups = list[list[nn.Parameter]]
+
+
+def check_transport(transport: str | PeerMemory, compress: str | None) -> None:
+    """Raise UserError for a name that is none, Unsupported for a pair that does not go together."""
+    if isinstance(transport, str) and transport not in TRANSPORTS:
+        raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
+    if compress not in WIRE_DTYPES:
+        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients as they are")
+    if compress is not None and transport != "collectives":
+        what = f"compression to {compress} with the transport peer_copy"
+        raise Unsupported(what, "it copies gradients as they are", "use transport='collectives', or no compression")
+
+
+def bucket_maker(
+    transport: str | PeerMemory,
+    compress: str | None,
+    collectives: Collectives,
+    group: dist.ProcessGroup | Collectives | None,
+) -> Callable[[Groups], Sequence[Bucket]]:
+    """What makes the buckets of groups of parameters; a collective call where the transport is peer_copy.
+
+    With a PeerMemory for a transport, gradients are copied through that.
+    """
+
+    def by_collectives(groups: Groups) -> Sequence[Bucket]:
+        return [CollectiveBucket(members, WIRE_DTYPES[compress], collectives) for members in groups]
+
+    def by_copies(groups: Groups) -> Sequence[Bucket]:
+        if not groups or collectives.size == 1:
+            return by_collectives(groups)
+        if not isinstance(transport, str):
+            return PeerCopies(groups, transport).buckets
+        process_group = group if isinstance(group, dist.ProcessGroup) else None
+        return PeerCopies(groups, SymmetricMemory(collectives, process_group, groups[0][0].device)).buckets
+
+    return by_collectives if transport == "collectives" else by_copies
