@@ -97,8 +97,19 @@ def test_copies_are_drawn_and_hide_nothing() -> None:
     assert "copy" in with_copy.timeline.categories
 
 
+def test_what_runs_on_a_stream_of_messages_is_part_of_them() -> None:
+    """Gradients that are copied to the other GPUs are averaged there, between two signals."""
+    trace = two_steps()
+    for name, start, end in (("void put_signal_kernel(unsigned int)", 2600, 2610), ("mean_kernel", 2700, 2800)):
+        trace.kernel(name, start, end, launch=(2302, 2303), stream=21)
+    found = traced_steps(trace.build())
+    assert found.communication_s == pytest.approx((2 * 300 + 100) / 2 * 1e-6)  # the signal lies within a message
+    assert found.exposed_s == pytest.approx((2 * 100 + 0) / 2 * 1e-6)  # the optimizer runs above the mean
+
+
 def test_a_copy_between_gpus_is_a_message() -> None:
     assert kernel_category("Memcpy PtoP (Device -> Device)") == "communication"
+    assert kernel_category("c10d::symmetric_memory::wait_signal_kernel(unsigned int**)") == "communication"
     assert kernel_category("Memcpy DtoD (Device -> Device)") == "copy"
 
 

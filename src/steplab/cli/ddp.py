@@ -57,7 +57,11 @@ def ddp(
         ),
     ] = None,
     transport: Annotated[
-        str, Parameter(help="How the gradients of bucketed travel: collectives, or a list", group=_CONTENDERS)
+        str,
+        Parameter(
+            help="How the gradients of bucketed travel: collectives, peer_copy (between GPUs of one host), or both",
+            group=_CONTENDERS,
+        ),
     ] = "collectives",
     profiled_steps: Annotated[int, Parameter(help="Steps traced of each, for its timeline; 0: none")] = 2,
     traces: Annotated[Path | None, Parameter(help="Keep the traces in this folder, a file a contender")] = None,

@@ -1,7 +1,8 @@
 """Messages against computation in a trace of some steps: how long, how much of it at once, and the last step drawn.
 
-On a GPU a message is a kernel of a communication library, or a copy between two GPUs. On a CPU it is the range that
-gloo opens on the thread that carries the message out, while the thread that asked for it goes on.
+On a GPU a message is a kernel of a communication library, a copy between two GPUs, or what else runs on the streams of
+such: gradients that are copied are averaged there. On a CPU it is the range that gloo opens on the thread that carries
+the message out, while the thread that asked for it goes on.
 """
 
 import re
@@ -83,8 +84,17 @@ def traced_steps(trace: Trace) -> TracedSteps:
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
     """Messages; what is computed; and what is drawn as such, copies and fills among it."""
     sends = activity.category == _COMMUNICATION
+    sends |= np.isin(activity.stream, _carriers(activity, sends))
     transfers = [number for number, name in enumerate(trace.names) if name.startswith(_TRANSFERS)]
     return _of(activity, sends), _of(activity, ~sends & ~np.isin(activity.name, transfers)), _of(activity, ~sends)
+
+
+def _carriers(activity: Activity, sends: Column) -> Column:
+    """The streams on which there are messages, but for the one on which most is computed."""
+    streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
+    computed_ns = {int(number): int(lasts_ns[~sends & (streams == number)].sum()) for number in np.unique(streams)}
+    busiest = max(computed_ns, key=lambda number: computed_ns[number])
+    return np.setdiff1d(np.unique(streams[sends]), [busiest])
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
