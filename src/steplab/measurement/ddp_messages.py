@@ -12,6 +12,9 @@ from steplab.measurement.world import World
 from steplab.parallel.collectives import Collectives, Pending
 from steplab.records.ddp import Messages
 
+_ALIGNED = 128
+"""Elements at whose multiples messages begin, as tensors of their own do."""
+
 
 class RecordingCollectives:
     """The collectives of a group, which write down what passes through them while that is asked for."""
@@ -92,12 +95,13 @@ class MessagesAlone:
         """Each message has memory of its own, as in the step, so that none finds what it sends in a cache."""
         self._world, self._one_at_a_time = world, one_at_a_time
         sizes = [(sent.collective, size // dtype.itemsize) for sent in messages for size in sent.sizes_bytes]
-        flat = torch.zeros(sum(size for _, size in sizes), dtype=dtype, device=world.device.torch_device)
+        aligned = [-(-size // _ALIGNED) * _ALIGNED for _, size in sizes]
+        flat = torch.zeros(sum(aligned), dtype=dtype, device=world.device.torch_device)
         self._sent: list[tuple[str, Tensor]] = []
         begin = 0
-        for collective, size in sizes:
+        for (collective, size), taken in zip(sizes, aligned, strict=True):
             self._sent.append((collective, flat[begin : begin + size]))
-            begin += size
+            begin += taken
 
     def send(self) -> None:
         """All of them, and wait."""
