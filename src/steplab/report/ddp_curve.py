@@ -1,4 +1,8 @@
-"""The step's time over the size of a bucket, measured, with the model's curves and its best size."""
+"""The step's time over the size of a bucket, measured, with the model's curves and its best size.
+
+What is drawn is the step without communication, once, with what communication adds to each contender, measured in turns
+with it: a machine that is faster by the time of the last contender than at the first changes neither.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,16 +32,18 @@ def bucket_curve(run: DdpRun) -> Chart | None:
     if not any(len(cells) > 1 for cells in families.values()):
         return None
     without_s = figures.step_s(run.baseline) if run.baseline else None
-    lines = {family: _points(cells) for family, cells in families.items()}
+    if without_s is None:
+        return None
+    lines = {family: points for family, cells in families.items() if (points := _points(cells, without_s))}
     values = [seconds for points in lines.values() for _, seconds in points]
-    curves = _model_curves(run.model, without_s, values)
-    # The curves leave the picture where they leave what was measured far below.
-    scale = ax.time_scale([*values, *([without_s] if without_s else [])], log_from=4)
+    if not values:
+        return None
+    scale = _scale([*values, without_s])
+    curves = _model_curves(run.model, without_s, scale.high)
     with drawing(_WIDTH, _HEIGHT, "step time over bucket size") as picture:
         axes = _frame(picture, [size for points in lines.values() for size, _ in points], scale)
-        if without_s is not None:
-            line = axes.axhline(without_s, color=MUTED, linewidth=1)
-            picture.tip(line, f"without communication: {units.format_time(without_s)}")
+        line = axes.axhline(without_s, color=MUTED, linewidth=1)
+        picture.tip(line, f"without communication: {units.format_time(without_s)}")
         for (name, points), style in zip(curves.items(), (_OVERLAPPED, _SERIAL), strict=False):
             (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=1.4, linestyle=style)
             picture.tip(line, name)
@@ -48,21 +54,31 @@ def bucket_curve(run: DdpRun) -> Chart | None:
     return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=_note(run.model))
 
 
-def _points(cells: Sequence[DdpCell]) -> list[tuple[float, float]]:
+def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, float]]:
     return sorted(
-        (cell.contender.bucket_size_mb, seconds)
+        (cell.contender.bucket_size_mb, without_s + added_s)
         for cell in cells
-        if cell.contender.bucket_size_mb is not None and (seconds := figures.step_s(cell)) is not None
+        if cell.contender.bucket_size_mb is not None and (added_s := figures.exposed_s(cell)) is not None
     )
 
 
+def _scale(values: Sequence[float]) -> ax.Scale:
+    """From a little below the least: what communication adds may be a few per cent of the step."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = min(values), max(values)
+    room = max(high - low, 0.02 * high)
+    low, high = low - 0.1 * room, high + 0.15 * room
+    ticks = tuple(float(tick) for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high)
+    return ax.Scale(low=low, high=high, log=False, ticks=ticks, show=lambda value: f"{1e3 * value:.5g} ms")
+
+
 def _model_curves(
-    model: OverheadModel | None, without_s: float | None, measured: Sequence[float]
+    model: OverheadModel | None, without_s: float, highest: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """The step that the model gives, by bucket size; what lies far above all that was measured is left out."""
-    if model is None or without_s is None:
+    """The step that the model gives, by bucket size; what lies above the picture is left out."""
+    if model is None:
         return {}
-    highest = 1.3 * max(measured)
     exposed = [(point.bucket_mb, without_s + point.exposed_s) for point in model.curve]
     serial = [(point.bucket_mb, without_s + point.serial_s) for point in model.curve]
     curves = {"model, all calls overlapped": exposed, "model, each call's overhead exposed": serial}
@@ -82,8 +98,6 @@ def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axe
     axes = picture.axes(_LEFT, _BELOW, _RIGHT, _TOP)
     axes.set_xscale("log")
     axes.set_xlim(min(sizes_mb) / 1.6, max(sizes_mb) * 1.6)
-    if scale.log:
-        axes.set_yscale("log")
     axes.set_ylim(scale.low, scale.high)
     axes.minorticks_off()
     axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
@@ -96,8 +110,10 @@ def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axe
 
 
 def _note(model: OverheadModel | None) -> str:
-    note = "Median step of the slowest rank over the size of a bucket; the level line is the "
-    note += "step without communication."
+    note = (
+        "Step time over the size of a bucket: the step without communication (the level line), with what communication "
+    )
+    note += "adds to it. The axis does not begin at zero."
     if model is None:
         return (
             note + " There is no curve of the model: too little was measured to fit a bandwidth and a call's overhead."

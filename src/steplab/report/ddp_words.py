@@ -44,9 +44,12 @@ def told_of(run: DdpRun) -> Iterator[str]:
     best_s = figures.best_ddp_s(run.cells)
     if ddp and own and best_s:
         theirs, ours = min(ddp, key=lambda pair: pair[1]), min(own, key=lambda pair: pair[1])
+        adds = (
+            f"{units.format_time(ours[1])}, {ours[1] / best_s:.2f} of" if ours[1] > 0 else "nothing above the noise, of"
+        )
         yield (
-            f"{ours[0].contender.label} adds {units.format_time(ours[1])}, {ours[1] / best_s:.2f} of what torch DDP "
-            f"adds at its best, {theirs[0].contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
+            f"{ours[0].contender.label} adds {adds} what torch DDP adds at its best, "
+            f"{theirs[0].contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
         )
     for cell in run.cells:
         if cell.failure:
