@@ -65,6 +65,13 @@ def summarize(samples: Sequence[float]) -> Summary:
     )
 
 
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The value that so many per cent of the samples do not exceed, with linear interpolation between two."""
+    import numpy as np
+
+    return float(np.percentile(np.asarray(samples, dtype=np.float64), percent))
+
+
 def bootstrap_interval(samples: "Sequence[float] | np.ndarray", confidence: float = 0.95) -> tuple[float, float]:
     """Percentile bootstrap interval of the median (Efron and Tibshirani 1993, chapter 13).
 

@@ -13,6 +13,9 @@ MS_PER_S = 1_000
 
 _BINARY = (("EiB", 1024**6), ("PiB", 1024**5), ("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 _DECIMAL = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+_SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
+    f"{prefix.lower()}b": int(scale) for prefix, scale in _DECIMAL
+}
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _TIME_SUFFIXES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -67,6 +70,15 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
+def format_message(size_bytes: float) -> str:
+    """The size of a message, decimal and without digits that say nothing: 1 MB, 2.5 kB, 640 B."""
+    for prefix, scale in _DECIMAL:
+        if abs(size_bytes) >= scale:
+            digits = three_digits(size_bytes / scale)
+            return f"{digits.rstrip('0').rstrip('.') if '.' in digits else digits} {prefix}B"
+    return f"{size_bytes:g} B"
+
+
 def format_percent(share: float) -> str:
     """0.4312 -> '43.1 %'."""
     return f"{100 * share:.1f} %"
@@ -88,6 +100,21 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise UserError(f"'{text}' is not a duration; write for instance 90s, 5min or 2h")
     return seconds
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary)."""
+    cleaned = text.strip().lower()
+    number = cleaned.rstrip("kmgtpeib ")
+    suffix = cleaned[len(number) :].strip()
+    scale = 1 if suffix in ("", "b") else _SIZES.get(suffix)
+    try:
+        size_bytes = float(number) * scale if scale else -1.0
+    except ValueError:
+        size_bytes = -1.0
+    if not 0 < size_bytes < float("inf") or size_bytes != int(size_bytes):
+        raise UserError(f"'{text}' is not a size; write for instance 4096, 10kB, 1MB or 1MiB")
+    return int(size_bytes)
 
 
 def counted(number: int, noun: str) -> str:

@@ -149,7 +149,8 @@ def _command(streams: tuple[int, ...], *, arguments: list[str], cwd: str, enviro
     os.environ.update(environment)
     sys.path[0], sys.argv = cwd, ["steplab", *arguments]
     subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
-    importlib.import_module(_LAUNCHERS_OWN).Popen = ForkingPopen
+    launchers: Any = importlib.import_module(_LAUNCHERS_OWN)
+    launchers.Popen = ForkingPopen
     app.console()
 
 

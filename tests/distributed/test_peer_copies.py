@@ -61,14 +61,27 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
 
 
 @cases
-def landing_places_and_signals_are_used_again() -> None:
-    """Room for the largest bucket and little more, and three channels a way for some ten buckets a step."""
+def landing_places_are_used_again() -> None:
+    """Room for the largest bucket and little more, for some ten buckets a step."""
     with patch.object(peer_copies, "WINDOW_BYTES", 1):
         model = assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
             transport=SharedMemory(delay_s=0.002),
         )  # fmt: skip
-    assert len(model.buckets) > 2 * SharedMemory.num_channels // 2
+    assert len(model.buckets) > 5
+
+
+@cases
+def what_is_copied_is_what_a_ring_would_send() -> None:
+    """2 (n-1)/n of all bytes, up to the parts' whole pages."""
+    memory = SharedMemory()
+    model = DataParallel(modules.plain(), "flat", transport=memory)
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    model.finish_gradient_synchronization()
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    everyone = [0] * memory.size
+    dist.all_gather_object(everyone, memory.copied_bytes)
+    assert sum(everyone) == 2 * (memory.size - 1) * num_bytes
 
 
 @cases

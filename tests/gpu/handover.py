@@ -1,19 +1,29 @@
-"""A Gluon kernel in which two groups of warps store the number that they were handed, and nothing else happens."""
+"""A Gluon kernel in which groups of warps store the number that they were handed, and nothing else happens.
+
+The groups are as many and as large as those of the Hopper kernels.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def _store_first(x_ptr, number):
-    gl.store(x_ptr, number)
-
-
-@gluon.jit
-def _store_second(x_ptr, number):
-    gl.store(x_ptr + 1, number)
+def _store(x_ptr, number, PLACE: gl.constexpr, WARPS: gl.constexpr):
+    """The number, plus a sum over all threads that is zero, for which warps meet at a barrier."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    zeros = gl.where(gl.arange(0, 32 * WARPS, layout) < 0, 1, 0)
+    gl.store(x_ptr + PLACE, number + gl.sum(zeros, 0))
 
 
 @gluon.jit
 def handover_kernel(x_ptr, number):
-    gl.warp_specialize([(_store_first, (x_ptr, number)), (_store_second, (x_ptr, number))], [4], [24])
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
+    FOUR: gl.constexpr = 4
+    ONE: gl.constexpr = 1
+    gl.warp_specialize([
+        (_store, (x_ptr, number, FIRST, FOUR)),
+        (_store, (x_ptr, number, SECOND, FOUR)),
+        (_store, (x_ptr, number, THIRD, ONE)),
+    ], [4, 1], [240, 24])  # fmt: skip

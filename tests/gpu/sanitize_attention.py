@@ -45,12 +45,12 @@ def run_all() -> bool:
 
 
 def hand_over() -> bool:
-    """Whether two groups of warps got the number that they were handed."""
+    """Whether all groups of warps got the number that they were handed."""
     from tests.gpu.handover import handover_kernel
 
-    x = torch.zeros(2, device="cuda", dtype=torch.int32)
+    x = torch.zeros(3, device="cuda", dtype=torch.int32)
     handover_kernel[(4,)](x, 7, num_warps=4)
-    return x.tolist() == [7, 7]
+    return x.tolist() == [7, 7, 7]
 
 
 def main() -> int:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 import torch
-import torch.multiprocessing as processes
 from tests.gpu.data_parallel_cases import in_a_group
+from torch.multiprocessing.spawn import start_processes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,4 +24,4 @@ CASES = [
 @pytest.mark.parametrize("what", CASES)
 def test_data_parallelism(what: str, size: int) -> None:
     port = random.randint(20_000, 60_000)
-    processes.start_processes(in_a_group, (size, port, what), nprocs=size, start_method="spawn")
+    start_processes(in_a_group, (size, port, what), nprocs=size, start_method="spawn")

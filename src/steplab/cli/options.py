@@ -93,7 +93,10 @@ class StepOptions:
     device: Annotated[str | None, _step("--device", "auto, cpu, mps, cuda or cuda:N [default: auto]")] = None
     layout: Annotated[
         str | None,
-        _spread("--layout", "How the step is spread over processes, one a GPU: dp=2,fsdp=2 [default: dp=1]"),
+        _spread(
+            "--layout",
+            "Processes, one a GPU, along each of dp, fsdp, tp and pp: dp=2,fsdp=2 [default: dp=1]",
+        ),
     ] = None
     data_parallel: Annotated[
         str | None,
@@ -101,6 +104,20 @@ class StepOptions:
     ] = None
     bucket_size_mb: Annotated[
         str | None, _spread("--bucket-size-mb", "Largest bucket of gradients, in 1e6 bytes [default: 25]")
+    ] = None
+    reshard_after_forward: Annotated[
+        str | None,
+        _spread(
+            "--reshard-after-forward",
+            "Whether fsdp frees a block's parameters between its passes: always, never, or auto (never in a pipeline, "
+            "else always) [default: auto]",
+        ),
+    ] = None
+    pipeline_schedule: Annotated[
+        str | None, _spread("--pipeline-schedule", "Of pp: 1f1b, gpipe or interleaved [default: 1f1b]")
+    ] = None
+    microbatches: Annotated[
+        str | None, _spread("--microbatches", "Into how many parts pp cuts a batch [default: one sequence each]")
     ] = None
     vocab_size: Annotated[str | None, _size("vocab-size", "Rows of embedding and head")] = None
     d_model: Annotated[str | None, _size("d-model", "Width of the residual stream")] = None

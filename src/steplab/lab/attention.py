@@ -8,7 +8,7 @@ from steplab import __version__
 from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
-from steplab.lab.machine import has_cuda
+from steplab.lab.machine import visible_gpus
 from steplab.measurement.attention_launch import attention_in_children
 from steplab.measurement.launch import OnProgress
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
@@ -112,7 +112,7 @@ def attention_study(
 
     Raises UserError naming what is wrong with it, and what is valid.
     """
-    on_gpu = device.startswith("cuda") or (device == "auto" and has_cuda())
+    on_gpu = device.startswith("cuda") or (device == "auto" and visible_gpus() > 0)
     description = ""
     source = grid or (("peers" if on_gpu else "tiny") if not lists else None)
     given = dict(lists)

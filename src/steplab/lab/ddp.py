@@ -10,7 +10,7 @@ from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.ddp_model import overhead_model, with_expected
 from steplab.lab.keeping import checked_name, keep, open_store
-from steplab.lab.machine import has_cuda
+from steplab.lab.machine import visible_gpus
 from steplab.lab.processes import is_first_rank
 from steplab.measurement.ddp_launch import ddp_in_children
 from steplab.measurement.launch import OnProgress, Progress
@@ -38,7 +38,7 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
     """
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
-        return resolve_step({**({} if has_cuda() else _SMALL_STEP), **fields}), around.size
+        return resolve_step({**({} if visible_gpus() else _SMALL_STEP), **fields}), around.size
     count, device = process_count(gpus, processes or (None if gpus else DEFAULT_PROCESSES))
     if around is not None and around.size != count:
         raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
@@ -59,7 +59,7 @@ def ddp_study(
 
     Raises UserError naming what is wrong with it, and what is valid.
     """
-    small = step.device == "cpu" or (step.device == "auto" and not has_cuda())
+    small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
     sizes_mb = bucket_sizes_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     return DdpStudy(
         step=step,

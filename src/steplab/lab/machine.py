@@ -26,10 +26,13 @@ def doctor(
         return ceilings
 
 
-def has_cuda() -> bool:
-    """Whether torch will probably find a CUDA device: asking torch itself would mean importing it."""
+def visible_gpus() -> int:
+    """How many CUDA devices torch will probably find: asking torch itself would mean importing it."""
     try:
-        built_for_cuda = "+cpu" not in importlib.metadata.version("torch")
+        if "+cpu" in importlib.metadata.version("torch"):
+            return 0
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return built_for_cuda and Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+        return 0
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if named is None else min(there, len([part for part in named.split(",") if part.strip()]))

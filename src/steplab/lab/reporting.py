@@ -8,14 +8,14 @@ from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import Record
+from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
-from steplab.store.database import Store
 
 _MOST_SINGLE_RUNS = 60
-_BENCHMARKS = ("attention", "ddp")
-"""Kinds of records that are studies of their own, and stand for themselves where there is no run."""
+_BENCHMARKS = ("attention", "comm", "ddp")
+"""Kinds of records that are reported where there is no run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,8 @@ class Selection:
     """Audits of precision that belong to it."""
     attention: tuple[AttentionRun, ...] = ()
     """Benchmarks of attention."""
+    comm: tuple[CommRun, ...] = ()
+    """Benchmarks of collectives."""
     ddp: tuple[DdpRun, ...] = ()
     """Data-parallel studies."""
 
@@ -40,24 +42,24 @@ def runs_to_report(
     ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
 ) -> Selection:
     """The runs with these ids; else those of a name; else the study's; else the newest run's study; else the newest
-    runs of no study; and where there is no run at all, the newest benchmark of attention or data-parallel study.
+    runs of no study; and where there is no run at all, the newest benchmark, of attention or of collectives, or the
+    newest data-parallel study.
 
     Raises UserError where there is nothing to report.
     """
     with open_store(store, write=False) as opened:
         if ids:
-            selection = _selected(opened.records(ids))
-            if selection is None:
-                raise UserError("none of these records is a run; `steplab list` shows the runs there are")
-            return selection
+            return _selected(
+                opened.records(ids), "none of these records is a run; `steplab list` shows the runs there are"
+            )
         if name is not None:
-            selection = _selected(opened.iterate(name=name), name)
-            if selection is None:
-                raise UserError(f"no run is called '{name}'; `steplab list` shows the names there are")
-            return selection
+            nothing = f"no run is called '{name}'; `steplab list` shows the names there are"
+            return _selected(opened.iterate(name=name), nothing, title=name)
         newest = next(iter(opened.rows(limit=1)), None)
-        if newest is None and study is None and (benchmark := _newest_benchmark(opened)):
-            return benchmark
+        benchmarks = [row for kind in _BENCHMARKS for row in opened.rows(kind=kind, limit=1)]
+        if newest is None and study is None and benchmarks:
+            latest = max(benchmarks, key=lambda row: str(row["created_utc"]))
+            return _selected([opened.get(str(latest["id"]))], "")
         if newest is None:
             raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
         if study is None:
@@ -71,37 +73,37 @@ def runs_to_report(
                 runs=_runs(opened.iterate(kind="run", study=study_id)),
                 title=str(row.get("name") or "Study"),
                 description=str(row.get("description") or ""),
-                numerics=_numerics(opened.iterate(kind="numerics", study=study_id)),
+                numerics=tuple(
+                    record for record in opened.iterate(kind="numerics", study=study_id) if isinstance(record, Numerics)
+                ),
             )
         single = [run for run in _runs(opened.iterate(kind="run")) if run.study is None]
         return Selection(runs=tuple(single[-_MOST_SINGLE_RUNS:]), title="Measured steps", description="")
 
 
-def _selected(records: Iterable[Record], title: str | None = None) -> Selection | None:
-    """All of these that a page can show, called what most of it is about; None where there is nothing to show."""
-    records = list(records)
-    runs, numerics, attention = _runs(records), _numerics(records), _attention(records)
-    ddp = tuple(record for record in records if isinstance(record, DdpRun))
-    if not runs and not numerics and not attention and not ddp:
-        return None
-    own = "Measured steps" if runs else "Precision" if numerics else "Attention" if attention else "Data parallelism"
-    return Selection(runs=runs, title=title or own, description="", numerics=numerics, attention=attention, ddp=ddp)
-
-
-def _newest_benchmark(opened: Store) -> Selection | None:
-    """The newest record that is a study of its own; None where there is none."""
-    newest = [row for kind in _BENCHMARKS for row in opened.rows(kind=kind, limit=1)]
-    newest.sort(key=lambda row: str(row["created_utc"]))
-    return _selected([opened.get(str(newest[-1]["id"]))]) if newest else None
+def _selected(records: Iterable[Record], nothing: str, title: str | None = None) -> Selection:
+    """These records, called by the title, or by what they are. Raises UserError, saying `nothing`, for none."""
+    every = list(records)
+    kinds = {
+        "Measured steps": (runs := _runs(every)),
+        "Precision": (numerics := tuple(record for record in every if isinstance(record, Numerics))),
+        "Attention": (attention := tuple(record for record in every if isinstance(record, AttentionRun))),
+        "Collectives": (comm := tuple(record for record in every if isinstance(record, CommRun))),
+        "Data parallelism": (ddp := tuple(record for record in every if isinstance(record, DdpRun))),
+    }
+    found = [kind for kind, members in kinds.items() if members]
+    if not found:
+        raise UserError(nothing)
+    return Selection(
+        runs=runs,
+        title=title or found[0],
+        description="",
+        numerics=numerics,
+        attention=attention,
+        comm=comm,
+        ddp=ddp,
+    )
 
 
 def _runs(records: Iterable[Record]) -> tuple[Run, ...]:
     return tuple(record for record in records if isinstance(record, Run))
-
-
-def _numerics(records: Iterable[Record]) -> tuple[Numerics, ...]:
-    return tuple(record for record in records if isinstance(record, Numerics))
-
-
-def _attention(records: Iterable[Record]) -> tuple[AttentionRun, ...]:
-    return tuple(record for record in records if isinstance(record, AttentionRun))

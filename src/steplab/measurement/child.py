@@ -1,8 +1,9 @@
 """The measuring process: one request in on standard input, messages out on a pipe, the record last.
 
 Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, cells
-of a benchmark of attention, tiles to be tuned, or a device whose ceilings are wanted. Standard input stays open for as
-long as the parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
+of a benchmark of attention or of collectives, tiles to be tuned, or a device whose ceilings are wanted. Standard input
+stays open for as long as the parent lives: when it ends, however the parent died, this process ends too and frees the
+GPU.
 """
 
 import os
@@ -22,6 +23,7 @@ from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
 from steplab.specs.attention_tuning import TuningStudy
+from steplab.specs.comm import CommStudy
 from steplab.specs.ddp import DdpStudy
 from steplab.specs.step import StepSpec
 
@@ -55,6 +57,10 @@ class Request(msgspec.Struct):
     """these are wanted, those of a group timed in turns."""
     tuning: TuningStudy | None = None
     """Candidates for the tiles of flash_triton, in place of a step."""
+    comm: CommStudy | None = None
+    """A benchmark of collectives, in place of a step; of its cells"""
+    cells: list[int] = []
+    """those of these numbers are wanted."""
     ddp: DdpStudy | None = None
     """A data-parallel study, in place of a step; of its contenders, by their numbers,"""
     contenders: list[int] = []
@@ -119,22 +125,18 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
         from steplab.measurement.attention_tuning import tune_here
 
         send("tuned", tune_here(request.tuning, on_stage, on_step))
-    elif request.ddp is not None:
-        from steplab.measurement import compat
-        from steplab.measurement.ddp_session import DdpObserver, ddp_here
+    elif request.comm is not None and world is not None:
+        from steplab.measurement.comm_session import CommObserver, measure_comm_here
 
-        assert world is not None
-        compat.watch_refused_allocations()
-        hears = DdpObserver(
+        watching = CommObserver(
             on_environment=on_environment,
             on_stage=on_stage,
-            on_step=on_step,
-            on_facts=lambda facts: send("facts", facts),
-            on_contender=lambda number: send("at", number),
-            on_cell=lambda number, cell: send("cell", [number, cell]),
+            on_cell=lambda cell: send("at", cell),
+            on_result=lambda cell, result: send("cell", [cell, result]),
         )
-        ddp_here(request.ddp, request.contenders, world, hears, Path(request.traces) if request.traces else None)
-        send("end", True)
+        send("record", measure_comm_here(request.comm, request.cells, world, watching))
+    elif request.ddp is not None and world is not None:
+        _ddp(request.ddp, request, world, send, on_environment, on_stage, on_step)
     elif request.numerics:
         from steplab.measurement import compat
         from steplab.measurement.precision_session import numerics_here
@@ -154,6 +156,31 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
         from steplab.measurement.ceilings import measure_ceilings_here
 
         send("record", measure_ceilings_here(request.device, on_stage))
+
+
+def _ddp(
+    study: DdpStudy,
+    request: Request,
+    world: "World",
+    send: Callable[[str, Any], None],
+    on_environment: Callable[[Environment], None],
+    on_stage: Callable[[str, int], None],
+    on_step: Callable[[int], None],
+) -> None:
+    from steplab.measurement import compat
+    from steplab.measurement.ddp_session import DdpObserver, ddp_here
+
+    compat.watch_refused_allocations()
+    told = DdpObserver(
+        on_environment=on_environment,
+        on_stage=on_stage,
+        on_step=on_step,
+        on_facts=lambda facts: send("facts", facts),
+        on_contender=lambda number: send("at", number),
+        on_cell=lambda number, cell: send("cell", [number, cell]),
+    )
+    ddp_here(study, request.contenders, world, told, Path(request.traces) if request.traces else None)
+    send("end", True)
 
 
 def _watch(request: Request) -> "Watch | None":

@@ -49,9 +49,11 @@ def bytes_in_message(message: str) -> int | None:
 def minds_hooks(module: nn.Module) -> bool:
     """Whether hooks on a module, or inside it, would change what runs.
 
-    A compiled one (module.compile(), or torch.compile(module)) would take them into its graph, or compile again; in
-    inference, TransformerEncoderLayer leaves its fused path where it finds one.
+    A compiled one (module.compile(), or torch.compile(module), or a block whose forward pass is) would take them into
+    its graph, or compile again; in inference, TransformerEncoderLayer leaves its fused path where it finds one.
     """
+    if getattr(module, "compiled_within", False):
+        return True
     compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
     return compiled or (isinstance(module, nn.TransformerEncoderLayer) and not module.training)
 

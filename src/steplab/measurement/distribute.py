@@ -1,38 +1,41 @@
 """A module spread over the processes of a world as the layout says: the one place that knows all axes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
-from steplab.errors import Unsupported
+from steplab.measurement.distributed import Distributed
+from steplab.measurement.laying_out import lay_out_transformer, prepare_blocks
 from steplab.measurement.world import World
+from steplab.model.transformer import Transformer
 from steplab.parallel import DataParallel
 from steplab.specs.step import StepSpec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Distributed:
-    """What the step needs to know of it."""
+def distribute(
+    module: nn.Module, spec: StepSpec, world: World, autocast: Callable[[], AbstractContextManager[object]]
+) -> Distributed:
+    """Spread the module, which is on the rank's device, and compile it where the spec says so: the plain Transformer
+    block by block, so that gradients are ready one after the other; any other as a whole.
 
-    module: Callable[..., Any]
-    """To be called with a rank's batch in place of the module."""
-    finish_gradients: Callable[[], None]
-    """To be called after the backward pass: then every rank has the gradients that its optimizer needs."""
-    data_index: int
-    """Which of the step's batches this rank works on; ranks that share a batch have the same."""
-
-
-def distribute(module: nn.Module, spec: StepSpec, world: World) -> Distributed:
-    """Spread the module, which is on the rank's device and may be compiled.
-
-    Raises Unsupported for an axis that is not served, UserError where the ranks have built different modules.
+    `autocast` gives the context that the forward pass runs in.
+    Raises UserError where the ranks are not those of the layout, or have built different modules.
     """
-    layout = spec.layout
-    if layout.world_size != layout.dp:
-        raise Unsupported(f"layout {layout}", "only the axis dp is applied to a step so far", f"use dp={world.size}")
-    parallel = DataParallel(module, spec.data_parallel, spec.bucket_size_mb, group=world.collectives)
+    if spec.layout.world_size != spec.layout.dp:
+        assert isinstance(module, Transformer)  # the spec refuses any other
+        return lay_out_transformer(module, spec, world, autocast)
+    called: Any = module
+    if isinstance(module, Transformer):
+        prepare_blocks(module, spec)
+    elif spec.compile != "off":
+        called = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
+    parallel = DataParallel(called, spec.data_parallel, spec.bucket_size_mb, group=world.collectives)
     return Distributed(
-        module=parallel, finish_gradients=parallel.finish_gradient_synchronization, data_index=world.rank
+        module=module,
+        call=parallel,
+        finish_gradients=parallel.finish_gradient_synchronization,
+        data_index=world.rank,
     )

@@ -1,7 +1,8 @@
 """The training step taken apart into phases: forward, backward, optimizer, under the spec's precision.
 
-In a world of several processes a phase `gradient sync` follows the backward pass: what is left of the communication
-then, and the wait for the slowest rank.
+In a world of several processes that average gradients by steplab's own DataParallel a phase `gradient sync` follows the
+backward pass: what is left of the communication then, and the wait for the slowest rank. A pipeline runs forward and
+backward passes of its microbatches in turn, in one phase `pipeline`.
 
 zero_grad belongs to the phase that ends the use of the gradients: the optimizer's when training, the
 backward's when only gradients are asked for.
@@ -10,16 +11,19 @@ backward's when only gradients are asked for.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.measurement.distribute import Distributed, distribute
+from steplab.measurement.distribute import distribute
+from steplab.measurement.distributed import Distributed
 from steplab.measurement.loop import Phase
 from steplab.measurement.world import World
 from steplab.model.workload import Workload, call, loss_of
+from steplab.parallel.pipeline import Pipeline
 from steplab.specs.step import StepSpec
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,61 +73,82 @@ class ModelStep:
                 parameter.data = to_bf16(parameter.data)
         set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
+        self._autocast = _autocast(spec, device)
         self._called: Any = module
-        if spec.compile != "off":
-            self._called = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
         self._distributed: Distributed | None = None
         if world is not None:
-            self._distributed = distribute(self._called, spec, world)
-            self._called = self._distributed.module
+            self._distributed = distribute(module, spec, world, self._autocast)
+            self.module, self._called = self._distributed.module, self._distributed.call
             torch.manual_seed((spec.seed * _DATA_SEEDS + self._distributed.data_index + 1) % 2**63)
+        elif spec.compile != "off":
+            self._called = torch.compile(module, mode=None if spec.compile == "default" else spec.compile)
+        self._finish_gradients = self._distributed.finish_gradients if self._distributed else None
+        self._around = self._distributed.around if self._distributed else nullcontext
         # Made before any timing, and swapped between steps: the loader is not what is measured here.
         self.batches = [workload.make_batch() for _ in range(_BATCHES)]
         if spec.precision == "bf16_pure":
             self.batches = [to_bf16(batch) for batch in self.batches]
         self._steps_begun = 0
         self.loss: Tensor | None = None
-        """Between the forward and the backward pass."""
+        """Between the forward and the backward pass; of a pipeline, after both, on ranks that have its last stage."""
         self.on_gradients: Callable[[], None] = _nothing
         """Called when the backward pass has made its gradients and none is freed yet."""
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train"
-        self._autocast = _autocast(spec, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
         self.optimizer = _optimizer(spec, self._parameters) if spec.pass_name == "train" else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in ("reduce-overhead", "max-autotune")
-        self.phases = [Phase(name="forward", run=self.forward)]
+        self.phases = self._phases(spec)
         """What is run, in order."""
-        if spec.pass_name != "forward":
-            self.phases.append(Phase(name="backward", run=self.backward))
-            if self._distributed is not None:
-                self.phases.append(Phase(name="gradient sync", run=self.synchronise_gradients))
+
+    def _phases(self, spec: StepSpec) -> list[Phase]:
+        if self._distributed is not None and self._distributed.pipeline is not None:
+            phases = [Phase(name="pipeline", run=partial(self.run_pipeline, self._distributed.pipeline))]
+        else:
+            phases = [Phase(name="forward", run=self.forward)]
+            if spec.pass_name != "forward":
+                phases.append(Phase(name="backward", run=self.backward))
+                if self._finish_gradients is not None:
+                    phases.append(
+                        Phase(name="gradient sync", run=partial(self.synchronise_gradients, self._finish_gradients))
+                    )
         if spec.pass_name == "train":
-            self.phases.append(Phase(name="optimizer", run=self.optimizer_step))
+            phases.append(Phase(name="optimizer", run=self.optimizer_step))
+        return phases
 
     def forward(self) -> None:
         if self._cuda_graphs:
             # The static buffers of the last replay may be overwritten from here on.
             torch.compiler.cudagraph_mark_step_begin()
-        batch = self.batches[self._steps_begun % len(self.batches)]
-        self._steps_begun += 1
-        with torch.set_grad_enabled(self._gradients), self._autocast():
-            output = call(self._called, batch)
+        with torch.set_grad_enabled(self._gradients), self._around(), self._autocast():
+            output = call(self._called, self._next_batch())
         if self._gradients:
             self.loss = loss_of(output)
 
     def backward(self) -> None:
         assert self.loss is not None
-        self.scaler.scale(self.loss).backward()
+        with self._around():
+            self.scaler.scale(self.loss).backward()
         self.loss = None
-        if self._distributed is None:
+        if self._finish_gradients is None:
             self._end_backward()
 
-    def synchronise_gradients(self) -> None:
-        assert self._distributed is not None
-        self._distributed.finish_gradients()
+    def synchronise_gradients(self, finish: Callable[[], None]) -> None:
+        finish()
         self._end_backward()
+
+    def run_pipeline(self, pipeline: Pipeline) -> None:
+        """Both passes; autocast is entered by the stages, as it is for forward passes alone."""
+        tokens_BT, targets_BT = self._next_batch()
+        with self._around():
+            self.loss = pipeline.step(tokens_BT, targets_BT)
+        self._end_backward()
+
+    def _next_batch(self) -> Any:
+        batch = self.batches[self._steps_begun % len(self.batches)]
+        self._steps_begun += 1
+        return batch
 
     def _end_backward(self) -> None:
         self.on_gradients()

@@ -5,13 +5,14 @@ that it needs (torch's early stop), which spares the last matmul. The variant th
 it works under torch.compile and gives the same gradients, bit for bit. No random state is kept, as there is no dropout.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from steplab.model.transformer import BlockCaller, call_plainly
+from steplab.model.transformer import Block, BlockCaller, call_plainly
 from steplab.ops.attention.operators import REFERENCE, TRITON
 from steplab.specs.checkpointing import is_recomputed
 
@@ -31,19 +32,69 @@ KEPT_BY_SELECTIVE = [
 """Operators whose outputs selective checkpointing keeps: what is dear to compute for the bytes it yields."""
 
 
+Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
+"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), so that backward computes it again"""
+
+
 def block_caller(checkpointing: str) -> BlockCaller:
     """How to call a block under a StepSpec's `checkpointing`."""
     if checkpointing == "none":
         return call_plainly
+    recompute = _recompute(checkpointing)
+
+    def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        if is_checkpointed(checkpointing, index):
+            return recompute(block, x_BTC, rotary_2TD)
+        return call_plainly(index, block, x_BTC, rotary_2TD)
+
+    return call
+
+
+def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
+    """Change what a block does when called, in place: it is recomputed, compiled, or both.
+
+    No name changes, and hooks on the block itself stay outside.
+
+    The compiler is given the recomputation as well, and then decides what to keep. Not so a whole block that is split
+    over ranks: torch 2.13 fails to keep what it would need of the mesh, and its compiled forward pass runs again.
+
+    Args:
+        block: whose forward pass it is.
+        index: its place, from 0.
+        checkpointing: as StepSpec has it.
+        compile_mode: as torch.compile takes it; "off": not compiled.
+        split: whether the block's parameters are DTensors.
+    """
+    forward: Callable[..., Tensor] = block.forward
+    recomputed = is_checkpointed(checkpointing, index)
+    outside = split and checkpointing != "selective"
+    if recomputed and not outside:
+        forward = _recomputed(forward, checkpointing)
+    if compile_mode != "off":
+        forward = torch.compile(forward, mode=None if compile_mode == "default" else compile_mode)
+        block.compiled_within = True
+    if recomputed and outside:
+        forward = _recomputed(forward, checkpointing)
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def is_checkpointed(checkpointing: str, index: int) -> bool:
+    """Whether anything of a block, counted from 0, is computed again in the backward pass."""
+    return checkpointing == "selective" or is_recomputed(checkpointing, index)
+
+
+def _recomputed(forward: Callable[..., Tensor], checkpointing: str) -> Callable[..., Tensor]:
+    recompute = _recompute(checkpointing)
+
+    def run(x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        return recompute(forward, x_BTC, rotary_2TD)
+
+    return run
+
+
+def _recompute(checkpointing: str) -> Recompute:
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if checkpointing == "selective":
         contexts = partial(create_selective_checkpoint_contexts, KEPT_BY_SELECTIVE)
         run_again = partial(run_again, context_fn=contexts)
-
-    def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
-        if checkpointing == "selective" or is_recomputed(checkpointing, index):
-            output: Tensor = run_again(block, x_BTC, rotary_2TD)
-            return output
-        return call_plainly(index, block, x_BTC, rotary_2TD)
-
-    return call
+    return run_again

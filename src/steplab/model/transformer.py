@@ -72,6 +72,9 @@ class Transformer(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream and added to it."""
 
+    compiled_within: bool = False
+    """Whether its forward pass is compiled: then hooks on what is inside it would compile it anew."""
+
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
@@ -89,7 +92,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
-        self.num_heads = shape.num_heads
+        self.head_dim = shape.head_dim
         self.attend = attention
         self.query = nn.Linear(shape.d_model, shape.d_model, bias=False)
         self.key = nn.Linear(shape.d_model, shape.d_model, bias=False)
@@ -98,7 +101,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
-            project(x_BTC).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            project(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         o_BHTD = self.attend(rotate(q_BHTD, rotary_2TD), rotate(k_BHTD, rotary_2TD), v_BHTD, causal=True)

@@ -83,12 +83,12 @@ class GroupCollectives:
         return _Work(work, tensor, divisor, into)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
-        work = _all_gather(output, part, group=self._group, async_op=True)
+        work = all_gather_single(output, part, group=self._group, async_op=True)
         return _Work(work, output)
 
     def reduce_scatter(self, part: Tensor, tensor: Tensor, *, average: bool) -> Pending:
         operation, divisor = self._operation(tensor, average)
-        work = _reduce_scatter(part, tensor, op=operation, group=self._group, async_op=True)
+        work = reduce_scatter_single(part, tensor, op=operation, group=self._group, async_op=True)
         return _Work(work, part, divisor)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
@@ -139,5 +139,5 @@ class _Work:
 
 
 # torch 2.13 calls them so, and warns of the names before.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,83 +1,86 @@
 """Buckets whose gradients travel by copies into the other ranks' memory, with no collective and no bucket to fill.
 
-Each rank owns a part of every bucket. For a bucket, on four streams of its own beside the backward pass:
+Each rank owns a part of every bucket. For a bucket, on three lines of work beside the backward pass:
 
-1. *outward*: from the tensors that autograd made, each rank copies what belongs to another's part into that one's
-   landing place, and signals.
-2. *reducing*: the owner waits for the signals and writes the mean of its own and the landed gradients into its part of
-   the bucket.
-3. *homeward*: it copies that into the same part of everybody's bucket, and signals.
-4. *arriving*: everyone waits for those signals. The bucket then holds the averages: the parameters' gradients.
+1. *outward*: from the tensors that autograd made, each rank copies what belongs to another's part into a landing place
+   on that one, and tells it.
+2. *reducing*: the owner, once told by all, writes the mean of its own and the landed gradients into its part of the
+   bucket.
+3. *homeward*: it copies that into the same part of everybody's bucket, and tells them.
 
-Of B bytes of gradients, each rank sends and receives 2 (n-1)/n B, as in a ring; the copy engines move them. The
-multiprocessors read and write B/n (n + 1) bytes for the means. A gradient is read where it was born, and never copied
-into a bucket first.
+When all have told, the bucket holds the averages, which are the parameters' gradients.
 
-The mean of an element is made by one rank alone, so all ranks have the same bits.
+Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring; the copy engines move them. The
+multiprocessors read and write (n + 1)/n B for the means. A gradient is read where it was born, and never copied into a
+bucket first. The mean of an element is made by one rank alone, so all ranks have the same bits.
 
-Nobody overwrites what is still read. A landing place is used again some buckets later, after the bucket that it was for
-has come home. A peer writes its part of my bucket after it got my gradients of that part, so after I gave the
-backward pass that made them to the device, behind the optimizer that read the last averages.
+Nobody overwrites what is still read. A landing place is used again when its bucket has come home, and so do gradients
+live till then: means of all ranks are made of all that I sent. A peer writes its part of my bucket after it got my
+gradients of that part, so after the backward pass that made them, behind the optimizer that read the last averages.
+
+The n-th launch of a step is the n-th on every rank, so counters hold numbers of launches.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor, nn
 
 from steplab.parallel.buckets import aligned, dense, flat, same, views_of
-from steplab.parallel.mean import mean_into
 from steplab.parallel.peer_memory import PeerMemory
 
+OUTWARD, REDUCING, HOMEWARD = range(3)
+"""Lines."""
+REDUCED, TOLD = 0, 1
+"""Counters: launches whose means I have made; and from TOLD on, two for each rank: launches of which it has told me
+that its gradients have landed here, and its means."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-whose gradients come in bursts need not wait."""
+whose gradients come in bursts need not wait. At least three of the largest bucket, for one on each line."""
 _PAGE = 256
 """Bytes at whose multiples buckets and landing places begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Where a part of a bucket and a gradient overlap."""
+    """Where a rank's part of a bucket and a gradient overlap, in bytes."""
 
     index: int
     """Of the gradient."""
-    first: int
-    """In the gradient, in elements."""
-    place: int
-    """In the bucket, in elements."""
-    count: int
-    """Elements."""
+    in_gradient: int
+    """Where it begins there."""
+    in_bucket: int
+    """Where it begins there."""
+    num_bytes: int
+    """How long it is."""
 
 
 class PeerCopies:
-    """What the buckets of one module share: memory, streams, and which of them are under way."""
+    """What the buckets of one module share: memory, and which of them are under way."""
 
     def __init__(self, groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory) -> None:
         self.memory = memory
-        self.module = torch.get_device_module(memory.device)
-        self.outward, self.reducing, self.homeward, self.arriving = (self.module.Stream(priority=-1) for _ in range(4))
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.num_launched = 0
+        self._num_awaited = 0
         self.under_way: deque[PeerBucket] = deque()
         sizes = [sum(map(aligned, group)) * group[0].element_size() for group in groups]
         starts = [0, *accumulate(map(_pages, sizes))]
-        largest_part = _part(max(sizes, default=0), memory.size)
-        self.ring_bytes = max(_part(min(sum(sizes), WINDOW_BYTES), memory.size), largest_part)
-        self._landing_start = starts[-1]
-        self._cursor = 0
-        self.everyone = memory.allocate(self._landing_start + (memory.size - 1) * self.ring_bytes)
-        self.buckets = [PeerBucket(self, group, start) for group, start in zip(groups, starts, strict=False)]
+        window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes, default=0)))
+        self.ring_bytes = _part(window, memory.size)
+        self._rings_start, self._cursor = starts[-1], 0
+        own, self.bases = memory.allocate(starts[-1] + len(self.peers) * self.ring_bytes, TOLD + 2 * memory.size)
+        self.buckets = [
+            PeerBucket(self, group, own[start : start + size], start)
+            for group, start, size in zip(groups, starts, sizes, strict=False)
+        ]
 
-    def landing(self, on_rank: int, of_rank: int, start: int, num_bytes: int) -> Tensor:
-        """Where the bytes of one rank land on another; those of all ranks lie a ring apart."""
+    def landing(self, on_rank: int, of_rank: int, start: int) -> int:
+        """The address where bytes of one rank land on another; those of all ranks lie a ring apart."""
         ring = (of_rank - on_rank - 1) % self.memory.size
-        start += self._landing_start + ring * self.ring_bytes
-        return self.everyone[on_rank][start : start + num_bytes]
+        return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes + start
 
     def make_room(self, num_bytes: int) -> int:
         """A start in the rings for so many bytes, where nothing is under way any longer: the same on all ranks."""
@@ -85,52 +88,61 @@ class PeerCopies:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
         while any(bucket.landing[0] < self._cursor and start < bucket.landing[1] for bucket in self.under_way):
-            self.under_way.popleft().let_go()
+            bucket = self.under_way.popleft()
+            self._await(bucket.number)
+            bucket.drop()
         return start
+
+    def await_all(self) -> None:
+        """What the current stream is given next comes when all that was launched has come home."""
+        if self._num_awaited < self.num_launched:
+            self._await(self.num_launched)
+        self._num_awaited = self.num_launched
+
+    def _await(self, launch: int) -> None:
+        """Counters grow in the order of launches, so that what was launched earlier has come home too."""
+        self.memory.current_awaits(REDUCED, launch)
+        for peer in self.peers:
+            self.memory.current_awaits(_means_told_by(peer), launch)
 
 
 class PeerBucket:
-    """Gradients that travel together; used as buckets.Bucket is."""
+    """Gradients that travel together; see buckets.Bucket."""
 
-    def __init__(self, line: PeerCopies, parameters: Sequence[nn.Parameter], start: int) -> None:
+    def __init__(self, line: PeerCopies, parameters: Sequence[nn.Parameter], buffer: Tensor, start: int) -> None:
         self._line = line
         self._parameters = tuple(parameters)
-        first = self._parameters[0]
-        size = sum(map(aligned, self._parameters))
-        num_bytes = size * first.element_size()
-        self._buffers = [whole[start : start + num_bytes].view(first.dtype) for whole in line.everyone]
-        self._averages = views_of(self._buffers[line.memory.rank], self._parameters)
-        self._part_bytes = _part(num_bytes, line.memory.size)
-        part = self._part_bytes // first.element_size()
-        self._bounds = [(min(rank * part, size), min((rank + 1) * part, size)) for rank in range(line.memory.size)]
+        self._start = start  # the same on every rank
+        self._averages = views_of(buffer.view(self._parameters[0].dtype), self._parameters)
+        self._part_bytes = _part(buffer.numel(), line.memory.size)
+        ends = [min(rank * self._part_bytes, buffer.numel()) for rank in range(line.memory.size + 1)]
+        self._bounds = list(pairwise(ends))
         self._pieces = [_overlaps(self._parameters, *bounds) for bounds in self._bounds]
         self._sources: list[Tensor] = []
+        self.number = 0
+        """Of the last launch, from 1; 0: there was none."""
         self.landing = (0, 0)
-        """Of the last launch, in the rings."""
-        self._sent: Any = None
-        self._reduced: Any = None
-        self._arrived: Any = None
+        """Its place in the rings."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
-        line, half = self._line, self._line.memory.num_channels // 2
-        start = line.make_room(self._part_bytes)
-        self.landing = start, start + self._part_bytes
-        self._sources = [
-            self._source(*given) for given in zip(gradients, self._averages, self._parameters, strict=True)
-        ]
-        ready = line.module.current_stream().record_event()
-        channel = line.num_launched % half
-        self._send(ready, channel)
-        self._reduce(ready, channel)
-        self._return(half + channel)
+        line = self._line
+        room = line.make_room(self._part_bytes)
+        self.landing = room, room + self._part_bytes
+        given = zip(gradients, self._averages, self._parameters, strict=True)
+        self._sources = [_source(*each) for each in given]
         line.num_launched += 1
+        self.number = line.num_launched
+        line.memory.follow_current(OUTWARD, REDUCING)
+        self._send()
+        self._reduce()
+        self._return()
         line.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
         """The averages, each shaped as its parameter; of what was launched last."""
-        if self._arrived is not None:
-            self._line.module.current_stream().wait_event(self._arrived)
+        if self.number:
+            self._line.await_all()
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -141,72 +153,64 @@ class PeerBucket:
         return self._averages
 
     def release(self) -> None:
-        """Hold on to no gradient that is not in the bucket's own memory."""
-        if self in self._line.under_way:
+        """Hold on to no gradient that is not in the bucket's own memory; after `wait`."""
+        while self in self._line.under_way:
             self._line.under_way.remove(self)
-        self.let_go()
+        self.drop()
 
-    def let_go(self) -> None:
-        """Make the current stream wait until the gradients have been read, and drop them."""
-        if self._sources:
-            current = self._line.module.current_stream()
-            for read in (self._sent, self._arrived):
-                current.wait_event(read)
-            self._sources = []
+    def drop(self) -> None:
+        """Forget the gradients, which the current stream may overwrite."""
+        self._sources = []
 
-    def _landed(self, on_rank: int, of_rank: int) -> Tensor:
-        """A rank's part of this bucket, as another sent it."""
-        return self._line.landing(on_rank, of_rank, self.landing[0], self._part_bytes).view(self._averages[0].dtype)
+    def _send(self) -> None:
+        line, memory = self._line, self._line.memory
+        for peer in line.peers:
+            landing = line.landing(peer, memory.rank, self.landing[0]) - self._bounds[peer][0]
+            for piece in self._pieces[peer]:
+                source = self._sources[piece.index].data_ptr() + piece.in_gradient
+                memory.copy(OUTWARD, landing + piece.in_bucket, source, piece.num_bytes)
+            memory.signal(OUTWARD, peer, _gradients_told_by(memory.rank), self.number)
 
-    def _source(self, gradient: Tensor | None, average: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The gradient's elements in the order of the bucket."""
-        if gradient is None:
-            return flat(average.zero_())
-        return flat(average if same(average, gradient) else dense(gradient, parameter))
+    def _reduce(self) -> None:
+        line, memory = self._line, self._line.memory
+        for peer in line.peers:
+            memory.await_signal(REDUCING, _gradients_told_by(peer), self.number)
+        bucket = line.bases[memory.rank] + self._start
+        landing = line.landing(memory.rank, line.peers[0], self.landing[0]) - self._bounds[memory.rank][0]
+        for piece in self._pieces[memory.rank]:
+            source = self._sources[piece.index]
+            first = piece.in_gradient // source.element_size()
+            numbers = source[first : first + piece.num_bytes // source.element_size()]
+            target, others = bucket + piece.in_bucket, landing + piece.in_bucket
+            memory.mean(REDUCING, target, numbers.data_ptr(), others, line.ring_bytes, numbers)
+        memory.signal(REDUCING, memory.rank, REDUCED, self.number)
 
-    def _send(self, ready: Any, channel: int) -> None:
-        line, rank = self._line, self._line.memory.rank
-        with line.module.stream(line.outward):
-            line.outward.wait_event(ready)
-            for peer in line.peers:
-                landing = self._landed(peer, rank)
-                begin = self._bounds[peer][0]
-                for piece in self._pieces[peer]:
-                    source = self._sources[piece.index][piece.first : piece.first + piece.count]
-                    landing[piece.place - begin : piece.place - begin + piece.count].copy_(source, non_blocking=True)
-                line.memory.signal(peer, channel)
-            self._sent = line.outward.record_event()
+    def _return(self) -> None:
+        line, memory = self._line, self._line.memory
+        begin, end = self._bounds[memory.rank]
+        memory.await_signal(HOMEWARD, REDUCED, self.number)
+        for peer in line.peers:
+            if begin < end:
+                target, source = (line.bases[rank] + self._start + begin for rank in (peer, memory.rank))
+                memory.copy(HOMEWARD, target, source, end - begin)
+            memory.signal(HOMEWARD, peer, _means_told_by(memory.rank), self.number)
 
-    def _reduce(self, ready: Any, channel: int) -> None:
-        line, rank = self._line, self._line.memory.rank
-        buffer, begin = self._buffers[rank], self._bounds[rank][0]
-        with line.module.stream(line.reducing):
-            line.reducing.wait_event(ready)
-            for peer in line.peers:
-                line.memory.await_signal(peer, channel)
-            landed = [self._landed(rank, peer) for peer in line.peers]
-            for piece in self._pieces[rank]:
-                first, end = piece.place - begin, piece.place - begin + piece.count
-                mean_into(
-                    buffer[piece.place : piece.place + piece.count],
-                    self._sources[piece.index][piece.first : piece.first + piece.count],
-                    [gradient[first:end] for gradient in landed],
-                )
-            self._reduced = line.reducing.record_event()
 
-    def _return(self, channel: int) -> None:
-        line, rank = self._line, self._line.memory.rank
-        begin, end = self._bounds[rank]
-        with line.module.stream(line.homeward):
-            line.homeward.wait_event(self._reduced)
-            for peer in line.peers:
-                self._buffers[peer][begin:end].copy_(self._buffers[rank][begin:end], non_blocking=True)
-                line.memory.signal(peer, channel)
-        with line.module.stream(line.arriving):
-            line.arriving.wait_event(self._reduced)
-            for peer in line.peers:
-                line.memory.await_signal(peer, channel)
-            self._arrived = line.arriving.record_event()
+def _gradients_told_by(rank: int) -> int:
+    """The counter of launches whose gradients of this rank's have landed."""
+    return TOLD + 2 * rank
+
+
+def _means_told_by(rank: int) -> int:
+    """The counter of launches whose means of this rank's are in the bucket."""
+    return TOLD + 2 * rank + 1
+
+
+def _source(gradient: Tensor | None, average: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The gradient's elements in the order of the bucket."""
+    if gradient is None:
+        return flat(average.zero_())
+    return flat(average if same(average, gradient) else dense(gradient, parameter))
 
 
 def _pages(num_bytes: int) -> int:
@@ -223,8 +227,9 @@ def _overlaps(parameters: Sequence[nn.Parameter], begin: int, end: int) -> list[
     """The pieces of gradients between two places of a bucket."""
     pieces, start = [], 0
     for index, parameter in enumerate(parameters):
-        first, last = max(start, begin), min(start + parameter.numel(), end)
+        size = parameter.element_size()
+        first, last = max(start, begin), min(start + parameter.numel() * size, end)
         if first < last:
             pieces.append(_Piece(index, first - start, first, last - first))
-        start += aligned(parameter)
+        start += aligned(parameter) * size
     return pieces

@@ -11,7 +11,8 @@ from steplab.parallel.buckets import Bucket
 from steplab.parallel.collective_buckets import CollectiveBucket
 from steplab.parallel.collectives import Collectives
 from steplab.parallel.peer_copies import PeerCopies
-from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
+from steplab.parallel.peer_memory import PeerMemory
+from steplab.parallel.symmetric_memory import SymmetricMemory
 
 TRANSPORTS = ("collectives", "peer_copy")
 WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}

@@ -96,6 +96,9 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
+    if spec.layout.world_size > 1:
+        why = "the prediction is of a step that one process takes by itself"
+        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
     if shape.num_heads and shape.num_layers > _MOST_LAYERS:
         why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
         raise Unsupported(what, why, f"take --model.num-layers {_MOST_LAYERS} or fewer; each further one adds the same")

@@ -3,6 +3,7 @@
 from statistics import median
 
 from steplab.records.attention import AttentionRun
+from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run, Utilization
@@ -79,8 +80,8 @@ def numerics_row(numerics: Numerics) -> Row:
     }
 
 
-def attention_run_row(run: AttentionRun) -> Row:
-    """One row that names a benchmark of attention."""
+def benchmark_row(run: AttentionRun | CommRun) -> Row:
+    """One row that names a benchmark of attention or of collectives."""
     return {
         "id": run.id,
         "created_utc": run.created_utc,

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from steplab import stats, units
 from steplab.records.attention import AttentionRun
+from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpRun
 from steplab.records.environment import Environment
 from steplab.records.memory_references import MemoryReferences
@@ -19,6 +20,7 @@ from steplab.report.attention_page import attention_sections
 from steplab.report.attention_steps import attention_step_grid
 from steplab.report.cells import Cell, cells_of, label, varying
 from steplab.report.columns import ABSENT, make_sheet, reason
+from steplab.report.comm_page import comm_sections
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.ddp_page import ddp_sections
 from steplab.report.environments import condition_pairs, environment_pairs
@@ -48,13 +50,14 @@ def render_page(
     references: MemoryReferences | None = None,
     numerics: Sequence[Numerics] = (),
     attention: Sequence[AttentionRun] = (),
+    comm: Sequence[CommRun] = (),
     ddp: Sequence[DdpRun] = (),
 ) -> str:
     """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured,
     and `references` are what their memory is compared with.
 
-    `numerics` are what was seen of the same steps' precision, and may stand without any run; so may `attention`,
-    benchmarks of it alone, and `ddp`, data-parallel studies.
+    `numerics` are what was seen of the same steps' precision, and may stand without any run; so may `attention`
+    and `comm`, benchmarks of attention alone and of collectives, and `ddp`, data-parallel studies.
 
     The same runs always give the same page.
     """
@@ -75,7 +78,9 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         title=title,
         description=description,
-        subtitle=" · ".join(part for part in _subtitle(runs, numerics, attention, ddp) if part and part not in shared),
+        subtitle=" · ".join(
+            part for part in _subtitle(runs, numerics, attention, comm, ddp) if part and part not in shared
+        ),
         shared=shared,
         facts=facts(cells),
         step_times=charts.step_times(cells),
@@ -88,6 +93,7 @@ def render_page(
         watched=memory_part(cells, predictions or {}, references),
         precision=precision_part(runs, numerics),
         attention=attention_sections(attention),
+        comm=comm_sections(comm),
         ddp=ddp_sections(ddp),
         attention_steps=attention_step_grid([cell.run for cell in cells]),
         mfu=charts.mfu(cells),
@@ -96,7 +102,7 @@ def render_page(
         choices=_told_once(cells, choices),
         doubts=_told_once(cells, doubts),
         missing=_told_once(cells, _missing),
-        environments=_environments([*(cell.run for cell in cells), *attention, *ddp] or numerics),
+        environments=_environments([*(cell.run for cell in cells), *attention, *comm, *ddp] or numerics),
     )
 
 
@@ -106,10 +112,14 @@ def _unbroken(text: str) -> str:
 
 
 def _subtitle(
-    runs: Sequence[Run], numerics: Sequence[Numerics], attention: Sequence[AttentionRun], ddp: Sequence[DdpRun]
+    runs: Sequence[Run],
+    numerics: Sequence[Numerics],
+    attention: Sequence[AttentionRun],
+    comm: Sequence[CommRun],
+    ddp: Sequence[DdpRun],
 ) -> list[str]:
     """How many runs, audits, benchmarks and studies, where, when, and with which version."""
-    records: list[Run | Numerics | AttentionRun | DdpRun] = [*runs, *numerics, *attention, *ddp]
+    records: list[Run | Numerics | AttentionRun | CommRun | DdpRun] = [*runs, *numerics, *attention, *comm, *ddp]
     named = (r.environment and r.environment.device.name if isinstance(r, Numerics) else r.device_name for r in records)
     devices = list(dict.fromkeys(name for name in named if name))
     days = sorted({record.created_utc[:10] for record in records})
@@ -118,6 +128,7 @@ def _subtitle(
     parts = [units.counted(len(runs), "run")] if runs else []
     parts += [units.counted(audits, "audit")] if audits else []
     parts += [units.counted(len(attention), "benchmark") + " of attention"] if attention else []
+    parts += [units.counted(len(comm), "benchmark") + " of collectives"] if comm else []
     parts += [f"{len(ddp)} data-parallel {'study' if len(ddp) == 1 else 'studies'}"] if ddp else []
     parts += [", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
@@ -216,7 +227,9 @@ def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[
     return [(text, ["all runs"] if len(names) == len(cells) > 1 else names) for text, names in found.items()]
 
 
-def _environments(records: Sequence[Run | Numerics | AttentionRun | DdpRun]) -> list[tuple[int, list[tuple[str, str]]]]:
+def _environments(
+    records: Sequence[Run | Numerics | AttentionRun | CommRun | DdpRun],
+) -> list[tuple[int, list[tuple[str, str]]]]:
     """Each environment once, with the number of records made in it and the range of what moved meanwhile."""
     groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
     for record in records:

@@ -13,7 +13,7 @@ from steplab.specs.layout import Layout, parse_layout
 from steplab.specs.model import TransformerShape, model_spec
 from steplab.specs.step import STEP_FIELDS, StepSpec, internal_name
 
-_INTEGER_FIELDS = ("batch", "context", "warmup", "steps", "seed")
+_INTEGER_FIELDS = ("batch", "context", "warmup", "steps", "seed", "microbatches")
 _NUMBER_FIELDS = ("bucket_size_mb",)
 SIZE_FIELDS: tuple[str, ...] = tuple(f"model.{field.name}" for field in dataclasses.fields(TransformerShape))
 FIELDS: tuple[str, ...] = ("model", *SIZE_FIELDS, *STEP_FIELDS)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from steplab.errors import UserError
 from steplab.specs.checkpointing import check_checkpointing
 from steplab.specs.layout import SINGLE, Layout
+from steplab.specs.layout_fit import refuse_what_does_not_fit
 from steplab.specs.model import LARGEST, ModelSpec
 
 Pass = Literal["forward", "forward_backward", "train"]
@@ -27,6 +28,8 @@ Attention = Literal[
 ]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
+Reshard = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +66,19 @@ class StepSpec:
     device: str = "auto"
     """auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N. Of several processes each has a GPU of its own."""
     layout: Layout = SINGLE
-    """How the step is spread over processes; by default it is not, and the two fields below have no say."""
+    """How the step is spread over processes; by default it is not, and the fields below have no say."""
     data_parallel: DataParallelStrategy = "bucketed"
-    """When gradients are averaged over the `dp` axis, and how many at a time (see parallel.data_parallel)."""
+    """When gradients are averaged over the `dp` axis, and how many at a time, where it is the only one (see
+    parallel.data_parallel); beside other axes torch's FSDP2 averages them."""
     bucket_size_mb: float = 25.0
     """Largest bucket of gradients, in units of 1e6 bytes; for `bucketed` alone."""
+    reshard_after_forward: Reshard = "auto"
+    """Whether blocks sharded over `fsdp` are freed after their forward pass and gathered again for their backward pass.
+    auto: always, but never in a pipeline, where each microbatch would gather them anew."""
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    """In what order the microbatches of a pipeline run (see parallel.pipeline)."""
+    microbatches: int | None = None
+    """Into how many parts a pipeline cuts the batch; None: one sequence each."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
@@ -94,11 +105,14 @@ class StepSpec:
     def _check_layout(self) -> None:
         if not 0 < self.bucket_size_mb < LARGEST:
             raise UserError(f"bucket_size_mb must be more than 0, not {self.bucket_size_mb}")
+        if self.microbatches is not None and not 1 <= self.microbatches <= LARGEST:
+            raise UserError(f"microbatches must be at least 1 and below 2^63, not {self.microbatches}")
         if self.layout.world_size > 1 and (self.device == "mps" or ":" in self.device):
             raise UserError(
                 f"device {self.device} is one device, and layout {self.layout} takes {self.layout.world_size}; "
                 "use --device cuda or cpu"
             )
+        refuse_what_does_not_fit(self)
 
     @property
     def tokens(self) -> int:
@@ -133,6 +147,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": get_args(Attention),
     "optimizer": get_args(Optimizer),
     "data_parallel": get_args(DataParallelStrategy),
+    "reshard_after_forward": get_args(Reshard),
+    "pipeline_schedule": get_args(PipelineSchedule),
 }
 
 

@@ -7,7 +7,14 @@ import msgspec
 from steplab.specs.step import StepSpec
 from steplab.specs.study import StudySpec
 
-_OF_SEVERAL_PROCESSES = ("layout", "data_parallel", "bucket_size_mb")
+_OF_SEVERAL_PROCESSES = (
+    "layout",
+    "data_parallel",
+    "bucket_size_mb",
+    "reshard_after_forward",
+    "pipeline_schedule",
+    "microbatches",
+)
 
 
 def cell_key(spec: StepSpec) -> str:

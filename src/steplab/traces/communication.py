@@ -1,8 +1,9 @@
 """Messages against computation in a trace of some steps: how long, how much of it at once, and the last step drawn.
 
-On a GPU a message is a kernel of a communication library, a copy between two GPUs, or what else runs on the streams of
-such: gradients that are copied are averaged there. On a CPU it is the range that gloo opens on the thread that carries
-the message out, while the thread that asked for it goes on.
+On a GPU a message is a kernel of a communication library or a copy between two GPUs. steplab's own copies, between
+which gradients are averaged, run on streams of their own, and all that is there is part of them, whatever the trace
+calls a copy. On a CPU a message is the range that gloo opens on the thread that carries it out, while the thread that
+asked for it goes on.
 """
 
 import re
@@ -22,6 +23,8 @@ from steplab.traces.windows import cut
 _MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
 _PHASE_RANGES = ("forward", "backward", "gradient sync", "optimizer")
 _TRANSFERS = ("Memcpy", "Memset")
+_OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
+"""Copies, and the kernel of parallel.mean_kernel."""
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
 """Gaps shorter than the step over this are not drawn."""
@@ -84,17 +87,26 @@ def traced_steps(trace: Trace) -> TracedSteps:
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
     """Messages; what is computed; and what is drawn as such, copies and fills among it."""
     sends = activity.category == _COMMUNICATION
-    sends |= np.isin(activity.stream, _carriers(activity, sends))
+    sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
     transfers = [number for number, name in enumerate(trace.names) if name.startswith(_TRANSFERS)]
     return _of(activity, sends), _of(activity, ~sends & ~np.isin(activity.name, transfers)), _of(activity, ~sends)
 
 
-def _carriers(activity: Activity, sends: Column) -> Column:
-    """The streams on which there are messages, but for the one on which most is computed."""
+def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
+    """The streams on which there are messages, or nothing but what peer copies do; never the one that computes most."""
     streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
-    computed_ns = {int(number): int(lasts_ns[~sends & (streams == number)].sum()) for number in np.unique(streams)}
-    busiest = max(computed_ns, key=lambda number: computed_ns[number])
-    return np.setdiff1d(np.unique(streams[sends]), [busiest])
+    of_copies = np.isin(
+        activity.name, [number for number, name in enumerate(trace.names) if _OF_PEER_COPIES.match(name)]
+    )
+    computed_ns: dict[int, int] = {}
+    carriers = []
+    for stream in np.unique(streams).tolist():
+        mine = streams == stream
+        computed_ns[stream] = int(lasts_ns[mine & ~sends].sum())
+        if bool(sends[mine].any()) or bool(of_copies[mine].all()):
+            carriers.append(stream)
+    busiest = max(computed_ns, key=lambda stream: computed_ns[stream])
+    return np.array([stream for stream in carriers if stream != busiest], dtype=np.int64)
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:

@@ -72,9 +72,11 @@ def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_key
         s_RN = gl.where(seen, s_RN, float("-inf"))
     new_largest_R = gl.maximum(largest_R, gl.max(s_RN, 1))
     # A row that has seen nothing but -inf: any finite number gives its exponentials as the zeros that they are.
-    base_R = gl.where(new_largest_R == float("-inf"), 0.0, new_largest_R) * scale_log2
-    p_RN = gl.exp2(s_RN * scale_log2 - base_R[:, None])
-    shrink_R = gl.exp2(largest_R * scale_log2 - base_R)
+    base_R = gl.where(new_largest_R == float("-inf"), 0.0, new_largest_R)
+    p_RN = gl.exp2(s_RN * scale_log2 - (base_R * scale_log2)[:, None])
+    # The difference first: a product in a fused multiply-add is not rounded, and would differ from itself by its
+    # rounding, so that what was summed shrank a little with every tile.
+    shrink_R = gl.exp2((largest_R - base_R) * scale_log2)
     return p_RN, new_largest_R, sum_R * shrink_R + gl.sum(p_RN, 1), shrink_R
 
 

@@ -1,0 +1,89 @@
+"""steplab comm"""
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from steplab.cli.options import OutputOptions, ProcessOptions
+
+_CELLS = Group.create_ordered("What is measured: lists make a product")
+
+
+def _cell(help: str) -> Parameter:
+    return Parameter(help=help, group=_CELLS)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class CommOptions:
+    """What moves, how much of it, and who moves it."""
+
+    collective: Annotated[
+        str | None,
+        _cell("all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv [default: all of them]"),
+    ] = None
+    size: Annotated[
+        str | None,
+        _cell("Of the message: 64kB,1MB [default: on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB]"),
+    ] = None
+    world_size: Annotated[
+        str | None, _cell("Ranks that take part [default: the powers of two among the processes, and all]")
+    ] = None
+    backend: Annotated[
+        str | None, _cell("nccl, gloo, peer_copy (all_reduce only) [default: nccl, or gloo on a CPU]")
+    ] = None
+    device: Annotated[
+        str | None, _cell("Where the tensors are: cuda, cpu [default: where the backend is at home: cuda for nccl]")
+    ] = None
+    dtype: Annotated[str | None, _cell("fp32, bf16, fp16 [default: fp32]")] = None
+
+    def lists(self) -> dict[str, list[object]]:
+        """The fields that were given, each as a list."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value.split(",")) for name, value in given.items() if value is not None}
+
+
+def comm(
+    *,
+    cells: CommOptions = CommOptions(),
+    spread: ProcessOptions = ProcessOptions(),
+    repeats: Annotated[
+        int | None, Parameter(help="How often each cell is timed [default: 10 to 200, by its length]")
+    ] = None,
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Give a cell up after this time without a sign of it")] = "5min",
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """Benchmark collectives: time, algorithm and bus bandwidth, over sizes, world sizes and backends.
+
+    Every result is checked, and every rank's samples are kept. A line through the times, alpha + beta * bytes, is the
+    machine's communication profile. Without --gpus or --processes: on all GPUs, or with two processes on the CPU.
+
+    For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB
+
+    Or on many machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
+    """
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.comm import comm_study, measure_comm, went_well
+    from steplab.lab.processes import is_first_rank
+    from steplab.report.comm_text import comm_cell_line, render_comm
+    from steplab.units import parse_duration
+
+    chosen = chosen_format(out.format, out.output)
+    study, device = comm_study(cells.lists(), gpus=spread.gpus, processes=spread.processes, repeats=repeats)
+    with ProgressLine() as line:
+        run = measure_comm(
+            study,
+            device=device,
+            name=name,
+            store=out.store,
+            timeout_s=parse_duration(timeout),
+            on_progress=line.alive,
+            on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
+        )
+    if is_first_rank():
+        emit(render_comm(run, chosen, color=stdout_color() and out.output is None), out.output)
+        say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
+    return 0 if went_well(run) else 1

@@ -1,0 +1,110 @@
+"""Bytes on the wire, bus bandwidth, and a line through measured times.
+
+Bus bandwidth is that of nccl-tests (its document PERFORMANCE.md): algorithm bandwidth S / t times the factor by which
+the bytes each rank has to send, at the least, exceed or fall short of the message's S. It can so be compared with the
+links' own, whatever the collective and however many ranks. The factor is what a ring moves; who sends otherwise (a
+tree, a switch that adds up) may send less.
+
+A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, or with a term more for each of
+n ranks, t = alpha + beta · w + gamma · n. The fit is least squares of the *relative* differences, so that messages of
+all lengths count alike; no term is negative.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steplab.specs.comm import CommSpec
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth: bytes that each rank sends at the least over those of the message."""
+    if collective == "all_reduce":
+        return 2 * (world_size - 1) / world_size
+    if collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (world_size - 1) / world_size
+    return 1.0  # broadcast, send_recv
+
+
+def wire_bytes(spec: CommSpec) -> float:
+    """Bytes that each rank sends at the least."""
+    return spec.message_bytes * bus_factor(spec.collective, spec.world_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A measured time."""
+
+    wire_bytes: float
+    """Bytes on the wire."""
+    world_size: int
+    """Ranks."""
+    time_s: float
+    """Median time of a call; above zero."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A fitted model of the time of a call."""
+
+    alpha_s: float
+    """Seconds of a call that moves nothing."""
+    beta_s_per_byte: float
+    """Seconds a byte on the wire."""
+    gamma_s_per_rank: float | None = None
+    """Seconds a rank; None: the model has no such term."""
+    num_points: int
+    """How many times it was fitted to."""
+    rms_relative: float | None
+    """Root mean square of (fitted - measured) / measured; None: as few points as terms, which any line fits."""
+    worst_relative: float | None
+    """The largest of them in size, with its sign; None likewise."""
+
+
+def predicted_s(
+    alpha_s: float, beta_s_per_byte: float, wire_bytes: float, *, gamma_s_per_rank: float | None = None, ranks: int = 0
+) -> float:
+    """Time of a call by the model."""
+    return alpha_s + beta_s_per_byte * wire_bytes + (gamma_s_per_rank or 0.0) * ranks
+
+
+def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
+    """The model nearest to the points, `by_rank` with a term for the number of ranks.
+
+    None where they are too few to tell: two sizes are needed, and `by_rank` two world sizes and a fourth point.
+    """
+    sizes = {point.wire_bytes for point in points}
+    worlds = {point.world_size for point in points}
+    if len(sizes) < 2 or (by_rank and (len(worlds) < 2 or len(points) < 4)):
+        return None
+    import numpy as np
+
+    times = np.array([point.time_s for point in points])
+    columns = [np.ones(len(points)), np.array([point.wire_bytes for point in points])]
+    columns += [np.array([float(point.world_size) for point in points])] if by_rank else []
+    matrix = np.stack(columns, axis=1) / times[:, None]  # of relative differences: each row is to come to 1
+    scale = np.linalg.norm(matrix, axis=0)
+    best: tuple[float, np.ndarray] | None = None
+    # Of all choices of terms, the best whose terms are not negative: exact, with at most three of them.
+    for count in range(1, len(columns) + 1):
+        for chosen in map(list, itertools.combinations(range(len(columns)), count)):
+            found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], np.ones(len(points)), rcond=None)[0]
+            if (found < 0).any():
+                continue
+            terms = np.zeros(len(columns))
+            terms[chosen] = found / scale[chosen]
+            error = float(np.square(matrix @ terms - 1).mean())
+            if best is None or error < best[0]:
+                best = error, terms
+    assert best is not None  # a single term is never negative: all entries are positive
+    relative = matrix @ best[1] - 1
+    alpha_s, beta, *gamma = best[1].tolist()
+    tells = len(points) > np.count_nonzero(best[1])
+    return Line(
+        alpha_s=alpha_s,
+        beta_s_per_byte=beta,
+        gamma_s_per_rank=gamma[0] if by_rank else None,
+        num_points=len(points),
+        rms_relative=best[0] ** 0.5 if tells else None,
+        worst_relative=float(relative[np.abs(relative).argmax()]) if tells else None,
+    )

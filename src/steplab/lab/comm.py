@@ -1,0 +1,194 @@
+"""Benchmark collectives: measure a study's cells, fit the machine's communication profile, store one record."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from steplab import __version__
+from steplab.costs.communication import Point, fit_line, predicted_s, wire_bytes
+from steplab.errors import UserError
+from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.machine import visible_gpus
+from steplab.lab.processes import is_first_rank, let_the_first_store
+from steplab.measurement.comm_launch import comm_in_ranks
+from steplab.measurement.launch import OnProgress
+from steplab.measurement.torchrun import torchrun_around
+from steplab.records.codec import new_id, now_utc
+from steplab.records.comm import CommCell, CommFit, CommRun
+from steplab.records.environment import Environment
+from steplab.specs.comm import CommSpec, CommStudy, comm_cells
+from steplab.specs.layout import process_count
+from steplab.units import counted
+
+DEFAULT_TIMEOUT_S = 300.0
+_FEWEST = 2
+
+
+def comm_study(
+    lists: Mapping[str, Sequence[object]],
+    *,
+    gpus: int | None = None,
+    processes: int | None = None,
+    repeats: int | None = None,
+) -> tuple[CommStudy, str]:
+    """The benchmark that these lists ask for, and whether its processes are on GPUs or on the CPU (cuda, cpu).
+
+    Without a number of processes: as torchrun has started them; else one a GPU, where there are two or more; else two
+    on the CPU. Raises UserError naming what is wrong, and what is valid.
+    """
+    count, device = _processes(gpus, processes)
+    cells = comm_cells(lists, num_processes=count, on_gpus=device == "cuda")
+    study = CommStudy(cells=cells, num_processes=count)
+    if repeats is not None:
+        study = dataclasses.replace(study, least_repeats=repeats, most_repeats=repeats)
+    return study, device
+
+
+def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
+    around, found = torchrun_around(), visible_gpus()
+    asked = process_count(gpus, processes) if gpus is not None or processes is not None else None
+    if around is not None:
+        if asked and asked[0] != around.size:
+            raise UserError(f"torchrun has started {around.size} processes; leave --gpus and --processes out")
+        return around.size, asked[1] if asked else "cuda" if found else "cpu"
+    count, device = asked or ((found, "cuda") if found > 1 else (_FEWEST, "cpu"))
+    if count < _FEWEST:
+        option = "gpus" if gpus is not None else "processes"
+        raise UserError(f"--{option} must be at least {_FEWEST}: one process has nobody to talk to")
+    return count, device
+
+
+def measure_comm(
+    study: CommStudy,
+    *,
+    device: str,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    on_cell: Callable[[int, CommCell], None] = lambda index, cell: None,
+) -> CommRun:
+    """Measure a study's cells and store the record, which an interruption stores too, with the cells that it has.
+
+    `device` is that of the processes, cuda or cpu; `timeout_s` is how long one cell may take. Under torchrun the first
+    process alone stores. Raises UserError for a request that cannot be served, and SteplabError where the store cannot
+    be written.
+    """
+    gathered = _Gathered(study, checked_name(name), on_cell if is_first_rank() else lambda index, cell: None)
+
+    def measured() -> CommRun:
+        said = comm_in_ranks(
+            study,
+            device=device,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_cell=gathered.on_cell,
+            on_environment=gathered.on_environment,
+        )
+        return gathered.record(said)
+
+    if not is_first_rank():
+        run = measured()
+        if not went_well(run):
+            let_the_first_store()
+        return run
+    with open_store(store, write=True) as opened:
+        try:
+            run = measured()
+        except KeyboardInterrupt as error:
+            if not gathered.cells:
+                raise
+            run = gathered.record(None, "interrupted: only the cells that had ended by then are here")
+            keep(opened, run)
+            ended = counted(len(run.cells), "cell")
+            raise KeyboardInterrupt(f"record {run.id} has the {ended} that had ended") from error
+        keep(opened, run)
+    return run
+
+
+class _Gathered:
+    """What has been heard of a benchmark so far."""
+
+    def __init__(self, study: CommStudy, name: str, tell: Callable[[int, CommCell], None]) -> None:
+        self._study, self._name, self._tell = study, name, tell
+        self._environment: Environment | None = None
+        self.cells: dict[int, CommCell] = {}
+
+    def on_cell(self, index: int, cell: CommCell) -> None:
+        """One that has ended."""
+        self.cells[index] = dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec))
+        self._tell(index, self.cells[index])
+
+    def on_environment(self, environment: Environment) -> None:
+        """Where it is measured."""
+        self._environment = environment
+
+    def record(self, said: CommRun | None, *notes: str) -> CommRun:
+        """The record of it all, with what the ranks, if they came so far, said of themselves."""
+        cells = tuple(self.cells[index] for index in sorted(self.cells))
+        return CommRun(
+            id=new_id(),
+            created_utc=now_utc(),
+            steplab_version=__version__,
+            name=self._name,
+            study=self._study,
+            environment=said.environment if said else self._environment,
+            ranks=said.ranks if said else (),
+            libraries=said.libraries if said else {},
+            cells=cells,
+            profile=profile_of(cells),
+            notes=notes,
+        )
+
+
+def went_well(run: CommRun) -> bool:
+    """Whether some cell was measured, and none ended its processes."""
+    crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
+    return not crashed and any(cell.failure is None for cell in run.cells)
+
+
+def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
+    """Lines through the median times: one for each collective, backend, type and world size, and where there are
+    several world sizes, one with a term a rank for all of them."""
+    by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
+    over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}
+    for cell in cells:
+        if cell.slowest is not None:
+            spec = cell.spec
+            point = Point(wire_bytes=wire_bytes(spec), world_size=spec.world_size, time_s=cell.slowest.median_s)
+            by_world.setdefault((spec.collective, spec.way, spec.dtype, spec.world_size), []).append(point)
+            over_worlds.setdefault((spec.collective, spec.way, spec.dtype, None), []).append(point)
+    fits = []
+    for (collective, way, dtype, world_size), points in (by_world | over_worlds).items():
+        line = fit_line(points, by_rank=world_size is None)
+        if line is not None:
+            kind = {"collective": collective, "way": way, "dtype": dtype, "world_size": world_size}
+            fits.append(CommFit(**kind, **dataclasses.asdict(line)))  # type: ignore[arg-type]
+    return tuple(fits)
+
+
+def predict_comm_s(profile: Sequence[CommFit], spec: CommSpec) -> float | None:
+    """Time of a call by a machine's profile: by the line of its world size, else by that over all of them; None where
+    the profile has neither."""
+    alike = [fit for fit in profile if (fit.collective, fit.way, fit.dtype) == (spec.collective, spec.way, spec.dtype)]
+    for world_size in (spec.world_size, None):
+        for fit in alike:
+            if fit.world_size == world_size:
+                return predicted_s(
+                    fit.alpha_s,
+                    fit.beta_s_per_byte,
+                    wire_bytes(spec),
+                    gamma_s_per_rank=fit.gamma_s_per_rank,
+                    ranks=spec.world_size,
+                )
+    return None
+
+
+def machine_profile(device_name: str, *, store: Path | str | None = None) -> tuple[CommFit, ...]:
+    """The communication profile of the newest benchmark on machines with that device; empty where there is none."""
+    with open_store(store, write=False) as opened:
+        for row in opened.rows(kind="comm"):
+            run = opened.get(str(row["id"])) if row.get("device") == device_name else None
+            if isinstance(run, CommRun) and run.profile:
+                return run.profile
+    return ()

@@ -1,0 +1,87 @@
+"""What the ranks send in a check of a collective, and what each has to receive, element by element.
+
+The data are whole numbers so small that every sum of them is exact in every type, drawn from a hash of rank and index:
+an element at another place, or from another rank, is mostly another number. Tensors are flat; they are filled and
+compared piece by piece, for the whole of a message as int64 would take twice its memory.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from steplab.specs.comm import CommSpec
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PIECE = 2**24
+_SENTINEL = 99.0
+"""What lies where nothing was received."""
+_EXACT = 256
+"""Whole numbers up to this one are exact in bf16."""
+
+
+class Buffers:
+    """One rank's tensors for a cell: `send` with its data, `receive` for the result; one where that is in place.
+
+    What comes as an average is compared as the sum that it is of: so much is exact in every type.
+    """
+
+    def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:
+        self.spec, self.rank = spec, rank
+        dtype = TORCH_DTYPES[spec.dtype]
+        whole, part = spec.message_elements, spec.part_elements
+        num_sent = part if spec.collective == "all_gather" else whole
+        num_received = part if spec.collective == "reduce_scatter" else whole
+        self.send = torch.empty(num_sent, dtype=dtype, device=device)
+        for piece, index in _pieces(self.send):
+            piece.copy_(self._drawn(rank, index))
+        self.averaged = spec.backend == "peer_copy"
+        in_place = spec.collective in ("all_reduce", "broadcast")
+        self.receive = self.send if in_place else torch.full((num_received,), _SENTINEL, dtype=dtype, device=device)
+
+    def compare(self) -> tuple[int, int, str]:
+        """Elements received, how many of them are wrong, and the first of these in words."""
+        num_wrong, first = 0, ""
+        for piece, index in _pieces(self.receive):
+            expected = self._expected(index)
+            received = (piece.double() * self.spec.world_size).round() if self.averaged else piece.double()
+            wrong = (received != expected).nonzero().flatten()
+            if wrong.numel() and not first:
+                at = int(wrong[0])
+                first = (
+                    f"rank {self.rank}, element {int(index[at])} is {received[at].item():g} "
+                    f"and should be {int(expected[at])}"
+                )
+            num_wrong += wrong.numel()
+        return self.receive.numel(), num_wrong, first
+
+    def _expected(self, index: Tensor) -> Tensor:
+        """By what the collectives are defined to do; `index` counts the elements received."""
+        n, part = self.spec.world_size, self.spec.part_elements
+        mine = self.rank * part
+        match self.spec.collective:
+            case "all_reduce":
+                return sum((self._drawn(rank, index) for rank in range(n)), torch.zeros_like(index))
+            case "reduce_scatter":
+                return sum((self._drawn(rank, index + mine) for rank in range(n)), torch.zeros_like(index))
+            case "all_gather":
+                return self._drawn(index // part, index % part)
+            case "all_to_all":
+                return self._drawn(index // part, index % part + mine)
+            case "broadcast":
+                return self._drawn(0, index)
+            case "send_recv":
+                return self._drawn((self.rank - 1) % n, index)
+
+    def _drawn(self, rank: int | Tensor, index: Tensor) -> Tensor:
+        """The number, as int64, that a rank has at each place of what it sends."""
+        largest = 3 if 3 * self.spec.world_size <= _EXACT else 1
+        mixed = (index * 2654435761 + rank * 40503) & 0xFFFFFFFF
+        return (mixed ^ (mixed >> 15)) % (2 * largest + 1) - largest
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Stretches of a flat tensor, each with the places of its elements."""
+    for start in range(0, tensor.numel(), _PIECE):
+        piece = tensor[start : start + _PIECE]
+        yield piece, torch.arange(start, start + piece.numel(), device=tensor.device)

@@ -1,0 +1,97 @@
+"""How one cell of the benchmark of collectives is timed, in step with the other ranks.
+
+On a device with a timeline of its own, calls go back to back after one barrier, with an event around each: nothing
+waits between them, as in a loop of training, and what Python takes to start a call is hidden wherever the call is
+longer. After that, on every device, each call by itself: a barrier, then the host's clock around the call with the
+device synchronised at both ends. That is what one call takes which nobody prepared.
+
+All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from steplab.measurement.comm_calls import Call
+from steplab.measurement.device import Device
+from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
+from steplab.parallel.collectives import Collectives
+from steplab.records.comm import RankTimes
+from steplab.records.timing import find_phase
+from steplab.specs.comm import CommStudy
+from steplab.units import NS_PER_S
+
+_LEAST_WARMUP_CALLS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """A device, and the ranks that time a call on theirs at the same time."""
+
+    device: Device
+    """This rank's."""
+    collectives: Collectives
+    """Those of the group; host values alone go through them."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks, from CPU to CPU."""
+        self.collectives.host_maximum(torch.zeros(1, dtype=torch.int64))
+
+    def slowest_s(self, seconds: float) -> float:
+        """The longest time that a rank has; the same answer on all."""
+        longest = self.collectives.host_maximum(torch.tensor([int(seconds * NS_PER_S)]))
+        return max(int(longest), 1) / NS_PER_S
+
+
+def time_calls(
+    call: Call, together: Together, study: CommStudy, on_begin: Callable[[str], None] = lambda stage: None
+) -> RankTimes:
+    """Warm a call up and time it; every rank of the group has to be here."""
+    device = together.device
+    on_begin("warm-up")
+    call_s = _batch_s(call, together, _LEAST_WARMUP_CALLS)
+    more = min(math.ceil(study.warmup_s / call_s) - _LEAST_WARMUP_CALLS, study.most_repeats)
+    if more > 0:
+        call_s = _batch_s(call, together, more)
+    repeats = int(min(max(study.measured_s / call_s, study.least_repeats), study.most_repeats))
+    device_s, host_s = None, None
+    if device.asynchronous:
+        on_begin("back to back")
+        device_s, host_s = back_to_back(call, together, repeats)
+    on_begin("one by one")
+    phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=call)]
+    samples, _ = run_synchronised(phases, device, repeats, _unheard)
+    alone = find_phase(samples, "call")
+    assert alone is not None
+    assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
+    rank = together.collectives.rank
+    return RankTimes(rank=rank, device_s=device_s, host_call_s=host_s, alone_s=alone.host_s)
+
+
+def back_to_back(call: Call, together: Together, repeats: int) -> tuple[tuple[float, ...], float]:
+    """Seconds of each of so many calls by the device's events, and a call by the host's clock around all.
+
+    A call more goes before them, in which the ranks wait for each other to come.
+    """
+    together.barrier()
+    phases = [Phase(name="step", run=call)]
+    samples, loop_s = run_back_to_back(phases, together.device, repeats + 1, _unheard)
+    return samples[0].best_s[1:], loop_s / (repeats + 1)
+
+
+def _batch_s(call: Call, together: Together, count: int) -> float:
+    """Seconds a call, of so many in a row on the slowest rank."""
+    together.barrier()
+    together.device.synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    together.device.synchronize()
+    return together.slowest_s((time.perf_counter() - started) / count)
+
+
+def _unheard(repeat: int) -> None:
+    """Repeats are too short to be told of."""

@@ -1,0 +1,83 @@
+"""How the plain Transformer is split over the ranks of the tensor axis.
+
+Queries, keys, values, gate and up are split by their outputs (heads, and columns of the feed-forward block), output and
+down by their inputs, so that a block needs no communication within attention or within the feed-forward block (Shoeybi
+et al. 2019, "Megatron-LM"). Between them each rank has a part of the sequence, norms included: tokens are gathered
+before the first products and what the last ones sum up is scattered, which costs what an all-reduce would (Korthikanti
+et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding is split by its rows, the
+head by its outputs, and the loss is computed from logits that no rank has whole.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
+
+from steplab.model.transformer import LossFn
+
+_TOKENS = Shard(1)
+"""Of [B, T, ...]: each rank has T / tp tokens."""
+
+
+def tensor_plan() -> dict[str, ParallelStyle]:
+    """Style by the name of a submodule of Transformer or of TransformerStage."""
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=_TOKENS),
+    }
+    for part, by_outputs, by_inputs in (
+        ("attention", ("query", "key", "value"), "output"),
+        ("feed_forward", ("gate", "up"), "down"),
+    ):
+        plan[f"blocks.*.{part}_norm"] = SequenceParallel()
+        plan[f"blocks.*.{part}"] = _gathered_once(num_inputs=2 if part == "attention" else 1)
+        plan |= {f"blocks.*.{part}.{name}": ColwiseParallel() for name in by_outputs}
+        plan[f"blocks.*.{part}.{by_inputs}"] = RowwiseParallel(output_layouts=_TOKENS)
+    return plan
+
+
+def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
+    """Tokens are gathered where a part begins, rather than by each of its products; other inputs stay as they are."""
+    others = (None,) * (num_inputs - 1)
+    return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
+
+
+def arrive_whole(embedding: nn.Module) -> None:
+    """Have the embedding's output copied, for blocks that are compiled.
+
+    Else what they are given may be a collective under way, which torch wraps in a tensor of its own kind; a compiled
+    block would then hand back a gradient that the embedding cannot use.
+    """
+    embedding.register_forward_hook(lambda module, inputs, output: output.clone())
+
+
+def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
+    """The loss of logits [N, V / tp] that each rank of a mesh of one axis has; to be used within `ready_for_loss`.
+
+    `loss` has to be torch's cross_entropy.
+    """
+
+    def of_parts(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        whole_NV = DTensor.from_local(logits_NV, mesh, [Shard(1)])
+        mean: DTensor = loss(whole_NV, targets_N)  # type: ignore[assignment]
+        return mean.to_local()
+
+    return of_parts
+
+
+@contextmanager
+def ready_for_loss() -> Iterator[None]:
+    """Within it torch's cross_entropy, forward and backward, takes logits split by their vocabulary."""
+    with loss_parallel():
+        yield

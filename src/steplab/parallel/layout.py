@@ -1,0 +1,99 @@
+"""A module laid out over a mesh by torch's own engine: tensor parallelism, then sharded data parallelism (FSDP2).
+
+The order matters, and is kept here: products are split first, since that changes parameters; then each unit is given
+what its owner wants around its forward pass (recomputation, and compilation around that); then parameters are sharded,
+unit by unit, so that FSDP2's hooks stay outside of what is compiled.
+
+Nothing here knows what the module is. Its owner says which submodules are units, and how each is split.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A submodule whose parameters are gathered together, when its forward pass begins."""
+
+    module: nn.Module
+    """Called as a module, so that hooks on it run."""
+    low_precision: bool = True
+    """Whether its parameters may be gathered in the dtype that `Sharding` names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How FSDP2 keeps and moves parameters."""
+
+    gather_dtype: torch.dtype | None = None
+    """Parameters are cast to it before they are gathered, and used so; None: as they are."""
+    reduce_dtype: torch.dtype | None = None
+    """Gradients are averaged in it; None: in the dtype they were computed in."""
+    reshard_after_forward: bool = True
+    """Whether a unit's gathered parameters are freed after its forward pass and gathered again for its backward pass:
+    less memory for half as much communication again."""
+
+
+def lay_out(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    tensor_plan: Mapping[str, ParallelStyle],
+    units: Sequence[Unit],
+    wrap_units: Callable[[], None],
+    sharding: Sharding,
+) -> None:
+    """Lay the module out in place, on all ranks of the mesh together; what is not in a unit is gathered with the root.
+
+    Args:
+        module: equal on all ranks that differ in dp, fsdp and tp alone.
+        mesh: as `mesh.open_mesh` makes it.
+        tensor_plan: style by name of submodule, `*` for any one name; a name that the module lacks is passed over.
+        units: in the order of their forward passes.
+        wrap_units: called between the two, to change how the units compute but not which parameters they have.
+        sharding: how parameters are kept along dp and fsdp.
+    """
+    if mesh["tp"].size() > 1:
+        split_products(module, mesh["tp"], tensor_plan)
+    wrap_units()
+    if mesh["dp"].size() * mesh["fsdp"].size() > 1:
+        shard_parameters(module, mesh, units, sharding)
+
+
+def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Split parameters over a mesh of one axis; each rank takes its part of what it has, so nothing is sent."""
+    names = [name for name, _ in module.named_modules()]
+    present = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
+    parallelize_module(module, mesh, present, src_data_rank=None)
+
+
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
+    """Shard along fsdp and, where dp is larger than 1, replicate along that (hybrid sharding)."""
+    data_mesh = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
+    as_kept = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # Inputs are left alone: whether a product is computed in low precision is autocast's affair, as it is on one rank.
+    lower = MixedPrecisionPolicy(
+        param_dtype=sharding.gather_dtype, reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False
+    )
+    for unit in units:
+        fully_shard(
+            unit.module,
+            mesh=data_mesh,
+            mp_policy=lower if unit.low_precision else as_kept,
+            reshard_after_forward=sharding.reshard_after_forward,
+        )
+    # The root is needed last in the forward pass and first in the backward pass: freeing it between would gain nothing.
+    fully_shard(module, mesh=data_mesh, mp_policy=lower, reshard_after_forward=False)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As parallelize_module reads a plan: part by part."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

@@ -1,0 +1,155 @@
+"""What a benchmark of collectives came to: cells with every rank's raw samples, and the machine's profile."""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from steplab.records.environment import Environment
+from steplab.records.run import Failure
+from steplab.specs.comm import CommSpec, CommStudy
+
+COMM_SCHEMA = "steplab.comm/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRank:
+    """One of the processes."""
+
+    rank: int
+    """Its number, from 0."""
+    host: str
+    """Name of its machine."""
+    device: str
+    """What its device is called, with its number: 'cuda:1 NVIDIA H200'."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """One rank's samples of one cell, a sample a repeat, in the order they were taken."""
+
+    rank: int
+    """Its number."""
+    device_s: tuple[float, ...] | None = None
+    """Seconds between events around each call, calls back to back after one barrier; None without such a device."""
+    host_call_s: float | None = None
+    """Seconds a call by the host's clock around all of those, synchronised at both ends: a check on the events."""
+    alone_s: tuple[float, ...] = ()
+    """Seconds on the host's clock of single calls, each after a barrier, the device synchronised at both ends."""
+
+    @property
+    def best_s(self) -> tuple[float, ...]:
+        """Back to back where the device has a timeline of its own, else the calls one by one."""
+        return self.device_s or self.alone_s
+
+    @property
+    def median_s(self) -> float:
+        """Of the better samples."""
+        return median(self.best_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommCheck:
+    """The result of one call set beside the closed form, over all ranks."""
+
+    num_elements: int
+    """How many were compared."""
+    num_wrong: int
+    """How many differ; the data are small whole numbers, of which every sum is exact."""
+    first_wrong: str = ""
+    """In words, the first that differs: 'rank 1, element 17 is 3 and should be 5'; empty where none does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommCell:
+    """One collective of one size."""
+
+    spec: CommSpec
+    """What was asked."""
+    message_bytes: int
+    """The message as it was moved, S."""
+    wire_bytes: float | None = None
+    """What each rank sends at least: S times the factor of the bus bandwidth; None while that is being measured."""
+    ranks: tuple[RankTimes, ...] = ()
+    """Every participating rank's samples; empty for a failure."""
+    check: CommCheck | None = None
+    """Of the result; None where nothing came of it."""
+    failure: Failure | None = None
+    """Why there is no timing; a wrong result is one."""
+
+    @property
+    def status(self) -> str:
+        """ok, or the kind of the failure."""
+        return self.failure.kind if self.failure else "ok"
+
+    @property
+    def slowest(self) -> RankTimes | None:
+        """The rank with the longest median, whose times are the cell's; None without any."""
+        return max(self.ranks, key=lambda times: times.median_s, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommFit:
+    """A line through the times of one collective: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
+
+    collective: str
+    """Of this collective,"""
+    way: str
+    """by this backend (specs.comm.CommSpec.way),"""
+    dtype: str
+    """of elements of this type."""
+    world_size: int | None
+    """On so many ranks; None: over all world sizes, with gamma."""
+    alpha_s: float
+    """Seconds of a call that moves nothing."""
+    beta_s_per_byte: float
+    """Seconds a byte on the wire; its inverse is the bus bandwidth that long messages approach."""
+    gamma_s_per_rank: float | None = None
+    """Seconds a rank; None where world sizes were not fitted together."""
+    num_points: int
+    """Cells that it was fitted to."""
+    rms_relative: float | None
+    """Root mean square of (fitted - measured) / measured, which the fit made smallest; None: as few points as terms,
+    which any line fits."""
+    worst_relative: float | None
+    """The largest of them in size, with its sign; None likewise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRun:
+    """A stored benchmark of collectives."""
+
+    id: str
+    """Twelve hexadecimal digits."""
+    created_utc: str
+    """ISO 8601, UTC, when it ended."""
+    steplab_version: str
+    """Version that made it."""
+    name: str = ""
+    """What the user called it."""
+    study: CommStudy
+    """What was asked, and how it was to be measured."""
+    environment: Environment | None = None
+    """Where rank 0 ran; None if it could not say."""
+    ranks: tuple[CommRank, ...] = ()
+    """The processes."""
+    libraries: dict[str, str] = field(default_factory=dict)
+    """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
+    cells: tuple[CommCell, ...] = ()
+    """In the order of the study; those that an interruption left out are missing."""
+    profile: tuple[CommFit, ...] = ()
+    """The machine's communication profile."""
+    notes: tuple[str, ...] = ()
+    """What holds for all cells, in words."""
+    schema: str = field(default=COMM_SCHEMA)
+    """Format of this record."""
+
+    @property
+    def status(self) -> str:
+        """ok if any cell is, else what became of the first."""
+        if any(cell.failure is None for cell in self.cells):
+            return "ok"
+        return self.cells[0].status if self.cells else "error"
+
+    @property
+    def device_name(self) -> str | None:
+        """What rank 0's device is called."""
+        return self.environment.device.name if self.environment else None

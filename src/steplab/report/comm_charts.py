@@ -1,0 +1,228 @@
+"""Pictures of a benchmark of collectives: time over the size of the message, over the number of ranks, and by backend.
+
+Each is made of the same panels: marks at sizes or world sizes, a line a series, both axes logarithmic.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.comm import CommCell, CommFit
+from steplab.report import axes as ax
+from steplab.report.charts import AXES_HEIGHT, GLYPHS, MARKERS, Chart, Picture
+from steplab.report.columns import reason
+from steplab.report.comm_rows import bus_bandwidth, show_gb
+from steplab.report.svg import SERIES, Drawing, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH, _BESIDE_OTHERS = 640.0, 440.0
+"""Of a panel that is alone, and of one that is not."""
+_BELOW = 44.0
+_CURVE_POINTS = 40
+_LEAST_TICKS_PX = 44.0
+_SIZE, _RANKS = "size of the message", "ranks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Panel:
+    """Series on one pair of axes."""
+
+    title: str
+    """What they share; empty where there is nothing to tell apart."""
+    lines: dict[str, list[CommCell]]
+    """Cells by series."""
+    fits: dict[str, CommFit]
+    """A line of the profile for those series that have one."""
+    family: str = ""
+    """Panels of one family have one scale of times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plot:
+    """What is drawn along x, and which series there are."""
+
+    name: str
+    """Of the picture."""
+    axis: str
+    """Of x."""
+    x: Callable[[CommCell], int]
+    """A cell's place."""
+    show: Callable[[float], str]
+    """A place in words."""
+    series: tuple[str, ...]
+    """Of all panels, by colour."""
+    scales: dict[str, ax.Scale]
+    """Seconds, by family."""
+
+
+def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
+    """A panel for each backend and world size, a line a collective, and the fitted line behind it."""
+    fits: dict[tuple[object, ...], CommFit] = {
+        (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
+    }
+    groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.world_size))
+    panels = [
+        _Panel(
+            title=_title(group[0], groups, "way", "dtype", "world_size"),
+            lines=_by_collective(group),
+            fits={c: fits[(*key, c)] for c in _by_collective(group) if (*key, c) in fits},
+            family=group[0].spec.way,
+        )
+        for key, group in groups.items()
+    ]
+    note = "Median time of the slowest rank; both axes are logarithmic. "
+    note += "Dashed: α + β · bytes, as the profile has it. " if any(panel.fits for panel in panels) else ""
+    return _chart(panels, _SIZE, "time of a call", note)
+
+
+def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
+    """A panel for each backend and size, a line a collective; None where there is one world size alone."""
+    if len({cell.spec.world_size for cell in cells}) < 2:
+        return None
+    groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.size_bytes))
+    panels = []
+    for group in groups.values():
+        if len({cell.spec.world_size for cell in group}) > 1:
+            title = _title(group[0], groups, "way", "dtype", "size_bytes")
+            panels.append(_Panel(title=title, lines=_by_collective(group), fits={}, family=title))
+    note = "The message has the same size whatever the number of ranks. Both axes are logarithmic."
+    return _chart(panels, _RANKS, "time of a call by ranks", note) if panels else None
+
+
+def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
+    """A panel for each collective, type and world size that several backends ran; None where there is none."""
+    groups = _grouped(cells, lambda cell: (cell.spec.collective, cell.spec.dtype, cell.spec.world_size))
+    panels = []
+    for group in groups.values():
+        lines: dict[str, list[CommCell]] = {}
+        for cell in group:
+            lines.setdefault(cell.spec.way, []).append(cell)
+        if len(lines) > 1:
+            title = _title(group[0], groups, "collective", "dtype", "world_size") or group[0].spec.collective
+            panels.append(_Panel(title=title, lines=lines, fits={}))
+    note = "Median time of the slowest rank; both axes are logarithmic."
+    return _chart(panels, _SIZE, "time of a call by backend", note) if panels else None
+
+
+def _chart(panels: Sequence[_Panel], axis: str, name: str, note: str) -> Chart | None:
+    times_of: dict[str, list[float]] = {}
+    for panel in panels:
+        times = [cell.slowest.median_s for line in panel.lines.values() for cell in line if cell.slowest]
+        if times:
+            times_of.setdefault(panel.family, []).extend(times)
+    panels = [panel for panel in panels if panel.family in times_of]
+    if not panels:
+        return None
+    by_size = axis == _SIZE
+    plot = _Plot(
+        name=name,
+        axis=axis,
+        x=(lambda cell: cell.spec.size_bytes) if by_size else (lambda cell: cell.spec.world_size),
+        show=units.format_message if by_size else str,
+        series=tuple(dict.fromkeys(series for panel in panels for series in panel.lines)),
+        scales={family: ax.time_scale(times, log_from=1) for family, times in times_of.items()},
+    )
+    width = _WIDTH if len(panels) == 1 else _BESIDE_OTHERS
+    legend = tuple((i % len(SERIES) + 1, GLYPHS[i % len(GLYPHS)], series) for i, series in enumerate(plot.series))
+    return Chart(pictures=tuple(_picture(panel, plot, width) for panel in panels), legend=legend, note=note.strip())
+
+
+def _picture(panel: _Panel, plot: _Plot, width: float) -> Picture:
+    title = f"{plot.name}, {panel.title}" if panel.title else plot.name
+    with drawing(width, AXES_HEIGHT + _BELOW, title) as picture:
+        axes = _frame(picture, panel, plot)
+        for series, cells in panel.lines.items():
+            _paint(picture, axes, plot, series, cells)
+            if series in panel.fits:
+                _paint_fit(axes, plot, series, cells, panel.fits[series])
+        return Picture(title=panel.title, svg=picture.to_svg(), width=width)
+
+
+def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
+    axes, scale = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP), plot.scales[panel.family]
+    places = sorted({plot.x(cell) for cells in panel.lines.values() for cell in cells})
+    axes.set_xscale("log")
+    margin = 1.25 if len(places) == 1 else (places[-1] / places[0]) ** 0.06
+    axes.set_xlim(places[0] / margin, places[-1] * margin)
+    if scale.log:
+        axes.set_yscale("log")
+    axes.set_ylim(scale.low, scale.high)
+    axes.minorticks_off()
+    axes.set_xticks(_apart(places, picture.width), [plot.show(x) for x in _apart(places, picture.width)], fontsize=11)
+    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    axes.grid()
+    axes.set_xlabel(plot.axis, fontsize=11)
+    return axes
+
+
+def _apart(places: Sequence[int], width: float) -> list[int]:
+    """Those places whose names do not run into each other."""
+    whole = math.log(places[-1] / places[0]) or 1.0
+    kept = [places[0]]
+    for place in places[1:]:
+        if math.log(place / kept[-1]) / whole * (width - ax.LEFT - ax.RIGHT) >= _LEAST_TICKS_PX:
+            kept.append(place)
+    return kept
+
+
+def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]) -> None:
+    """The marks of one series with a line through them; a failure is a word at its place."""
+    index = plot.series.index(series)
+    color, points = SERIES[index % len(SERIES)], []
+    for cell in sorted(cells, key=plot.x):
+        if cell.slowest is None:
+            if cell.failure:
+                word = ax.mark_failure(axes, plot.x(cell), ax.failure_word(cell.failure.kind), top=True)
+                picture.tip(word, f"{cell.spec.label}: {reason(cell.failure.kind, cell.failure.message)}")
+            continue
+        x, y = plot.x(cell), cell.slowest.median_s
+        (mark,) = axes.plot(
+            [x], [y], color=color, marker=MARKERS[index % len(MARKERS)], markersize=7, markeredgewidth=0
+        )
+        picture.tip(mark, f"{cell.spec.label}: {units.format_time(y)}, {show_gb(bus_bandwidth(cell))} GB/s")
+        points.append((x, y))
+    if points:
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+
+
+def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell], fit: CommFit) -> None:
+    """The profile's line from the smallest size to the largest."""
+    timed = [cell for cell in cells if cell.slowest and cell.wire_bytes is not None]
+    low, high = min(plot.x(cell) for cell in timed), max(plot.x(cell) for cell in timed)
+    factor = timed[-1].wire_bytes / timed[-1].message_bytes if timed[-1].wire_bytes else 0.0
+    xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
+    ys = [fit.alpha_s + fit.beta_s_per_byte * factor * x for x in xs]
+    color = SERIES[plot.series.index(series) % len(SERIES)]
+    axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
+
+
+def _grouped(
+    cells: Sequence[CommCell], key: Callable[[CommCell], tuple[object, ...]]
+) -> dict[tuple[object, ...], list[CommCell]]:
+    groups: dict[tuple[object, ...], list[CommCell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return groups
+
+
+def _by_collective(cells: Sequence[CommCell]) -> dict[str, list[CommCell]]:
+    lines: dict[str, list[CommCell]] = {}
+    for cell in cells:
+        lines.setdefault(cell.spec.collective, []).append(cell)
+    return lines
+
+
+def _title(cell: CommCell, groups: dict[tuple[object, ...], list[CommCell]], *names: str) -> str:
+    """What tells a group from the others: the parts of its key that vary."""
+    words = {"world_size": "{} ranks", "size_bytes": "{}"}
+    parts = []
+    for place, name in enumerate(names):
+        if len({key[place] for key in groups}) > 1:
+            value = getattr(cell.spec, name)
+            shown = units.format_message(value) if name == "size_bytes" else value
+            parts.append(words.get(name, "{}").format(shown))
+    return ", ".join(parts)

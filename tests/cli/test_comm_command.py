@@ -1,0 +1,148 @@
+"""steplab comm, as users type it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from tests.cli.program import Program
+from tests.comm_records import make_comm, make_comm_cell
+from tests.runs import ENVIRONMENT
+
+from steplab.cli.app import main
+from steplab.lab import comm as lab
+from steplab.records.comm import CommCell, CommRun
+from steplab.specs.comm import CommStudy
+from steplab.store.database import Store
+
+TINY = ("--size", "1kB,4kB", "--repeats", "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--collective", "gossip"), "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
+        (("--size", "1MB,big"), "'big' is not a size"),
+        (("--processes", "2", "--gpus", "2"), "not both"),
+        (("--processes", "1"), "--processes must be at least 2: one process has nobody to talk to"),
+        (("--processes", "2", "--world-size", "4"), "world-size 4 needs 4 processes, and 2 are started"),
+        (("--processes", "2", "--repeats", "0"), "the number of repeats must be at least 1"),
+        (("--output", "page.html"), "this command does not write html"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    assert main(["comm", *arguments, "--store", str(tmp_path / "store.db")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) -> None:
+    some = ("--collective", "all-reduce,send-recv")
+    result = steplab("comm", "--processes", "2", *TINY, *some, "--format", "json", "--name", "mine")
+    assert result.code == 0, result.stderr
+    rows = result.rows()
+    assert [row["collective"] for row in rows] == ["all_reduce"] * 2 + ["send_recv"] * 2
+    with Store.open(steplab.store, write=False) as store:
+        (listed,) = store.rows(kind="comm", name="mine")
+        record = store.get(str(listed["id"]))
+    assert isinstance(record, CommRun)
+    assert [rank.rank for rank in record.ranks] == [0, 1]
+    assert len({rank.host for rank in record.ranks}) == 1
+    for row, cell in zip(rows, record.cells, strict=True):
+        assert cell.failure is None
+        assert len(cell.ranks) == cell.spec.world_size
+        assert all(len(times.alone_s) == 3 for times in cell.ranks)
+        assert row["time_s"] == max(median(times.alone_s) for times in cell.ranks) > 0
+        assert cell.check is not None
+        assert cell.check.num_elements > 0 == cell.check.num_wrong
+    assert {(fit.collective, fit.world_size) for fit in record.profile} == {
+        ("all_reduce", 2),
+        ("send_recv", 2),
+    }
+    assert "[4/4] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
+
+
+def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
+    words = ["--nproc-per-node", "2", "--standalone", "--no-python", sys.executable, "-m", "steplab"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "comm", "--collective", "broadcast", *TINY,
+         "--format", "json"],
+        cwd=steplab.cwd, env=steplab.environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(finished.stdout)
+    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 2
+    with Store.open(steplab.store, write=False) as store:
+        assert len(store.rows(kind="comm")) == 1
+
+
+def test_what_had_ended_before_an_interruption_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(study: CommStudy, *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
+        rest["on_environment"](ENVIRONMENT)
+        on_cell(0, make_comm_cell(study.cells[0], wire_bytes=None))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    monkeypatch.setattr(lab, "comm_in_ranks", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        code = main(["comm", "--processes", "2", *TINY, "--store", str(tmp_path / "store.db")])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 130
+    with Store.open(tmp_path / "store.db", write=False) as store:
+        (row,) = store.rows(kind="comm")
+        record = store.get(str(row["id"]))
+    assert f"interrupted; record {record.id} has the 1 cell that had ended" in capsys.readouterr().err
+    assert isinstance(record, CommRun)
+    assert record.environment == ENVIRONMENT
+    assert record.cells[0].wire_bytes == record.cells[0].message_bytes  # an all-reduce on two ranks
+
+
+@pytest.mark.parametrize(("status", "code"), [("crashed", 1), ("out_of_memory", 0)])
+def test_a_cell_that_ended_its_processes_is_a_failure_and_one_without_memory_is_a_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: Any, code: int
+) -> None:
+    from steplab.records.run import Failure
+
+    def ended(study: CommStudy, *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
+        on_cell(0, make_comm_cell(study.cells[0]))
+        failure = Failure(kind=status, message="rank 1 on vm: gone")
+        on_cell(1, make_comm_cell(study.cells[1], ranks=(), failure=failure))
+
+    monkeypatch.setattr(lab, "comm_in_ranks", ended)
+    assert main(["comm", "--processes", "2", *TINY, "--store", str(tmp_path / "store.db")]) == code
+    assert "rank 1 on vm: gone" in capsys.readouterr().out
+
+
+def test_a_stored_benchmark_is_listed_shown_reported_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, store = make_comm(), ["--store", str(tmp_path / "store.db")]
+    with Store.open(tmp_path / "store.db", write=True) as opened:
+        opened.add(record)
+    assert main(["list", "--comm", *store]) == 0
+    assert record.id in capsys.readouterr().out
+    assert main(["list", *store]) == 0
+    assert "--comm lists them" in capsys.readouterr().err
+    assert main(["show", record.id, *store]) == 0
+    assert "Communication profile" in capsys.readouterr().out
+    assert main(["report", "--format", "md", *store]) == 0
+    assert "## Bus bandwidth" in capsys.readouterr().out
+    assert main(["report", "--output", str(tmp_path / "page.html"), *store]) == 0
+    assert "Time over size" in (tmp_path / "page.html").read_text()
+    assert main(["export", "--output", str(tmp_path / "records.jsonl"), *store]) == 0
+    assert main(["import", str(tmp_path / "records.jsonl"), "--store", str(tmp_path / "other.db")]) == 0

@@ -1,0 +1,254 @@
+"""What ranks do in the tests of layouts: each function runs on every rank of a world at once.
+
+The truth is one process that trains on the whole batch in float64. A layout may be four times as far from it as one
+process that computes in float32, as the layout does, and further by some of float32's own steps at the size of a
+weight: sums over ranks are rounded in another order. They run on the CPU by gloo, and by NCCL where there are GPUs.
+"""
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from steplab.errors import UserError
+from steplab.measurement.device import Device, open_device
+from steplab.measurement.step import ModelStep
+from steplab.measurement.world import World
+from steplab.model.build import build_workload
+from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.mesh import open_mesh
+from steplab.specs.layout import parse_layout
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+VOCABULARY, WIDTH, FF, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 52, 32, 72, 2, 4, 16, 8, 2
+"""Sizes that split unevenly over four ranks where only fsdp splits them; BATCH: of all ranks together."""
+LEARNING_RATE = 0.5
+
+
+def here() -> Device:
+    """This rank's device: the current GPU where there is NCCL, else the CPU."""
+    on_gpus = "nccl" in str(dist.get_backend_config())
+    return open_device(f"cuda:{torch.cuda.current_device()}" if on_gpus else "cpu")
+
+
+def spec_of(layout: str, **fields: object) -> StepSpec:
+    """A tiny model whose batch of BATCH sequences is spread as the layout says."""
+    sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_ff": FF, "num_layers": LAYERS, "num_heads": HEADS}
+    given = {f"model.{name}": size for name, size in sizes.items()}
+    ranks = parse_layout(layout).data_ranks
+    common = {
+        "optimizer": "sgd",
+        "context": CONTEXT,
+        "device": here().torch_device.type,
+        "attention": "sdpa",
+        "layout": layout,
+    }
+    return resolve_step({**given, **common, "batch": BATCH // ranks, **fields})
+
+
+def world() -> World:
+    """The ranks of the harness as a world."""
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_size=dist.get_world_size(),
+        host="here",
+        device=here(),
+        backend="nccl" if here().torch_device.type == "cuda" else "gloo",
+        collectives=GroupCollectives(),
+    )
+
+
+def laid_out(spec: StepSpec) -> ModelStep:
+    """The step of this rank."""
+    joined = world()
+    device = joined.device.torch_device
+    return ModelStep(build_workload(spec, device), spec, device, joined)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """What all ranks see together, by step; the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(VOCABULARY, (STEPS, 2, BATCH, CONTEXT), generator=generator)
+    return [(step[0], step[1]) for step in tokens.to(here().torch_device)]
+
+
+def alone(dtype: torch.dtype, num_layers: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses by step, and weights after them, of one process that has the whole batch."""
+    model = build_workload(spec_of("dp=1", **{"model.num_layers": num_layers}), here().torch_device).module
+    assert model is not None
+    model.to(dtype)
+    losses = []
+    for tokens, targets in batches():
+        loss = model(tokens, targets)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(LEARNING_RATE * parameter.grad)
+                parameter.grad = None
+    return losses, {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+
+
+def train(step: ModelStep, spec: StepSpec) -> list[float]:
+    """Losses of the whole batch by step, on every rank."""
+    assert step.optimizer is not None
+    for group in step.optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    ranks = spec.layout.data_ranks
+    assert step._distributed is not None
+    part = step._distributed.data_index
+    losses = []
+    for tokens, targets in batches():
+        step.batches = [(tokens.chunk(ranks)[part], targets.chunk(ranks)[part])]
+        mine: float | None = None
+        for phase in step.phases:
+            phase.run()
+            if phase.name in ("forward", "pipeline") and step.loss is not None:
+                mine = step.loss.item()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (part, mine))
+        by_part = {index: loss for index, loss in everyone if loss is not None}
+        assert len(by_part) == ranks
+        losses.append(sum(by_part.values()) / ranks)
+    return losses
+
+
+def whole(parameter: nn.Parameter) -> Tensor:
+    """The parameter as no rank may have it, in float64; a collective call."""
+    value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return value.detach().double()
+
+
+def named(step: ModelStep) -> dict[str, nn.Parameter]:
+    """A rank's parameters by the names they have in the whole model."""
+    parts = list(step.module) if isinstance(step.module, nn.ModuleList) else [step.module]
+    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# --- cases --------------------------------------------------------------------------------------------------
+
+
+def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
+    spec = spec_of(layout, **fields)
+    assert spec.model.shape is not None
+    step = laid_out(spec)
+    expected_losses, expected = alone(torch.float64, spec.model.shape.num_layers)
+    close_losses, close = alone(torch.float32, spec.model.shape.num_layers)
+    losses = train(step, spec)
+    for found, exact, near in zip(losses, expected_losses, close_losses, strict=True):
+        assert abs(found - exact) <= 4 * abs(near - exact) + 4 * torch.finfo(torch.float32).eps * exact
+    have = {name: whole(parameter) for name, parameter in named(step).items()}
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(have))
+    assert {name for some in names for name in some} == set(expected)
+    for name, weight in have.items():
+        size = expected[name].abs().max()
+        allowed = 4 * (close[name] - expected[name]).abs().max() + 4 * torch.finfo(torch.float32).eps * size
+        difference = (weight - expected[name]).abs().max()
+        assert difference <= allowed, f"{name} is off by {difference:.1e}, and {allowed:.1e} is allowed"
+    check_bytes(step, spec)
+
+
+def case_compiled_trains_alike(layout: str, fields: dict[str, object]) -> None:
+    """By torch's own compiler on a GPU; on the CPU without code generation, which takes longer than all the rest."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    backend = "inductor" if here().torch_device.type == "cuda" else "aot_eager"
+    with patch("torch.compile", partial(torch.compile, backend=backend)):
+        case_trains_alike(layout, {"compile": "default", **fields})
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 1, f"{LAYERS} alike blocks were compiled to {graphs} graphs"
+
+
+def rows(total: int, parts: int, index: int) -> int:
+    """How many of so many rows the part with that index has: the first parts are full."""
+    each = -(-total // parts)
+    return max(0, min(each, total - index * each))
+
+
+def parameter_elements(spec: StepSpec, rank: int) -> int:
+    """The formula of docs/layout.md for one rank."""
+    layout = spec.layout
+    tp, fsdp = layout.tp, layout.fsdp
+    part = rank // tp % fsdp
+    stage = rank // (tp * fsdp * layout.dp)
+    first, last = stage == 0, stage == layout.pp - 1
+
+    def kept(num_rows: int, columns: int) -> int:
+        return rows(num_rows, fsdp, part) * columns
+
+    by_outputs = 3 * kept(WIDTH // tp, WIDTH) + 2 * kept(FF // tp, WIDTH)
+    by_inputs = kept(WIDTH, WIDTH // tp) + kept(WIDTH, FF // tp)
+    block = by_outputs + by_inputs + 2 * kept(WIDTH, 1)
+    table = kept(VOCABULARY // tp, WIDTH)
+    assert spec.model.shape is not None
+    return spec.model.shape.num_layers // layout.pp * block + first * table + last * (table + kept(WIDTH, 1))
+
+
+def check_bytes(step: ModelStep, spec: StepSpec) -> None:
+    """Parameters of a rank, and the moments that AdamW makes of them in a step, have the bytes of the formula."""
+    step.optimizer = torch.optim.AdamW(step.module.parameters(), fused=True)
+    for phase in step.phases:
+        phase.run()
+    expected = parameter_elements(spec, dist.get_rank())
+    assert sum(local(parameter).numel() for parameter in step.module.parameters()) == expected
+    moments = [local(value) for state in step.optimizer.state.values() for value in state.values() if value.dim() > 0]
+    assert sum(moment.numel() * moment.element_size() for moment in moments) == 2 * 4 * expected
+
+
+def counted(step: ModelStep) -> list[dict[str, int]]:
+    """For each phase of a step, which collectives it starts how often."""
+    found = []
+    for phase in step.phases:
+        with CommDebugMode() as mode:
+            phase.run()
+        found.append({str(name).split(".")[-1]: count for name, count in mode.get_comm_counts().items()})
+    return found
+
+
+def case_collectives(layout: str, fields: dict[str, object], expected: list[dict[str, int]]) -> None:
+    step = laid_out(spec_of(layout, **fields))
+    for phase in step.phases:
+        phase.run()
+    found = counted(step)
+    assert found == expected, found
+
+
+def case_another_number_of_ranks() -> None:
+    with pytest.raises(UserError, match="layout pp=1,dp=2,fsdp=4,tp=1 is for 8 processes, and there are"):
+        open_mesh({"pp": 1, "dp": 2, "fsdp": 4, "tp": 1}, here().torch_device.type)
+
+
+def case_batches_are_shared_where_they_have_to_be() -> None:
+    step = laid_out(spec_of("dp=2,tp=2"))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, step.batches[0][0].tolist())
+    assert everyone[0] == everyone[1]
+    assert everyone[2] == everyone[3]
+    assert everyone[0] != everyone[2]
+
+
+def case_bf16_is_autocast_over_fp32_weights(layout: str) -> None:
+    """The losses of a layout in bf16 differ from those of one process in bf16 by what bf16 itself does to them."""
+    spec = spec_of(layout, precision="bf16")
+    step = laid_out(spec)
+    losses = train(step, spec)
+    exact, _ = alone(torch.float64, LAYERS)
+    assert {parameter.dtype for parameter in step.module.parameters()} == {torch.float32}
+    for found, expected in zip(losses, exact, strict=True):
+        assert abs(found - expected) <= torch.finfo(torch.bfloat16).eps * expected

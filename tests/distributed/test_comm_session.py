@@ -1,0 +1,175 @@
+"""The benchmark of collectives in its ranks: results checked, every rank's samples kept, failures agreed on.
+
+gloo's collectives are the truth that the closed forms are held against: what they give must be found right, and a
+single element changed on the way must be found wrong.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.shared_memory import SharedMemory
+from tests.distributed.world import Cases
+
+from steplab.errors import Unsupported
+from steplab.measurement.comm_calls import Call, MakeCall, make_call, peer_copy_call
+from steplab.measurement.comm_data import Buffers
+from steplab.measurement.comm_session import CommObserver, measure_comm_here
+from steplab.measurement.device import HostClockDevice
+from steplab.measurement.world import World
+from steplab.parallel.collectives import GroupCollectives
+from steplab.records.comm import CommCell
+from steplab.records.environment import Environment
+from steplab.specs.comm import COLLECTIVES, CommStudy, comm_cells
+
+cases = Cases(__name__)
+
+
+def test_comm_session(subtests: pytest.Subtests) -> None:
+    cases.run(3, subtests)
+
+
+def world() -> World:
+    """As a launch would have made it."""
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_size=dist.get_world_size(),
+        host=f"host{dist.get_rank()}",
+        device=HostClockDevice(torch.device("cpu")),
+        backend="gloo",
+        collectives=GroupCollectives(),
+    )
+
+
+def study(**lists: Sequence[object]) -> CommStudy:
+    some: dict[str, Sequence[object]] = {"size": ["1000"], "world_size": [2, 3]}
+    cells = comm_cells(some | lists, num_processes=3, on_gpus=False)
+    return CommStudy(cells=cells, num_processes=3, warmup_s=0.0, measured_s=0.0, least_repeats=3, most_repeats=3)
+
+
+def measured(asked: CommStudy, make: MakeCall = make_call, indices: Sequence[int] | None = None) -> list[CommCell]:
+    """The cells as this rank has them."""
+    cells: dict[int, CommCell] = {}
+    under_way: list[int] = []
+    environments: list[Environment] = []
+    observer = CommObserver(on_cell=under_way.append, on_result=cells.__setitem__, on_environment=environments.append)
+    chosen = range(len(asked.cells)) if indices is None else indices
+    record = measure_comm_here(asked, chosen, world(), observer, make)
+    assert under_way == [*chosen]
+    assert [rank.host for rank in record.ranks] == ["host0", "host1", "host2"]
+    assert record.ranks[1].device.startswith("cpu ")
+    assert record.environment == environments[0]
+    assert list(record.cells) == [cells[index] for index in chosen]
+    return list(record.cells)
+
+
+def spoiled(ruin: Callable[[Buffers], None]) -> MakeCall:
+    """Calls after which something else happens to the buffers of rank 1."""
+
+    def make(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
+        call = make_call(buffers, group)
+
+        def spoil() -> None:
+            call()
+            if buffers.rank == 1:
+                ruin(buffers)
+
+        return spoil
+
+    return make
+
+
+@cases
+def every_collective_is_right_and_every_rank_is_timed() -> None:
+    asked = study(dtype=["fp32", "bf16", "fp16"])
+    cells = measured(asked)
+    assert [cell.spec for cell in cells] == list(asked.cells)
+    assert len(cells) == 2 * 3 * len(COLLECTIVES)
+    for cell in cells:
+        n, spec = cell.spec.world_size, cell.spec
+        assert cell.failure is None, cell.failure
+        assert [times.rank for times in cell.ranks] == list(range(n))
+        assert all(len(times.alone_s) == 3 and min(times.alone_s) > 0 for times in cell.ranks)
+        assert all(times.device_s is None for times in cell.ranks)
+        received = n * spec.message_elements // (n if spec.collective == "reduce_scatter" else 1)
+        assert cell.check is not None
+        assert (cell.check.num_elements, cell.check.num_wrong) == (received, 0)
+        assert cell.message_bytes == spec.message_bytes
+
+
+@cases
+def one_wrong_element_is_found_wherever_it_is() -> None:
+    def last(buffers: Buffers) -> None:
+        buffers.receive[-1] += 1
+
+    def swapped(buffers: Buffers) -> None:
+        buffers.receive.copy_(buffers.receive.flip(0))
+
+    for ruin, least in ((last, 1), (swapped, 20)):
+        for cell in measured(study(world_size=[3]), spoiled(ruin)):
+            assert cell.failure is not None
+            assert cell.failure.message.startswith("the result is wrong: rank 1, element ")
+            assert cell.check is not None
+            assert cell.check.num_wrong >= least
+            assert cell.ranks == ()
+
+
+@cases
+def a_collective_that_does_nothing_is_found_wrong() -> None:
+    def make(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
+        return lambda: None
+
+    for cell in measured(study(), make):
+        assert cell.failure is not None, cell.spec.label
+        assert cell.check is not None
+        assert cell.check.num_wrong > cell.check.num_elements / 8
+
+
+@cases
+def what_fails_on_one_rank_ends_that_cell_and_no_other() -> None:
+    def make(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
+        if buffers.rank == 1 and buffers.spec.collective == "broadcast":
+            raise RuntimeError("no way through")
+        if buffers.rank == 1 and buffers.spec.collective == "all_to_all":
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return (lambda: None) if buffers.spec.collective in ("broadcast", "all_to_all") else make_call(buffers, group)
+
+    for cell in measured(study(), make):
+        failed = {"broadcast": "error", "all_to_all": "out_of_memory"}.get(cell.spec.collective)
+        assert cell.status == (failed or "ok"), cell
+        assert bool(cell.ranks) == (failed is None)
+        if cell.failure:
+            assert cell.failure.rank == 1
+            assert cell.failure.message.startswith("rank 1 on host1: ")
+
+
+@cases
+def copies_into_each_others_memory_give_the_average() -> None:
+    for dtype in ("fp32", "bf16"):
+        (spec,) = comm_cells(
+            {"backend": ["peer_copy"], "size": ["5000"], "world_size": [3], "dtype": [dtype]},
+            num_processes=3,
+            on_gpus=True,
+        )
+        buffers = Buffers(spec, dist.get_rank(), torch.device("cpu"))
+        call = peer_copy_call(buffers, SharedMemory())
+        assert buffers.compare()[1] > 500
+        for _ in range(3):
+            call()
+            assert buffers.compare()[:2] == (spec.message_elements, 0)
+
+
+@cases
+def only_the_cells_asked_for_are_measured() -> None:
+    asked = study()
+    assert [cell.spec for cell in measured(asked, indices=[7, 2])] == [asked.cells[7], asked.cells[2]]
+
+
+@cases
+def what_this_machine_cannot_serve_is_refused_on_all_ranks() -> None:
+    cuda = CommStudy(cells=comm_cells({"backend": ["nccl"]}, num_processes=2, on_gpus=True), num_processes=2)
+    with pytest.raises(Unsupported, match=r"nccl .*no CUDA device each.*--gpus"):
+        measure_comm_here(cuda, [0], world(), CommObserver())

@@ -1,0 +1,106 @@
+"""A Transformer laid out by torch's engine, against one process that has the whole batch; bytes, calls, refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.distributed import layout_cases as cases
+from tests.distributed.ranks import on_ranks
+
+from steplab.errors import UserError
+from steplab.model.stages import blocks_of_stage
+from steplab.parallel.mesh import open_mesh
+from steplab.parallel.pipeline import SCHEDULES
+from steplab.specs.layout_fit import STAGES_A_RANK
+from steplab.specs.step import CHOICES
+
+L = cases.LAYERS
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "tp=2,fsdp=2", "pp=2,fsdp=2", "pp=2,tp=2"])
+def test_four_ranks_train_as_one(layout: str) -> None:
+    on_ranks(4, cases.case_trains_alike, layout, {})
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [
+        ("dp=2", {"checkpointing": "every_2"}),
+        ("tp=2", {"checkpointing": "selective"}),
+        ("pp=2", {}),
+        ("fsdp=2", {"reshard_after_forward": "never", "checkpointing": "full"}),
+        ("pp=2", {"pipeline_schedule": "gpipe", "microbatches": 2, "checkpointing": "every_2"}),
+        ("pp=2", {"pipeline_schedule": "interleaved", "model.num_layers": 4}),
+    ],
+    ids=str,
+)
+def test_two_ranks_train_as_one(layout: str, fields: dict[str, object]) -> None:
+    on_ranks(2, cases.case_trains_alike, layout, fields)
+
+
+@pytest.mark.parametrize(
+    ("layout", "checkpointing"), [("fsdp=2", "selective"), ("tp=2", "selective"), ("tp=2", "full")]
+)
+def test_alike_blocks_are_compiled_once(layout: str, checkpointing: str) -> None:
+    on_ranks(2, cases.case_compiled_trains_alike, layout, {"checkpointing": checkpointing})
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "tp=2", "pp=2"])
+def test_bf16(layout: str) -> None:
+    on_ranks(2, cases.case_bf16_is_autocast_over_fp32_weights, layout)
+
+
+def test_batches_are_shared_where_they_have_to_be() -> None:
+    on_ranks(4, cases.case_batches_are_shared_where_they_have_to_be)
+
+
+def test_another_number_of_ranks() -> None:
+    on_ranks(2, cases.case_another_number_of_ranks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp": 2, "ep": 2}, "axis 'ep' is not known; choose among pp, dp, fsdp, tp"),
+        ({"tp": 0}, "tp must be at least 1, not 0"),
+        ({"tp": 2}, "there are no other processes"),
+    ],
+)
+def test_a_mesh_that_cannot_be(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_mesh(sizes, "cpu")
+
+
+@given(st.integers(1, 12), st.integers(0, 60))
+def test_stages_have_all_blocks_once_and_are_even(num_stages: int, more: int) -> None:
+    stages = [blocks_of_stage(number, num_stages, num_stages + more) for number in range(num_stages)]
+    assert [block for stage in stages for block in stage] == list(range(num_stages + more))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
+
+
+def test_schedules_are_those_of_the_spec() -> None:
+    assert SCHEDULES.keys() == STAGES_A_RANK.keys() == set(CHOICES["pipeline_schedule"])
+
+
+SHARDED = {"_allgather_base_": L + 2}, {"_reduce_scatter_base_": L + 2}
+"""Units: the embedding, the blocks, and the root, which has the head."""
+SPLIT = {"all_gather_into_tensor": 2 * L + 1, "reduce_scatter_tensor": 2 * L + 1}
+"""Tokens are gathered before each half of a block and before the head, and scattered after each half and after the
+embedding; the other way round in the backward pass."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "expected"),
+    [
+        # All but the root are gathered once more.
+        ("fsdp=2", {}, [SHARDED[0], SHARDED[1] | {"_allgather_base_": L + 1}, {}]),
+        ("fsdp=2", {"reshard_after_forward": "never"}, [*SHARDED, {}]),
+        # The loss takes the largest logit, the sum of exponentials and the target's logit; the optimizer the gradients
+        # of the norms, of which each rank has the part of its tokens.
+        ("tp=2", {}, [SPLIT | {"all_reduce": 3}, SPLIT, {"all_reduce": 2 * L + 1}]),
+    ],
+    ids=["sharded", "sharded and kept", "split"],
+)
+def test_collectives_are_as_many_as_the_formula_says(
+    layout: str, fields: dict[str, object], expected: list[dict[str, int]]
+) -> None:
+    on_ranks(2, cases.case_collectives, layout, fields, expected)

@@ -1,0 +1,295 @@
+"""Cells of the benchmark of collectives, bus bandwidth, and the line through measured times."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.comm_records import make_comm, make_comm_cell
+
+from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s
+from steplab.errors import SteplabError, UserError
+from steplab.lab import comm as lab
+from steplab.lab.comm import comm_study, machine_profile, predict_comm_s, profile_of
+from steplab.measurement.child import Request
+from steplab.measurement.comm_launch import CommListener, comm_in_ranks
+from steplab.records.codec import encode
+from steplab.records.comm import CommCell
+from steplab.records.run import Failure
+from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy, comm_cells, worlds_of
+from steplab.store.database import Store
+from steplab.units import format_message, parse_bytes
+
+# --- what is asked ----------------------------------------------------------------------------------------
+
+
+def test_gpus_get_the_sizes_of_the_convention_and_a_laptop_smaller_ones() -> None:
+    gpus = comm_cells({}, num_processes=4, on_gpus=True)
+    assert {cell.size_bytes for cell in gpus} == {10**6, 10**7, 10**8, 10**9}
+    assert {(cell.backend, cell.device, cell.dtype) for cell in gpus} == {("nccl", "cuda", "fp32")}
+    assert {cell.world_size for cell in gpus} == {2, 4}
+    assert len(gpus) == 4 * 2 * len(COLLECTIVES)
+    laptop = comm_cells({}, num_processes=2, on_gpus=False)
+    assert {(cell.backend, cell.device, cell.world_size) for cell in laptop} == {("gloo", "cpu", 2)}
+    assert max(cell.size_bytes for cell in laptop) == 10**7
+    assert [worlds_of(n) for n in (2, 3, 4, 6, 8)] == [[2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+def test_a_backend_gets_the_devices_it_can_serve() -> None:
+    both = {"backend": ["nccl", "gloo"], "collective": ["all-reduce"], "size": ["1MB"], "world_size": ["2"]}
+    assert [cell.way for cell in comm_cells(both, num_processes=2, on_gpus=True)] == ["nccl", "gloo"]
+    every = comm_cells(both | {"device": ["cuda", "cpu"]}, num_processes=2, on_gpus=True)
+    assert [cell.way for cell in every] == ["nccl", "gloo on cuda", "gloo"]
+    copies = comm_cells({"backend": ["nccl", "peer_copy"], "size": ["1MB"]}, num_processes=2, on_gpus=True)
+    assert [cell.collective for cell in copies if cell.backend == "peer_copy"] == ["all_reduce"]
+    assert len(copies) == len(COLLECTIVES) + 1
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ({"collective": ["gossip"]}, "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
+        ({"backend": ["mpi"]}, "backend 'mpi' is not known; choose one of nccl, gloo, peer_copy"),
+        ({"backend": ["nccl"], "device": ["cpu"]}, "nccl moves no tensors of a cpu; use --backend gloo"),
+        ({"device": ["tpu"]}, "device 'tpu' is not known; choose one of cuda, cpu"),
+        ({"dtype": ["fp8"]}, "dtype 'fp8' is not known; choose one of fp32, bf16, fp16"),
+        ({"size": ["large"]}, "'large' is not a size; write for instance 4096, 10kB, 1MB or 1MiB"),
+        ({"size": ["24"]}, "size must be at least 16 bytes a rank (32 B) and at most 1 TB, not 24 B"),
+        ({"world_size": ["1"]}, "world-size must be at least 2, not 1"),
+        ({"world_size": ["two"]}, "world-size must be a whole number, not 'two'"),
+        ({"world_size": ["3"]}, "world-size 3 needs 3 processes, and 2 are started; start more with --gpus 3"),
+        ({"backend": ["peer_copy"], "collective": ["broadcast"]}, "peer_copy does all_reduce alone, and no broadcast"),
+        ({"topology": ["ring"]}, "unknown field 'topology'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_does(lists: dict[str, Sequence[object]], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        CommStudy(cells=comm_cells(lists, num_processes=2, on_gpus=False), num_processes=2)
+    assert said in str(refused.value)
+
+
+def test_a_part_is_of_whole_sixteens_and_a_message_of_whole_parts() -> None:
+    for collective in COLLECTIVES:
+        for world in (2, 3, 5):
+            for dtype in ("fp32", "bf16"):
+                spec = CommSpec(collective=collective, size_bytes=10_007, world_size=world, dtype=dtype)
+                parts = world if collective in ("all_gather", "reduce_scatter", "all_to_all") else 1
+                part_bytes = spec.part_elements * spec.element_bytes
+                assert part_bytes % 16 == 0
+                assert spec.message_bytes == part_bytes * parts
+                assert 10_007 - 16 * parts < spec.message_bytes <= 10_007
+
+
+def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "visible_gpus", lambda: 4)
+    study, device = comm_study({})
+    assert (study.num_processes, device, study.cells[0].backend) == (4, "cuda", "nccl")
+    monkeypatch.setattr(lab, "visible_gpus", lambda: 1)
+    study, device = comm_study({}, repeats=7)
+    assert (study.num_processes, device, study.least_repeats, study.most_repeats) == (2, "cpu", 7, 7)
+    with pytest.raises(UserError, match="--processes must be at least 2: one process has nobody to talk to"):
+        comm_study({}, processes=1)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert comm_study({})[0].num_processes == 3
+    with pytest.raises(UserError, match="torchrun has started 3 processes"):
+        comm_study({}, processes=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("10kB", 10_000), ("1 MB", 10**6), ("2.5MB", 2_500_000), ("1GB", 10**9), ("64KiB", 65536)],
+)
+def test_sizes_are_decimal_unless_they_say_otherwise(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "1.5", "-1", "0", "1XB", "nan", "1e400"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_shown_without_digits_that_say_nothing() -> None:
+    assert [format_message(n) for n in (640, 10_000, 2_500_000, 10**9)] == ["640 B", "10 kB", "2.5 MB", "1 GB"]
+
+
+# --- bytes on the wire ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_the_factors_are_those_of_a_ring_that_is_played_through(n: int) -> None:
+    """Bytes that the busiest rank sends over those of the message, counted part by part."""
+    part = 1 / n
+    sent = {
+        "reduce_scatter": sum(part for _ in range(n - 1)),  # each step passes one part on
+        "all_gather": sum(part for _ in range(n - 1)),
+        "all_reduce": sum(part for _ in range(n - 1)) + sum(part for _ in range(n - 1)),  # the one, then the other
+        "all_to_all": sum(part for other in range(n) if other != 0),  # to each other rank its part
+        "broadcast": 1.0,  # the first sends all of it once, down a chain
+        "send_recv": 1.0,
+    }
+    assert set(sent) == set(COLLECTIVES)
+    for collective, share in sent.items():
+        assert bus_factor(collective, n) == pytest.approx(share)
+
+
+# --- the line ---------------------------------------------------------------------------------------------
+
+SIZES = [1e4, 1e5, 1e6, 1e7, 1e8, 1e9]
+
+
+def points(
+    model: Callable[[float, int], float],
+    worlds: Sequence[int] = (2,),
+    noise: float = 0.0,
+    sizes: Sequence[float] = SIZES,
+) -> list[Point]:
+    rng = random.Random(0)
+    return [
+        Point(wire_bytes=size, world_size=n, time_s=model(size, n) * (1 + noise * rng.uniform(-1, 1)))
+        for n in worlds
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(("alpha_s", "bandwidth"), [(25e-6, 340e9), (3e-4, 1e9), (1e-6, 4e12)])
+def test_a_planted_line_is_found(alpha_s: float, bandwidth: float) -> None:
+    line = fit_line(points(lambda size, n: alpha_s + size / bandwidth))
+    assert line is not None
+    assert line.alpha_s == pytest.approx(alpha_s, rel=1e-6)
+    assert line.beta_s_per_byte == pytest.approx(1 / bandwidth, rel=1e-6)
+    assert line.rms_relative == pytest.approx(0, abs=1e-9)
+    noisy = fit_line(points(lambda size, n: alpha_s + size / bandwidth, noise=0.05))
+    assert noisy is not None
+    assert noisy.alpha_s == pytest.approx(alpha_s, rel=0.1)
+    assert noisy.beta_s_per_byte == pytest.approx(1 / bandwidth, rel=0.1)
+    assert noisy.rms_relative is not None
+    assert noisy.worst_relative is not None
+    assert 0 < noisy.rms_relative < abs(noisy.worst_relative) < 0.1
+
+
+def test_a_planted_term_a_rank_is_found_over_world_sizes() -> None:
+    line = fit_line(points(lambda size, n: 1e-5 + size / 1e11 + 4e-6 * n, worlds=(2, 4, 8)), by_rank=True)
+    assert line is not None
+    assert line.gamma_s_per_rank == pytest.approx(4e-6, rel=1e-6)
+    assert line.alpha_s == pytest.approx(1e-5, rel=1e-6)
+    assert predicted_s(line.alpha_s, line.beta_s_per_byte, 1e6, gamma_s_per_rank=4e-6, ranks=6) == pytest.approx(4.4e-5)
+
+
+def test_no_term_is_negative_and_the_rest_is_the_best_without_it() -> None:
+    falling = fit_line(points(lambda size, n: 1e-3 if size < 1e6 else 0.9e-3))
+    assert falling is not None
+    assert falling.beta_s_per_byte == 0
+    times = [1e-3, 1e-3, 0.9e-3, 0.9e-3, 0.9e-3, 0.9e-3]
+    best = sum(1 / t for t in times) / sum(1 / t**2 for t in times)  # where the derivative of the squares is zero
+    assert falling.alpha_s == pytest.approx(best)
+    steep = fit_line(points(lambda size, n: 1e-9 * size**1.2))
+    assert steep is not None
+    assert steep.alpha_s >= 0 <= steep.beta_s_per_byte
+
+
+def test_too_few_points_give_no_line_and_two_no_residual() -> None:
+    assert fit_line([]) is None
+    assert fit_line(points(lambda size, n: 1e-3, sizes=[1e6])) is None
+    two = fit_line(points(lambda size, n: 1e-5 + size / 1e9, sizes=[1e6, 1e7]))
+    assert two is not None
+    assert two.rms_relative is two.worst_relative is None
+    assert fit_line(points(lambda size, n: 1e-3 + size / 1e9), by_rank=True) is None
+
+
+def test_a_machines_profile_is_kept_and_predicts_its_times(tmp_path: Path) -> None:
+    run = make_comm()
+    path = tmp_path / "store.db"
+    with Store.open(path, write=True) as store:
+        store.add(run)
+    profile = machine_profile("NVIDIA H200", store=path)
+    assert profile == run.profile
+    assert machine_profile("abacus", store=path) == ()
+    assert len(profile) == len(COLLECTIVES) * 3  # two world sizes, and both together
+    for cell in run.cells:
+        assert cell.slowest is not None
+        assert predict_comm_s(profile, cell.spec) == pytest.approx(cell.slowest.median_s, rel=0.05)
+    unseen = CommSpec(collective="broadcast", backend="nccl", size_bytes=5 * 10**6, world_size=3)
+    predicted = predict_comm_s(profile, unseen)
+    assert predicted == pytest.approx(1.025 * (25e-6 + 5e6 / 340e9), rel=0.05)
+    assert predict_comm_s(profile, CommSpec(backend="gloo")) is None
+    assert profile_of([]) == ()
+
+
+# --- processes that end -----------------------------------------------------------------------------------
+
+
+def talk(*messages: tuple[str, object], failure: Failure | None = None) -> Callable[..., Failure | None]:
+    """What a set of processes says before it ends."""
+
+    def converse(request: Request, listener: CommListener, timeout_s: float | None) -> Failure | None:
+        for kind, value in messages:
+            listener.hear(kind, msgspec.Raw(encode(value)))
+        return failure
+
+    return converse
+
+
+def asked() -> CommStudy:
+    return CommStudy(cells=comm_cells({"size": ["1MB"]}, num_processes=2, on_gpus=False)[:3], num_processes=2)
+
+
+def heard(*conversations: Callable[..., Failure | None]) -> tuple[dict[int, CommCell], list[list[int]]]:
+    """The cells that came, and which were asked for each time."""
+    left = list(conversations)
+    cells: dict[int, CommCell] = {}
+    requests: list[list[int]] = []
+
+    def converse(request: Request, listener: CommListener, timeout_s: float | None) -> Failure | None:
+        assert request.processes == 2
+        assert request.device == "cpu"
+        requests.append(request.cells)
+        return left.pop(0)(request, listener, timeout_s)
+
+    comm_in_ranks(asked(), device="cpu", on_cell=cells.__setitem__, converse=converse)
+    assert not left
+    return cells, requests
+
+
+def test_a_cell_that_kills_a_rank_fails_and_the_others_go_on_in_new_processes() -> None:
+    cells = [make_comm_cell(spec) for spec in asked().cells]
+    died = Failure(kind="crashed", message="rank 1 on vm: the process was ended by SIGKILL", rank=1)
+    found, requests = heard(
+        talk(("at", 0), ("cell", [0, cells[0]]), ("at", 1), failure=died), talk(("at", 2), ("cell", [2, cells[2]]))
+    )
+    assert requests == [[0, 1, 2], [2]]
+    assert found[0] == cells[0]
+    assert found[1].failure == died
+    assert found[2] == cells[2]
+
+
+def test_processes_that_never_begin_fail_all_that_is_left() -> None:
+    died = Failure(kind="timeout", message="the ranks made no progress")
+    found, requests = heard(talk(failure=died))
+    assert requests == [[0, 1, 2]]
+    assert {cell.failure for cell in found.values()} == {died}
+    found, _ = heard(talk())
+    assert [cell.failure.message for cell in found.values() if cell.failure] == ["the processes gave no result"] * 3
+
+
+def test_torchrun_starts_no_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    died = Failure(kind="crashed", message="rank 1 on vm: gone", rank=1)
+    found, requests = heard(talk(("at", 0), failure=died))
+    assert requests == [[0, 1, 2]]
+    assert found[0].failure == died
+    assert found[2].failure is not None
+    assert found[2].failure.message == "not measured: the processes ended in all_reduce of 1 MB, gloo, 2 ranks"
+
+
+def test_a_refusal_passes() -> None:
+    def refuse(request: Request, listener: CommListener, timeout_s: float | None) -> Failure | None:
+        raise SteplabError("no")
+
+    with pytest.raises(SteplabError, match="no"):
+        heard(refuse)

@@ -1,0 +1,215 @@
+"""A benchmark of collectives stored, and shown: every figure comes from the samples of its slowest rank."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+import pytest
+from tests.comm_records import make_comm, make_comm_cell, make_failure
+
+from steplab.lab.comm import profile_of
+from steplab.lab.reporting import runs_to_report
+from steplab.records.codec import decode, encode, kind_of
+from steplab.records.comm import CommRun
+from steplab.report.comm_charts import backends_side_by_side, time_over_ranks, time_over_size
+from steplab.report.comm_rows import bandwidth_grid, comm_rows
+from steplab.report.comm_text import comm_cell_line, render_comm
+from steplab.report.html import render_page
+from steplab.store.database import Store
+
+GOLDEN = """\
+Collectives: comm
+benchmark c0ffee000001 · 2026-11-21T18:00:00Z · steplab 0.1.0 · NVIDIA H200
+
+Bus bandwidth
+  collective           1 MB  100 MB
+  ─────────────────────────────────
+  all_reduce           35.6     312
+  send_recv   out of memory     306
+  nccl · fp32 · 2 ranks · GB/s (1e9), as nccl-tests counts it
+
+Every cell
+collective    size  busbw GB/s  algbw GB/s   median    least      p95    alone  spread  result
+───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+all_reduce    1 MB        35.6        35.6  28.1 µs  28.0 µs  28.2 µs  42.2 µs   0.0 %  ok
+all_reduce  100 MB         312         312   320 µs   319 µs   322 µs   482 µs   0.0 %  ok
+send_recv     1 MB           –           –        –        –        –        –       –  out of memory: rank 1 on node1:
+                                                                                        asked for 1.00 GiB more
+                                                                                        (buffers)
+send_recv   100 MB         306         306   326 µs   326 µs   328 µs   490 µs   1.8 %  ok
+nccl · fp32 · 2 ranks
+"""
+
+
+@pytest.fixture(scope="module")
+def gpus() -> CommRun:
+    return make_comm()
+
+
+# --- kept -------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_comes_back_as_it_was_written(gpus: CommRun) -> None:
+    assert decode(encode(gpus)) == gpus
+    assert kind_of(gpus) == "comm"
+    newer = encode(gpus).replace(b'"schema":"steplab.comm/1"', b'"schema":"steplab.comm/2"')
+    with pytest.raises(Exception, match=r"steplab.comm/2, newer than the steplab.comm/1"):
+        decode(newer)
+
+
+def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(gpus)
+        (row,) = store.rows(kind="comm")
+        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (48, 48, 0)
+        assert store.rows() == []  # a listing of runs is of runs
+        lines = [encode(record) for record in store.iterate()]
+    with Store.open(tmp_path / "other.db", write=True) as other:
+        assert other.import_lines(lines) == (1, 0)
+        assert other.get(gpus.id) == gpus
+    selection = runs_to_report(store=tmp_path / "store.db")
+    assert (selection.comm, selection.title) == ((gpus,), "Collectives")
+    assert runs_to_report((gpus.id,), store=tmp_path / "store.db").comm == (gpus,)
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_of_the_slowest_ranks_samples(gpus: CommRun) -> None:
+    factors: dict[str, Callable[[int], float]] = {
+        "all_reduce": lambda n: 2 * (n - 1) / n,
+        "all_gather": lambda n: (n - 1) / n,
+        "reduce_scatter": lambda n: (n - 1) / n,
+        "all_to_all": lambda n: (n - 1) / n,
+        "broadcast": lambda n: 1,
+        "send_recv": lambda n: 1,
+    }
+    for row, cell in zip(comm_rows(gpus.cells), gpus.cells, strict=True):
+        slow, fast = cell.ranks[1].device_s, min(median(times.device_s or ()) for times in cell.ranks)
+        assert slow is not None
+        assert row["time_s"] == median(slow)
+        assert row["min_s"] == min(slow)
+        assert row["p95_s"] == pytest.approx(quantiles(slow, n=20, method="inclusive")[18])
+        assert row["alone_s"] == max(median(times.alone_s) for times in cell.ranks)
+        assert row["rank_spread"] == pytest.approx(median(slow) / fast - 1)
+        algorithm = cell.spec.message_bytes / median(slow)
+        assert row["algbw_bytes_per_s"] == pytest.approx(algorithm)
+        factor = factors[cell.spec.collective](cell.spec.world_size)
+        assert row["busbw_bytes_per_s"] == pytest.approx(algorithm * factor)
+        assert row["wrong_elements"] == 0
+
+
+def test_a_cpus_times_are_those_of_single_calls() -> None:
+    run = make_comm({"backend": ["gloo"]}, ranks=2)
+    for row, cell in zip(comm_rows(run.cells), run.cells, strict=True):
+        assert row["time_s"] == row["alone_s"] == median(cell.ranks[1].alone_s)
+    text = render_comm(run, width=160)
+    assert " alone " not in text
+    assert "calls one by one, each after a barrier" in text
+
+
+# --- shown ------------------------------------------------------------------------------------------------
+
+
+def failing() -> CommRun:
+    """Four cells, of which one failed."""
+    lists: dict[str, Sequence[object]] = {
+        "collective": ["all_reduce", "send_recv"],
+        "size": ["1MB", "100MB"],
+        "world_size": [2],
+    }
+    run = make_comm(lists, ranks=2, id="c0ffee000001")
+    cells = [make_failure(cell.spec) if index == 2 else cell for index, cell in enumerate(run.cells)]
+    even = tuple(times for times in cells[0].ranks)
+    cells[0] = make_comm_cell(cells[0].spec, ranks=(even[0], even[0]))
+    cells[1] = make_comm_cell(cells[1].spec, ranks=(cells[1].ranks[0], cells[1].ranks[0]))
+    return make_comm(lists, ranks=2, id="c0ffee000001", cells=tuple(cells), profile=profile_of(cells))
+
+
+def test_the_terminal_begins_with_the_answer() -> None:
+    text = render_comm(failing(), width=119)
+    assert text.startswith(GOLDEN)
+    assert "Communication profile\n" in text
+    assert "processes: 2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200" in text
+    assert "NCCL: 2.28.9" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_nothing_is_cut(gpus: CommRun, width: int) -> None:
+    assert max(map(len, render_comm(gpus, width=width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("format", ["json", "csv"])
+def test_programs_get_every_cell_with_its_raw_figures(gpus: CommRun, format: str) -> None:
+    text = render_comm(gpus, format)
+    rows = json.loads(text) if format == "json" else list(csv.DictReader(io.StringIO(text)))
+    assert len(rows) == 48
+    slowest = gpus.cells[0].slowest
+    assert slowest is not None
+    assert float(rows[0]["time_s"]) == slowest.median_s
+
+
+@pytest.mark.parametrize("format", ["md", "latex"])
+def test_documents_get_the_tables(gpus: CommRun, format: str) -> None:
+    text = render_comm(gpus, format)
+    for title in ("Every cell", "Communication profile"):
+        assert title in text
+    assert ("Bus bandwidth" in text) == (format == "md")
+
+
+def test_a_line_of_progress_has_time_and_bandwidth_or_what_went_wrong(gpus: CommRun) -> None:
+    assert re.fullmatch(r"all_reduce of 1 MB, nccl, 2 ranks: 2\d\.\d µs, 3\d\.\d GB/s", comm_cell_line(gpus.cells[0]))
+    failed = comm_cell_line(make_failure(gpus.cells[0].spec))
+    assert failed.endswith(": out of memory: rank 1 on node1: asked for 1.00 GiB more (buffers)")
+
+
+def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) -> None:
+    page = render_page([], title="Collectives", comm=[gpus])
+    assert '<section id="communication">' in page
+    pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert len(pictures) == 2 + 4  # by world size, and by size; one backend is nothing to compare
+    first = gpus.cells[0]
+    assert first.slowest is not None
+    assert comm_cell_line(first).replace("µ", "µ") in page
+    over_size = time_over_size(gpus.cells, gpus.profile)
+    assert over_size is not None
+    assert [picture.svg.count("stroke-dasharray") for picture in over_size.pictures] == [6, 6]
+    assert [picture.title for picture in over_size.pictures] == ["2 ranks", "4 ranks"]
+    bare = time_over_size(gpus.cells, ())
+    assert bare is not None
+    assert "stroke-dasharray" not in bare.pictures[0].svg
+    over_ranks = time_over_ranks(gpus.cells)
+    assert over_ranks is not None
+    assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
+
+
+def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRun) -> None:
+    both = make_comm({"backend": ["nccl", "gloo"], "size": ["1MB", "10MB"], "world_size": [2]}, ranks=2)
+    chart = backends_side_by_side(both.cells)
+    assert chart is not None
+    assert [name for _, _, name in chart.legend] == ["nccl", "gloo"]
+    assert len(chart.pictures) == 6
+    assert backends_side_by_side(gpus.cells) is None
+    cpu = make_comm({"backend": ["gloo"]}, ranks=4)
+    assert "Backends side by side" in render_page([], title="Both", comm=[gpus, cpu])
+    assert "Backends side by side" not in render_page([], title="Both", comm=[gpus, gpus])
+
+
+def test_failures_are_marked_in_pictures_and_tables() -> None:
+    run = failing()
+    chart = time_over_size(run.cells, run.profile)
+    assert chart is not None
+    assert "OOM" in chart.pictures[0].svg
+    grid = bandwidth_grid(run.cells)
+    assert grid is not None
+    assert grid.rows[1][:2] == ("send_recv", "out of memory")
+    nothing = make_comm(cells=tuple(make_failure(cell.spec) for cell in run.cells), profile=())
+    assert nothing.status == "out_of_memory"
+    assert bandwidth_grid(nothing.cells) is None
+    assert "<svg" not in render_page([], title="Nothing", comm=[nothing])
+    assert "out of memory" in render_comm(nothing)
+    assert render_comm(make_comm(cells=(), profile=(), environment=None, libraries={}))

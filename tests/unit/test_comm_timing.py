@@ -1,0 +1,92 @@
+"""How a collective is timed, on a device whose clocks are told what time it is."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.unit.test_loop import FakeDevice
+from torch import Tensor
+
+from steplab.measurement import comm_timing, loop
+from steplab.measurement.comm_timing import Together, back_to_back, time_calls
+from steplab.records.comm import RankTimes
+from steplab.specs.comm import CommSpec, CommStudy
+
+LAUNCH_S, WORK_S, BARRIER_S = 1, 8, 2
+
+
+class Alone:
+    """Collectives of a rank that is the slowest, or has a slower one beside it."""
+
+    rank, size = 1, 2
+
+    def __init__(self, device: FakeDevice, others_s: float = 0.0) -> None:
+        self.device, self.others_s, self.agreed = device, others_s, 0
+
+    def host_maximum(self, values: Tensor) -> Tensor:
+        if values.tolist() == [0]:
+            self.device.events.append("barrier")
+            self.device.host_s += BARRIER_S
+        else:
+            self.agreed += 1
+        return torch.maximum(values, torch.tensor([int(self.others_s * 1e9)]))
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
+    for module in (loop, comm_timing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float = 0.0) -> tuple[RankTimes, int]:
+    """A rank's times, and how many calls it made."""
+    clocked(monkeypatch, device)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        device.phase("call", [(LAUNCH_S, WORK_S)]).run()
+
+    study = CommStudy(
+        cells=(CommSpec(),), num_processes=2, warmup_s=90.0, measured_s=120.0, least_repeats=4, most_repeats=30
+    )
+    collectives = Alone(device, others_s)
+    times = time_calls(call, Together(device=device, collectives=collectives), study)  # type: ignore[arg-type]
+    return times, calls
+
+
+def test_calls_go_back_to_back_after_one_barrier_and_then_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    times, calls = timed(monkeypatch, device)
+    # Five calls take 41 s, so that eleven warm it up; 120 s are 14 of those eleven's mean.
+    assert calls == 5 + 6 + (14 + 1) + 14
+    assert times.rank == 1
+    assert times.device_s == (WORK_S,) * 14  # the host runs ahead
+    assert times.alone_s == (LAUNCH_S + WORK_S,) * 14  # and here it waits for each
+    assert times.host_call_s == pytest.approx(WORK_S + LAUNCH_S / 15)
+    assert times.best_s == times.device_s
+    loop_events = device.events[device.events.index("reserve marks") :]
+    assert loop_events.count("barrier") == 14  # one before each call by itself, none between those back to back
+    assert loop_events[: 2 + 2 * 15 + 2].count("synchronize") == 2
+
+
+def test_the_slowest_rank_says_how_many_calls_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, calls = timed(monkeypatch, FakeDevice(), others_s=40.0)
+    assert calls == 5 + (4 + 1) + 4  # 40 s a call: warm at once, and the least number of repeats
+    assert len(times.alone_s) == 4
+
+
+def test_a_host_that_is_the_device_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, _ = timed(monkeypatch, FakeDevice(asynchronous=False))
+    assert times.device_s is None
+    assert times.host_call_s is None
+    assert times.best_s == times.alone_s == (LAUNCH_S + WORK_S,) * len(times.alone_s)
+
+
+def test_the_call_in_which_ranks_wait_for_each_other_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    clocked(monkeypatch, device)
+    phase = device.phase("call", [(1, 500), (1, 8), (1, 8), (1, 8)])
+    together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
+    samples, _ = back_to_back(phase.run, together, 3)
+    assert samples == (8, 8, 8)

@@ -1,0 +1,69 @@
+"""What does not divide is refused in one line that names what would fit, before anything is built."""
+
+import re
+
+import pytest
+
+from steplab.errors import Unsupported, UserError
+from steplab.specs.layout_fit import num_microbatches
+from steplab.specs.resolve import resolve_step
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "xl", "layout": "tp=2"}, "tp=2 does not divide the 25 heads of xl; valid for tp: 1"),
+        (
+            {"model": "small", "layout": "tp=8", "context": 512},
+            "tp=8 does not divide the 12 heads of small; valid for tp: 1, 2, 4",
+        ),
+        (
+            {"model": "small", "layout": "tp=4", "context": 510},
+            "context of 510 tokens of small; valid for tp: 1, 2",
+        ),
+        (
+            {"model": "tiny", "layout": "pp=3"},
+            "pp=3 makes 3 stages (schedule 1f1b), and tiny has 2 blocks; valid for pp: 1 to 2",
+        ),
+        (
+            {"model": "tiny", "layout": "pp=2", "pipeline_schedule": "interleaved"},
+            "makes 4 stages (schedule interleaved), and tiny has 2 blocks; valid for pp: 1 to 1",
+        ),
+        (
+            {"model": "small", "layout": "pp=2", "batch": 6, "microbatches": 4},
+            "a batch of 6 sequences cannot go through a pipeline of pp=2 in 4 microbatches, "
+            "which have to be at least pp and to divide the batch; valid: 2, 3, 6",
+        ),
+        ({"model": "small", "layout": "pp=4", "batch": 2}, "use --batch 4 or a multiple"),
+        ({"layout": "fsdp=2", "microbatches": 0}, "microbatches must be at least 1"),
+        ({"layout": "fsdp=2", "reshard_after_forward": "often"}, "choose one of auto, always, never"),
+    ],
+    ids=lambda value: value["layout"] if isinstance(value, dict) else "",
+)
+def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        resolve_step(fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "package.module:function"},
+        {"precision": "fp16"},
+        {"compile": "reduce-overhead"},
+        {"pass": "forward", "layout": "pp=2"},
+    ],
+    ids=str,
+)
+def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object]) -> None:
+    with pytest.raises(Unsupported, match=r"; use .*(dp=2|default|forward_backward)"):
+        resolve_step({"layout": "fsdp=2", **fields})
+
+
+def test_data_parallelism_alone_serves_all_of_them() -> None:
+    resolve_step({"layout": "dp=2", "model": "package.module:function", "precision": "fp16"})
+
+
+def test_a_batch_goes_through_a_pipeline_one_sequence_at_a_time() -> None:
+    assert num_microbatches(resolve_step({"layout": "pp=2", "batch": 6})) == 6
+    assert num_microbatches(resolve_step({"layout": "pp=2", "batch": 6, "microbatches": 3})) == 3
