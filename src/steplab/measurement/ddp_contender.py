@@ -102,7 +102,7 @@ class ContenderStep:
         if study.compile == "block":
             compat.compile_alike_in_all_wrappers()
             for block in blocks_of(self.module):
-                block.compile()
+                block.forward = torch.compile(block.forward)  # hooks of whoever wraps it stay outside
 
     def _wrap(self) -> None:
         """Put around the model what averages its gradients."""
