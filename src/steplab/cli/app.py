@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 from steplab import __version__
 from steplab.cli.attention import attention
 from steplab.cli.comm import comm
+from steplab.cli.ddp import ddp
 from steplab.cli.doctor import doctor
 from steplab.cli.explain import explain
 from steplab.cli.export import export
@@ -47,6 +48,7 @@ app.command(precision)
 app.command(attention)
 app.command(comm)
 app.command(tune)
+app.command(ddp)
 app.command(plan)
 app.command(explain)
 app.command(list_, name="list")

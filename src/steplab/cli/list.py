@@ -6,7 +6,7 @@ from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions
 
-_OTHERS = {"--attention": "attention", "--comm": "comm", "--precision": "numerics"}
+_OTHERS = {"--attention": "attention", "--comm": "comm", "--ddp": "ddp", "--precision": "numerics"}
 """Switches, and the kinds of records that they list in place of runs."""
 
 
@@ -22,6 +22,7 @@ def list_(
     comm: Annotated[
         bool, Parameter(help="List the benchmarks of collectives instead of the runs", negative="")
     ] = False,
+    ddp: Annotated[bool, Parameter(help="List the data-parallel studies instead of the runs", negative="")] = False,
     precision: Annotated[
         bool, Parameter(help="List what `precision` saw, audits and sums, instead of the runs", negative="")
     ] = False,
@@ -41,7 +42,8 @@ def list_(
             rows, more = store.studies()[:limit], False
         else:
             study_id = store.study_id(study) if study else None
-            kind = "attention" if attention else "comm" if comm else "numerics" if precision else "run"
+            asked = {"attention": attention, "comm": comm, "ddp": ddp, "numerics": precision}
+            kind = next((kind for kind, wanted in asked.items() if wanted), "run")
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
             if not rows and kind == "run":

@@ -16,7 +16,7 @@ from steplab.errors import UserError
 if TYPE_CHECKING:
     from steplab.specs.study import Grid
 
-_STEP = Group.create_ordered("The step")
+STEP = Group.create_ordered("The step")
 _SPREAD = Group.create_ordered("Several processes")
 _SIZES = Group.create_ordered("Sizes of a built-in model, in place of its own")
 _OUTPUT = Group.create_ordered("Where it is kept and how it is shown")
@@ -25,7 +25,7 @@ Format = Literal["table", "json", "csv", "md", "latex"]
 
 
 def _step(name: str, help: str) -> Parameter:
-    return Parameter(name=name, help=help, group=_STEP)
+    return Parameter(name=name, help=help, group=STEP)
 
 
 def _spread(name: str, help: str) -> Parameter:

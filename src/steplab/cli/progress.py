@@ -26,6 +26,7 @@ _STAGES = {
     "memory": "watching the memory of a step",
     "snapshot": "writing the snapshot",
     "read": "reading the trace",
+    "traces": "reading the traces",
     "read snapshot": "reading the snapshot",
     "sums": "adding up",
     "reference": "running the step in fp32",

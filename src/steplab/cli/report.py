@@ -27,7 +27,7 @@ def report(
     """Report runs as tables, or as one self-contained page with pictures.
 
     Without ids or a study: the study that the newest run belongs to, or, if it belongs to none, all such runs. Ids may
-    be those of benchmarks of attention or of collectives.
+    be those of benchmarks of attention or of collectives, and of data-parallel studies.
 
     For example: steplab report --output page.html
     """
@@ -39,6 +39,7 @@ def report(
     from steplab.records.rows import run_row
     from steplab.report.attention_text import render_attention
     from steplab.report.comm_text import render_comm
+    from steplab.report.ddp_text import render_ddp
     from steplab.report.formats import render_rows
 
     selection = runs_to_report(ids, study=study, name=name, store=store.store)
@@ -60,12 +61,14 @@ def report(
                 numerics=selection.numerics,
                 attention=selection.attention,
                 comm=selection.comm,
+                ddp=selection.ddp,
             )
         emit(page, output)
-    elif not selection.runs and (selection.attention or selection.comm):
+    elif not selection.runs and (selection.attention or selection.comm or selection.ddp):
         color = stdout_color() and output is None
         texts = [render_attention(run, chosen, color=color) for run in selection.attention]
         texts += [render_comm(run, chosen, color=color) for run in selection.comm]
+        texts += [render_ddp(run, chosen, color=color) for run in selection.ddp]
         emit("\n\n".join(texts), output)
     elif not selection.runs:
         emit(render_audits(selection.numerics, chosen, to_file=output is not None), output)

@@ -22,11 +22,13 @@ def show(
     from steplab.records.attention import AttentionRun
     from steplab.records.codec import encode
     from steplab.records.comm import CommRun
+    from steplab.records.ddp import DdpRun
     from steplab.records.numerics import Numerics
     from steplab.records.run import Run
     from steplab.report.attention_text import render_attention
     from steplab.report.ceilings_text import render_ceilings
     from steplab.report.comm_text import render_comm
+    from steplab.report.ddp_text import render_ddp
     from steplab.report.precision_text import render_numerics
     from steplab.report.run_text import render_run
 
@@ -46,5 +48,7 @@ def show(
         emit(render_attention(record, color=stdout_color()), None)
     elif isinstance(record, CommRun):
         emit(render_comm(record, color=stdout_color()), None)
+    elif isinstance(record, DdpRun):
+        emit(render_ddp(record, color=stdout_color()), None)
     else:
         emit(render_ceilings(record, color=stdout_color()), None)

@@ -9,11 +9,12 @@ from steplab.lab.keeping import open_store
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import Record
 from steplab.records.comm import CommRun
+from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 
 _MOST_SINGLE_RUNS = 60
-_BENCHMARKS = ("attention", "comm")
+_BENCHMARKS = ("attention", "comm", "ddp")
 """Kinds of records that are reported where there is no run."""
 
 
@@ -33,13 +34,16 @@ class Selection:
     """Benchmarks of attention."""
     comm: tuple[CommRun, ...] = ()
     """Benchmarks of collectives."""
+    ddp: tuple[DdpRun, ...] = ()
+    """Data-parallel studies."""
 
 
 def runs_to_report(
     ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
 ) -> Selection:
     """The runs with these ids; else those of a name; else the study's; else the newest run's study; else the newest
-    runs of no study; and where there is no run at all, the newest benchmark, of attention or of collectives.
+    runs of no study; and where there is no run at all, the newest benchmark, of attention or of collectives, or the
+    newest data-parallel study.
 
     Raises UserError where there is nothing to report.
     """
@@ -85,12 +89,19 @@ def _selected(records: Iterable[Record], nothing: str, title: str | None = None)
         "Precision": (numerics := tuple(record for record in every if isinstance(record, Numerics))),
         "Attention": (attention := tuple(record for record in every if isinstance(record, AttentionRun))),
         "Collectives": (comm := tuple(record for record in every if isinstance(record, CommRun))),
+        "Data parallelism": (ddp := tuple(record for record in every if isinstance(record, DdpRun))),
     }
     found = [kind for kind, members in kinds.items() if members]
     if not found:
         raise UserError(nothing)
     return Selection(
-        runs=runs, title=title or found[0], description="", numerics=numerics, attention=attention, comm=comm
+        runs=runs,
+        title=title or found[0],
+        description="",
+        numerics=numerics,
+        attention=attention,
+        comm=comm,
+        ddp=ddp,
     )
 
 

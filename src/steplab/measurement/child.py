@@ -26,6 +26,7 @@ from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
 from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.comm import CommStudy
+from steplab.specs.ddp import DdpStudy
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ class Request(msgspec.Struct):
     """A benchmark of collectives, in place of a step; of its cells"""
     cells: list[int] = []
     """those of these numbers are wanted."""
+    ddp: DdpStudy | None = None
+    """A data-parallel study, in place of a step; of its contenders, by their numbers,"""
+    contenders: list[int] = []
+    """these are wanted,"""
+    traces: str | None = None
+    """and this is the folder for their traces; None: none are."""
     processes: int = 1
     """How many are to do this together; each then calls `answer` in a world of so many."""
 
@@ -130,6 +137,8 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
             on_result=lambda cell, result: send("cell", [cell, result]),
         )
         send("record", measure_comm_here(request.comm, request.cells, world, watching))
+    elif request.ddp is not None and world is not None:
+        _ddp(request.ddp, request, world, send, on_environment, on_stage, on_step)
     elif request.numerics:
         from steplab.measurement import compat
         from steplab.measurement.precision_session import numerics_here
@@ -160,6 +169,31 @@ def _own_folder(world: "World | None") -> Iterator[Path | None]:
     else:
         with tempfile.TemporaryDirectory(prefix="steplab-") as folder:
             yield Path(folder)
+
+
+def _ddp(
+    study: DdpStudy,
+    request: Request,
+    world: "World",
+    send: Callable[[str, Any], None],
+    on_environment: Callable[[Environment], None],
+    on_stage: Callable[[str, int], None],
+    on_step: Callable[[int], None],
+) -> None:
+    from steplab.measurement import compat
+    from steplab.measurement.ddp_session import DdpObserver, ddp_here
+
+    compat.watch_refused_allocations()
+    told = DdpObserver(
+        on_environment=on_environment,
+        on_stage=on_stage,
+        on_step=on_step,
+        on_facts=lambda facts: send("facts", facts),
+        on_contender=lambda number: send("at", number),
+        on_cell=lambda number, cell: send("cell", [number, cell]),
+    )
+    ddp_here(study, request.contenders, world, told, Path(request.traces) if request.traces else None)
+    send("end", True)
 
 
 def _watch(request: Request, folder: Path | None) -> "Watch | None":

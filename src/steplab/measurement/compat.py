@@ -147,3 +147,23 @@ def _kernels_of(op: str, key: str) -> list[bool]:
             except RuntimeError:  # an overload of TorchScript's alone
                 continue
     return found
+
+
+def bucket_bytes(wrapped: Any) -> tuple[int, ...]:
+    """The sizes of DistributedDataParallel's buckets as they are launched; empty where torch does not say."""
+    told: Any = getattr(wrapped, "_get_ddp_logging_data", dict)()
+    text = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
+    return tuple(int(size) for size in str(text).split(",") if size.strip().isdecimal())
+
+
+def compile_alike_in_all_wrappers() -> None:
+    """Have torch compile a block to the same code whoever averages its gradients, or raise.
+
+    DistributedDataParallel would have its blocks' graphs divided by its buckets. And whoever had a block compiled too
+    often would run it uncompiled from there on, which is another step. Process-wide in torch.
+    """
+    import torch._dynamo.config as dynamo
+
+    for name, value in (("optimize_ddp", False), ("fail_on_recompile_limit_hit", True)):
+        if hasattr(dynamo, name):
+            setattr(dynamo, name, value)

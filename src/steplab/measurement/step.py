@@ -70,8 +70,8 @@ class ModelStep:
         """The model, as it is before compilation."""
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
-                parameter.data = _to_bf16(parameter.data)
-        _set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
+                parameter.data = to_bf16(parameter.data)
+        set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
         self._autocast = _autocast(spec, device)
         self._called: Any = module
@@ -87,7 +87,7 @@ class ModelStep:
         # Made before any timing, and swapped between steps: the loader is not what is measured here.
         self.batches = [workload.make_batch() for _ in range(_BATCHES)]
         if spec.precision == "bf16_pure":
-            self.batches = [_to_bf16(batch) for batch in self.batches]
+            self.batches = [to_bf16(batch) for batch in self.batches]
         self._steps_begun = 0
         self.loss: Tensor | None = None
         """Between the forward and the backward pass; of a pipeline, after both, on ranks that have its last stage."""
@@ -173,7 +173,7 @@ def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractCont
     return lambda: torch.autocast(device.type, dtype=dtype)
 
 
-def _set_fp32_matmuls(precision: str) -> None:
+def set_fp32_matmuls(precision: str) -> None:
     """TF32 or IEEE fp32 for matmuls of fp32 tensors. Process-wide in torch: one process measures one cell."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision == "high"
@@ -189,14 +189,14 @@ def _optimizer(spec: StepSpec, parameters: Iterable[nn.Parameter]) -> torch.opti
         raise UserError(f"{spec.optimizer} cannot take this model's parameters: {error}") from error
 
 
-def _to_bf16(batch: Any) -> Any:
+def to_bf16(batch: Any) -> Any:
     """Floating-point inputs in the weights' type; token ids stay what they are."""
     if isinstance(batch, Tensor):
         return batch.to(torch.bfloat16) if batch.is_floating_point() else batch
     if isinstance(batch, dict):
-        return {key: _to_bf16(value) for key, value in batch.items()}
+        return {key: to_bf16(value) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(_to_bf16(value) for value in batch)
+        return tuple(to_bf16(value) for value in batch)
     return batch
 
 

@@ -13,16 +13,18 @@ from steplab.errors import SteplabError
 from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun
 from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
 from steplab.records.comm import COMM_SCHEMA, CommRun
+from steplab.records.ddp import DDP_SCHEMA, DdpRun
 from steplab.records.numerics import NUMERICS_SCHEMA, Numerics
 from steplab.records.run import RUN_SCHEMA, Run
 
-Record = Run | Ceilings | Numerics | AttentionRun | CommRun
-_TYPES: dict[str, type[Run] | type[Ceilings] | type[Numerics] | type[AttentionRun] | type[CommRun]] = {
+Record = Run | Ceilings | Numerics | AttentionRun | CommRun | DdpRun
+_TYPES: dict[str, type[Run] | type[Ceilings] | type[Numerics] | type[AttentionRun] | type[CommRun] | type[DdpRun]] = {
     RUN_SCHEMA: Run,
     CEILINGS_SCHEMA: Ceilings,
     NUMERICS_SCHEMA: Numerics,
     ATTENTION_SCHEMA: AttentionRun,
     COMM_SCHEMA: CommRun,
+    DDP_SCHEMA: DdpRun,
 }
 
 
@@ -42,7 +44,7 @@ def encode(record: object) -> bytes:
 
 
 def kind_of(record: Record) -> str:
-    """run, ceilings, numerics, attention, comm: the middle of the schema's name."""
+    """run, ceilings, numerics, attention, comm, ddp: the middle of the schema's name."""
     return record.schema.removeprefix("steplab.").partition("/")[0]
 
 

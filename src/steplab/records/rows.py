@@ -4,6 +4,7 @@ from statistics import median
 
 from steplab.records.attention import AttentionRun
 from steplab.records.comm import CommRun
+from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
@@ -86,6 +87,27 @@ def benchmark_row(run: AttentionRun | CommRun) -> Row:
         "created_utc": run.created_utc,
         "name": run.name,
         "description": run.study.name,
+        "num_cells": len(run.cells),
+        "num_ok": sum(cell.failure is None for cell in run.cells),
+        "num_failed": sum(cell.failure is not None for cell in run.cells),
+        "device": run.device_name,
+        "status": run.status,
+    }
+
+
+def ddp_run_row(run: DdpRun) -> Row:
+    """One row that names a data-parallel study."""
+    step = run.study.step
+    return {
+        "id": run.id,
+        "created_utc": run.created_utc,
+        "name": run.name,
+        "model": step.model.label,
+        "batch": step.batch,
+        "context": step.context,
+        "precision": step.precision,
+        "compile": run.study.compile,
+        "num_ranks": run.study.processes,
         "num_cells": len(run.cells),
         "num_ok": sum(cell.failure is None for cell in run.cells),
         "num_failed": sum(cell.failure is not None for cell in run.cells),

@@ -82,6 +82,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="id", header="id", shared=False),
     Column(key="name", header="name", caption="{}", rank=1),
     Column(key="description", header="description", rank=3),
+    figure_column("num_ranks", "ranks", str, 0),
     figure_column("num_cells", "cells", str, 0),
     figure_column("num_ok", "ok", str, 0),
     figure_column("num_failed", "failed", str, 0),

@@ -7,6 +7,7 @@ from typing import TypeVar
 from steplab import stats, units
 from steplab.records.attention import AttentionRun
 from steplab.records.comm import CommRun
+from steplab.records.ddp import DdpRun
 from steplab.records.environment import Environment
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.numerics import Numerics
@@ -21,6 +22,7 @@ from steplab.report.cells import Cell, cells_of, label, varying
 from steplab.report.columns import ABSENT, make_sheet, reason
 from steplab.report.comm_page import comm_sections
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
+from steplab.report.ddp_page import ddp_sections
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
@@ -49,12 +51,13 @@ def render_page(
     numerics: Sequence[Numerics] = (),
     attention: Sequence[AttentionRun] = (),
     comm: Sequence[CommRun] = (),
+    ddp: Sequence[DdpRun] = (),
 ) -> str:
     """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured,
     and `references` are what their memory is compared with.
 
     `numerics` are what was seen of the same steps' precision, and may stand without any run; so may `attention`
-    and `comm`, benchmarks of attention alone and of collectives.
+    and `comm`, benchmarks of attention alone and of collectives, and `ddp`, data-parallel studies.
 
     The same runs always give the same page.
     """
@@ -75,7 +78,9 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         title=title,
         description=description,
-        subtitle=" · ".join(part for part in _subtitle(runs, numerics, attention, comm) if part and part not in shared),
+        subtitle=" · ".join(
+            part for part in _subtitle(runs, numerics, attention, comm, ddp) if part and part not in shared
+        ),
         shared=shared,
         facts=facts(cells),
         step_times=charts.step_times(cells),
@@ -89,6 +94,7 @@ def render_page(
         precision=precision_part(runs, numerics),
         attention=attention_sections(attention),
         comm=comm_sections(comm),
+        ddp=ddp_sections(ddp),
         attention_steps=attention_step_grid([cell.run for cell in cells]),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
@@ -96,7 +102,7 @@ def render_page(
         choices=_told_once(cells, choices),
         doubts=_told_once(cells, doubts),
         missing=_told_once(cells, _missing),
-        environments=_environments([*(cell.run for cell in cells), *attention, *comm] or numerics),
+        environments=_environments([*(cell.run for cell in cells), *attention, *comm, *ddp] or numerics),
     )
 
 
@@ -110,9 +116,10 @@ def _subtitle(
     numerics: Sequence[Numerics],
     attention: Sequence[AttentionRun],
     comm: Sequence[CommRun],
+    ddp: Sequence[DdpRun],
 ) -> list[str]:
-    """How many runs, audits and benchmarks, where, when, and with which version."""
-    records: list[Run | Numerics | AttentionRun | CommRun] = [*runs, *numerics, *attention, *comm]
+    """How many runs, audits, benchmarks and studies, where, when, and with which version."""
+    records: list[Run | Numerics | AttentionRun | CommRun | DdpRun] = [*runs, *numerics, *attention, *comm, *ddp]
     named = (r.environment and r.environment.device.name if isinstance(r, Numerics) else r.device_name for r in records)
     devices = list(dict.fromkeys(name for name in named if name))
     days = sorted({record.created_utc[:10] for record in records})
@@ -122,6 +129,7 @@ def _subtitle(
     parts += [units.counted(audits, "audit")] if audits else []
     parts += [units.counted(len(attention), "benchmark") + " of attention"] if attention else []
     parts += [units.counted(len(comm), "benchmark") + " of collectives"] if comm else []
+    parts += [f"{len(ddp)} data-parallel {'study' if len(ddp) == 1 else 'studies'}"] if ddp else []
     parts += [", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     parts += [f"steplab {', '.join(made)}"] if made else []
@@ -220,7 +228,7 @@ def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[
 
 
 def _environments(
-    records: Sequence[Run | Numerics | AttentionRun | CommRun],
+    records: Sequence[Run | Numerics | AttentionRun | CommRun | DdpRun],
 ) -> list[tuple[int, list[tuple[str, str]]]]:
     """Each environment once, with the number of records made in it and the range of what moved meanwhile."""
     groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}

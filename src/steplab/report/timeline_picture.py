@@ -6,7 +6,7 @@ left empty is idle. The close-up draws every kernel as it ran.
 """
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from steplab import units
@@ -37,6 +37,8 @@ class Frame:
     """Time of the right edge."""
     streams: tuple[int, ...]
     """Streams, from above."""
+    names: tuple[str, ...]
+    """What each is called."""
     top: float
     """Upper edge of the first row."""
     row_px: float
@@ -65,8 +67,9 @@ def timeline_chart(profile: Profile) -> Chart | None:
     word = "threads" if profile.device == "cpu" else "streams"
     streams = _busiest_streams(timeline)
     left_out = len(set(timeline.stream)) - len(streams)
-    pictures = [_step_picture(timeline, streams, word)]
-    pictures += [_close_picture(timeline, window, streams, word) for window in close_ups(timeline)]
+    names = {stream: f"{word[:-1]} {stream}" for stream in streams}
+    pictures = [step_picture(timeline, names)]
+    pictures += [_close_picture(timeline, window, names) for window in close_ups(timeline)]
     shown = [category for category in CATEGORIES if category in timeline.categories]
     note = "The last of the profiled steps. Each pixel's column is filled by the categories that ran in it, as high as "
     note += "their share of its time; what is empty is idle."
@@ -84,18 +87,32 @@ def _busiest_streams(timeline: Timeline) -> tuple[int, ...]:
     return tuple(sorted(sorted(busy, key=lambda stream: -busy[stream])[:_MOST_STREAMS]))
 
 
-def _step_picture(timeline: Timeline, streams: tuple[int, ...], word: str) -> Picture:
+def step_end_ns(timeline: Timeline) -> int:
+    """When the last of its kernels and phases ends."""
     ends = [start + duration for start, duration in zip(timeline.start_ns, timeline.duration_ns, strict=True)]
-    end_ns = max([*ends, *(end for _, _, end in timeline.phases)])
+    return max([*ends, *(end for _, _, end in timeline.phases)])
+
+
+def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "", until_ns: int = 0) -> Picture:
+    """The whole step, a row for each of these streams; the axis reaches to `until_ns` if that is later."""
+    end_ns = step_end_ns(timeline)
+    streams = tuple(names)
     row_px = 64 if len(streams) == 1 else 40 if len(streams) < 4 else 26
-    frame = Frame(start_ns=0, end_ns=end_ns, streams=streams, top=_TOP, row_px=row_px)
-    body = [*_phases(timeline, frame), *_axis(frame), *_stream_names(frame, word)]
+    frame = Frame(
+        start_ns=0,
+        end_ns=max(end_ns, until_ns),
+        streams=streams,
+        names=tuple(names.values()),
+        top=_TOP,
+        row_px=row_px,
+    )
+    body = [*_phases(timeline, frame), *_axis(frame), *_stream_names(frame)]
     drawn = ""
     for column_px in _COLUMNS_PX:
         drawn = "".join(_columns(timeline, frame, column_px))
         if len(drawn) <= _MOST_CHARACTERS:
             break
-    title = f"the step, {units.format_time(end_ns / 1e9)}"
+    title = f"{title or 'the step'}, {units.format_time(end_ns / 1e9)}"
     return Picture(title=title, svg=_svg(title, frame.bottom + _BOTTOM, "".join(body) + drawn), width=_WIDTH)
 
 
@@ -158,11 +175,18 @@ def _time_s(timeline: Timeline, stream: int, category: str) -> float:
     return sum(ns for kernel, on, ns in columns if on == stream and timeline.categories[kernel] == category) / 1e9
 
 
-def _close_picture(timeline: Timeline, window: Window, streams: tuple[int, ...], word: str) -> Picture:
-    row_px = 40 if len(streams) < 4 else 26
-    used = tuple(stream for stream in streams if any(timeline.stream[k] == stream for k in window.kernels))
-    frame = Frame(start_ns=window.start_ns, end_ns=window.end_ns, streams=used, top=4 + _NAMES, row_px=row_px)
-    body = [*_axis(frame), *_ranges(window, frame), *_stream_names(frame, word)]
+def _close_picture(timeline: Timeline, window: Window, names: Mapping[int, str]) -> Picture:
+    row_px = 40 if len(names) < 4 else 26
+    used = tuple(stream for stream in names if any(timeline.stream[k] == stream for k in window.kernels))
+    frame = Frame(
+        start_ns=window.start_ns,
+        end_ns=window.end_ns,
+        streams=used,
+        names=tuple(names[stream] for stream in used),
+        top=4 + _NAMES,
+        row_px=row_px,
+    )
+    body = [*_axis(frame), *_ranges(window, frame), *_stream_names(frame)]
     for index in window.kernels:
         if timeline.stream[index] in used:
             body.append(_kernel(timeline, index, frame))
@@ -218,9 +242,9 @@ def _axis(frame: Frame) -> Iterator[str]:
         yield _text(x, frame.bottom + 18, ax.tidy(scale.show(tick)), MUTED, "middle")
 
 
-def _stream_names(frame: Frame, word: str) -> Iterator[str]:
-    for stream in frame.streams:
-        yield _text(_LEFT - 8, frame.y(stream) + frame.row_px / 2 + 4, f"{word[:-1]} {stream}", INK, "end")
+def _stream_names(frame: Frame) -> Iterator[str]:
+    for stream, name in zip(frame.streams, frame.names, strict=True):
+        yield _text(_LEFT - 8, frame.y(stream) + frame.row_px / 2 + 4, name, INK, "end")
 
 
 def _text(x: float, y: float, text: str, color: str, anchor: str = "start") -> str:

@@ -9,8 +9,9 @@ from steplab.records.attention import AttentionRun
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, kind_of
 from steplab.records.comm import CommRun
+from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
-from steplab.records.rows import Row, benchmark_row, numerics_row, run_row
+from steplab.records.rows import Row, benchmark_row, ddp_run_row, numerics_row, run_row
 from steplab.records.run import Run
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection
@@ -92,6 +93,8 @@ def summary_row(record: Record) -> Row:
         return numerics_row(record)
     if isinstance(record, (AttentionRun, CommRun)):
         return benchmark_row(record)
+    if isinstance(record, DdpRun):
+        return ddp_run_row(record)
     row: Row = {"id": record.id, "created_utc": record.created_utc, "device": record.environment.device.name}
     for ceiling in record.ceilings:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"

@@ -11,7 +11,13 @@ from functools import lru_cache
 # such); triton_poi/red/per are Inductor's pointwise, reduction and persistent-reduction kernels, named after the
 # operators fused into them.
 _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("communication", (r"nccl|nvshmem|symm_mem|(one|two)_shot_all_reduce|multimem|rccl|\bgloo\b",)),
+    (
+        "communication",
+        (
+            r"nccl|nvshmem|symm(etric)?_mem|(put|wait)_signal|(one|two)_shot_all_reduce|multimem|rccl|\bgloo\b",
+            r"^Memcpy PtoP",
+        ),
+    ),
     (
         "copy",
         (

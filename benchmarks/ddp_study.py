@@ -1,0 +1,72 @@
+"""The data-parallel study on GPUs: xl, context 512, batch 4 a GPU, bf16, eager and with each block compiled.
+
+    python benchmarks/ddp_study.py STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
+
+A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. `eager` and `compiled` set bucketed
+beside torch's DDP at six bucket sizes each, in one run; `eager-others` and `compiled-others` have the remaining
+contenders. Each takes a few minutes, which is why they are apart: a machine may be lent for ten. A short table of all
+that STORE holds is printed last, and the pages are beside STORE.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from steplab.records.ddp import DdpRun
+from steplab.report.ddp_rows import ddp_rows
+from steplab.store.database import Store
+from steplab.units import format_time
+
+STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--steps", "15"]
+BUCKETS = ["--contenders", "bucketed,torch_ddp,flat", "--bucket-sizes", "1,10,25,100,400,1000"]
+OTHERS = ["--contenders", "naive,flat,overlap,bucketed:100,sharded:100,fsdp2"]
+BLOCK = ["--compile", "block"]
+PIECES = {
+    "eager": BUCKETS,
+    "compiled": [*BUCKETS, *BLOCK],
+    "eager-others": OTHERS,
+    "compiled-others": [*OTHERS, *BLOCK],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=", ".join(PIECES))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--transport", default="collectives", help="a list, as of steplab ddp")
+    options = parser.parse_args()
+    if unknown := set(options.pieces) - set(PIECES):
+        parser.error(f"no piece {min(unknown)}; there are {', '.join(PIECES)}")
+    for piece in options.pieces or PIECES:
+        print(piece, flush=True)
+        command = [sys.executable, "-m", "steplab", "ddp", "--gpus", str(options.gpus), *STEP, *PIECES[piece]]
+        command += ["--transport", options.transport, "--profiled-steps", "1"]
+        command += ["--name", f"{piece}, {options.gpus} GPUs", "--store", str(options.store), "--format", "md"]
+        command += ["--output", str(options.store.with_name(f"ddp_{piece}_{options.gpus}.md"))]
+        subprocess.run(command, check=False)  # a study in which a contender fails is a result as well
+    with Store.open(options.store, write=False) as store:
+        runs = [run for run in store.iterate(kind="ddp") if isinstance(run, DdpRun)]
+    for run in runs:
+        page = options.store.with_name(f"ddp_{run.id}.html")
+        command = [sys.executable, "-m", "steplab", "report", run.id, "--store", str(options.store)]
+        subprocess.run([*command, "--title", run.name, "--output", str(page)], check=False)
+    print("\n| study | contender | step | exposed | of torch DDP's best | alone | exposed in trace |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    for run in runs:
+        for row in ddp_rows(run):
+            print(f"| {run.name} | {row['contender']} | {' | '.join(_figures(row))} |")
+
+
+def _figures(row: dict[str, str | int | float | None]) -> list[str]:
+    if row["status"] != "ok":
+        return [str(row["status"]), "", "", "", ""]
+    ratio = row["of_best_ddp"]
+    times = [row[key] for key in ("step_s", "exposed_s", "alone_s", "traced_exposed_s")]
+    step, exposed, alone, traced = (format_time(time) if isinstance(time, float) else "" for time in times)
+    return [step, exposed, f"{ratio:.2f}" if isinstance(ratio, float) else "", alone, traced]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""steplab ddp"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from steplab.cli.options import STEP, OutputOptions, ProcessOptions, StepOptions
+
+_CONTENDERS = Group.create_ordered("Who is compared")
+_ABSENT = Parameter(parse=False, show=False)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RankStepOptions(StepOptions):
+    """The step of each rank."""
+
+    batch: Annotated[
+        str | None, Parameter(name="--batch", help="Sequences a rank [default: 4; on a CPU 2]", group=STEP)
+    ] = None
+    context: Annotated[
+        str | None, Parameter(name="--context", help="Tokens a sequence [default: 128; on a CPU 64]", group=STEP)
+    ] = None
+    compile: Annotated[
+        str | None,
+        Parameter(
+            name="--compile",
+            help="off, or block: each block of the model by itself, so that gradients appear as backward proceeds "
+            "[default: off]",
+            group=STEP,
+        ),
+    ] = None
+    layout: Annotated[str | None, _ABSENT] = None
+    data_parallel: Annotated[str | None, _ABSENT] = None
+    bucket_size_mb: Annotated[str | None, _ABSENT] = None
+    device: Annotated[str | None, _ABSENT] = None
+
+
+def ddp(
+    *,
+    step: RankStepOptions = RankStepOptions(),
+    processes: ProcessOptions = ProcessOptions(),
+    contenders: Annotated[
+        str,
+        Parameter(
+            help="Some of naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is of one bucket size",
+            group=_CONTENDERS,
+        ),
+    ] = "naive,flat,overlap,bucketed,torch_ddp,sharded,fsdp2",
+    bucket_sizes: Annotated[
+        str | None,
+        Parameter(
+            help="In 1e6 bytes, of bucketed and torch_ddp [default: 1,10,100,1000; on a CPU 0.1,1,10]",
+            group=_CONTENDERS,
+        ),
+    ] = None,
+    transport: Annotated[
+        str,
+        Parameter(
+            help="How the gradients of bucketed travel: collectives, peer_copy (between GPUs of one host), or both",
+            group=_CONTENDERS,
+        ),
+    ] = "collectives",
+    profiled_steps: Annotated[int, Parameter(help="Steps traced of each, for its timeline; 0: none")] = 2,
+    traces: Annotated[Path | None, Parameter(help="Keep the traces in this folder, a file a contender")] = None,
+    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Give a contender up after this time")] = "10min",
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    """Compare ways of data parallelism on one step: time, communication exposed and alone, memory, timelines.
+
+    Each in turns with the same step without communication, which is always measured. Without --gpus or --processes: two
+    processes on the CPU, or what torchrun started.
+
+    For example: steplab ddp --processes 2
+    On GPUs: steplab ddp --gpus 2 --model xl --context 512 --precision bf16 --compile block
+    """
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.ddp import ddp_step, ddp_study, measure_ddp
+    from steplab.lab.processes import is_first_rank
+    from steplab.report.ddp_text import cell_line, render_ddp
+    from steplab.specs.ddp import bucket_sizes as parsed_sizes
+    from steplab.units import parse_duration
+
+    chosen = chosen_format(out.format, out.output, allowed=ROW_FORMATS)
+    fields = step.fields()
+    compiled = str(fields.pop("compile", "off"))
+    spec, num_processes = ddp_step(fields, processes.gpus, processes.processes)
+    study = ddp_study(
+        spec,
+        processes=num_processes,
+        compile=compiled,
+        contenders=contenders.split(","),
+        bucket_sizes_mb=parsed_sizes(bucket_sizes) if bucket_sizes else None,
+        transports=tuple(part.strip() for part in transport.split(",")),
+        profiled_steps=profiled_steps,
+    )
+    with ProgressLine() as line:
+        told = line.done if is_first_rank() else lambda number, total, text: None
+        run = measure_ddp(
+            study,
+            name=name,
+            store=out.store,
+            traces=traces,
+            timeout_s=parse_duration(timeout),
+            on_progress=line.alive,
+            on_cell=lambda number, cell: told(number + 1, len(study.contenders), cell_line(cell)),
+        )
+    if not is_first_rank():
+        return 0  # the first one says how it went
+    emit(render_ddp(run, chosen, color=stdout_color() and out.output is None), out.output)
+    say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
+    return 1 if all(cell.failure for cell in run.cells) else 0

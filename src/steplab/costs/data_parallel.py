@@ -1,0 +1,135 @@
+"""What data parallelism costs, as formulas: time that communication adds to a step, memory that sharding saves.
+
+**Time.** Gradients of s bytes travel in n buckets of equal size. A call takes o seconds whatever it carries, and a byte
+1/w seconds, so that a bucket takes
+
+    c(n) = o + s / (n w)
+
+and all of them by themselves, one after the other on the link,
+
+    alone(n) = n o + s / w.
+
+With the backward pass over in b seconds, its gradients appearing evenly, bucket i of n is ready at i b / n. Either the
+link keeps up, c <= b / n, and what remains after the backward pass is the last bucket; or it does not, and it works
+without a pause from the first bucket, ready at b / n, on:
+
+    exposed(n) = max( c(n),  b / n + n c(n) - b )
+
+A call's o may be spent where nothing runs beside it: on the host that launches the backward's kernels too, or on SMs
+that the backward would have used. Then every call's o is exposed, the last bucket's transfer as before:
+
+    serial(n) = n o + s / (n w)
+
+which has its least value where the two summands are equal,
+
+    n* = sqrt(s / (w o)),   a bucket of s / n* = sqrt(s w o) bytes,   serial(n*) = 2 sqrt(s o / w).
+
+Larger buckets leave more to send when the backward pass is over; smaller ones pay for more calls. Neither formula knows
+that communication slows the computation it runs beside.
+
+**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their
+type for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N
+ranks the optimizer state (stage 1), the gradients too (2), the parameters too (3).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What a call of one collective takes: o + bytes / w."""
+
+    bytes_per_s: float
+    """w: gradient bytes a second, not counting that an all-reduce moves each of them twice."""
+    call_s: float
+    """o: of a call, whatever it carries."""
+
+    def bucket_s(self, num_bytes: float, num_buckets: float) -> float:
+        """c: time of one bucket."""
+        return self.call_s + num_bytes / num_buckets / self.bytes_per_s
+
+    def alone_s(self, num_bytes: float, num_buckets: float) -> float:
+        """Time of all buckets, one after the other, with nothing beside them."""
+        return num_buckets * self.bucket_s(num_bytes, num_buckets)
+
+    def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:
+        """What is left after a backward pass of `backward_s` in which gradients appear evenly, all calls overlapped."""
+        bucket_s = self.bucket_s(num_bytes, num_buckets)
+        return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
+
+    def serial_s(self, num_bytes: float, num_buckets: float) -> float:
+        """The same where each call's o is exposed, and the link keeps up."""
+        return num_buckets * self.call_s + num_bytes / num_buckets / self.bytes_per_s
+
+    def best_bucket_bytes(self, num_bytes: float) -> float:
+        """The bucket for which `serial_s` is least: sqrt(s w o), at most all bytes."""
+        return min(math.sqrt(num_bytes * self.bytes_per_s * self.call_s), num_bytes)
+
+    def least_serial_s(self, num_bytes: float) -> float:
+        """`serial_s` with such buckets; 2 sqrt(s o / w) where that is more than one bucket."""
+        return self.serial_s(num_bytes, num_bytes / self.best_bucket_bytes(num_bytes))
+
+
+def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float]) -> Link | None:
+    """The link whose `alone_s` of `num_bytes` in so many calls comes closest to what was measured.
+
+    Least squares of relative errors, since the times span orders of magnitude. None where fewer than two different
+    numbers of calls were measured, or where no such link has a positive bandwidth and an o of at least zero.
+    """
+    if len(set(num_calls)) < 2 or num_bytes <= 0:
+        return None
+    # Each row divided by its measurement: (n / t) o + (1 / t) f = 1, with f = s / w.
+    a = [calls / seconds for calls, seconds in zip(num_calls, alone_s, strict=True)]
+    f = [1 / seconds for seconds in alone_s]
+    aa, ab, bb = _dot(a, a), _dot(a, f), _dot(f, f)
+    ra, rb = sum(a), sum(f)
+    determinant = aa * bb - ab * ab
+    if determinant <= 0:
+        return None
+    call_s, transfer_s = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
+    if call_s < 0 or transfer_s <= 0:
+        return None
+    return Link(bytes_per_s=num_bytes / transfer_s, call_s=call_s)
+
+
+def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:
+    """How many equal buckets of about that size: at least one, and no more than gradients, which are not divided."""
+    return min(max(num_bytes / bucket_bytes, 1.0), float(num_tensors))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """What a rank keeps between two steps, and its gradients in between."""
+
+    parameters: float
+    """Bytes of parameters."""
+    gradients: float
+    """Bytes of gradients."""
+    optimizer: float
+    """Bytes of optimizer state."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
+    """Bytes a rank of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3.
+
+    `parameter_bytes` are those of one parameter, `states` the values of as many bytes that an optimizer keeps for it.
+    Shares are of an even division.
+    """
+    whole = num_parameters * parameter_bytes
+    state = states * whole
+    return StateBytes(
+        parameters=whole / (size if stage >= 3 else 1),
+        gradients=whole / (size if stage >= 2 else 1),
+        optimizer=state / (size if stage >= 1 else 1),
+    )
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))

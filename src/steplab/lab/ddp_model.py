@@ -1,0 +1,90 @@
+"""What the formulas say of a data-parallel study: the memory of each contender, and the overhead over bucket sizes."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
+from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, OverheadModel, StateMemory
+from steplab.specs.ddp import BYTES_PER_MB, DdpStudy
+
+_STAGES = {"sharded": 1, "fsdp2": 3}
+_FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
+"""Whose messages by themselves the link is fitted to: all-reduces, launched without waiting for one another."""
+_POINTS_A_DECADE = 12
+
+
+def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> DdpCell:
+    """With the memory that the formulas give."""
+    if facts is None or cell.failure or not facts.num_parameters:
+        return cell
+    held = state_bytes(
+        facts.num_parameters,
+        parameter_bytes=facts.gradient_bytes // facts.num_parameters,
+        states=0 if study.step.optimizer == "sgd" else 2,
+        size=study.processes,
+        stage=_STAGES.get(cell.contender.kind, 0),
+    )
+    moments = zip(MOMENTS, ((0.0, 0.0), (held.gradients, 0.0), (held.gradients, held.optimizer)), strict=True)
+    expected = [
+        StateMemory(
+            moment=moment,
+            parameters_bytes=round(held.parameters),
+            gradients_bytes=round(gradients),
+            optimizer_bytes=round(optimizer),
+        )
+        for moment, (gradients, optimizer) in moments
+    ]
+    return dataclasses.replace(cell, expected=tuple(expected))
+
+
+def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
+    """The model fitted to the contenders' communication by itself; None where too little of it was measured."""
+    points = [
+        (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
+        for cell in cells
+        if cell.contender.kind in _FITTED and cell.num_calls and cell.ranks and all(rank.alone_s for rank in cell.ranks)
+    ]
+    baseline = next((cell for cell in cells if cell.contender.kind == "none" and cell.ranks), None)
+    if facts is None or baseline is None or not points:
+        return None
+    calls, alone_s = [calls for calls, _ in points if calls], [seconds for _, seconds in points]
+    link = fit_link(calls, facts.gradient_bytes, alone_s)
+    if link is None:
+        return None
+    total = float(facts.gradient_bytes)
+    backward_s = max(median(rank.samples("backward")) for rank in baseline.ranks)
+    return OverheadModel(
+        gradient_bytes=total,
+        bytes_per_s=link.bytes_per_s,
+        call_s=link.call_s,
+        backward_s=backward_s,
+        num_fitted=len(points),
+        worst_fit=max(
+            abs(link.alone_s(total, count) / seconds - 1) for count, seconds in zip(calls, alone_s, strict=True)
+        ),
+        best_bucket_mb=link.best_bucket_bytes(total) / BYTES_PER_MB,
+        least_serial_s=link.least_serial_s(total),
+        curve=tuple(_curve(link, total, backward_s, facts.num_tensors, cells)),
+    )
+
+
+def _curve(
+    link: Link, total: float, backward_s: float, num_tensors: int, cells: Sequence[DdpCell]
+) -> Iterator[CurvePoint]:
+    """Over the bucket sizes measured, and a little beyond."""
+    sizes_mb = [cell.contender.bucket_size_mb for cell in cells if cell.contender.bucket_size_mb is not None]
+    if not sizes_mb:
+        return
+    low, high = min(sizes_mb) / 1.5, max(sizes_mb) * 1.5
+    ratio = 10 ** (1 / _POINTS_A_DECADE)
+    size_mb = low
+    while size_mb <= high * ratio:
+        num_buckets = buckets_of(total, size_mb * BYTES_PER_MB, num_tensors)
+        yield CurvePoint(
+            bucket_mb=size_mb,
+            num_buckets=num_buckets,
+            exposed_s=link.exposed_s(total, num_buckets, backward_s),
+            serial_s=link.serial_s(total, num_buckets),
+        )
+        size_mb *= ratio

@@ -1,0 +1,107 @@
+"""A data-parallel study in processes of its own: one set of ranks for all contenders, and a new one after a failure."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from steplab.measurement.child import Request
+from steplab.measurement.launch import Listener, OnProgress, converse
+from steplab.records.ddp import DdpCell, DdpFacts
+from steplab.records.environment import Environment
+from steplab.records.run import Failure
+from steplab.specs.ddp import DdpStudy
+
+OnCell = Callable[[int, DdpCell], None]
+Converse = Callable[[Request, "DdpListener", float | None], Failure | None]
+
+
+class DdpListener(Listener):
+    """Hears results contender by contender."""
+
+    def __init__(
+        self,
+        on_progress: OnProgress,
+        on_cell: OnCell,
+        on_environment: Callable[[Environment], None],
+        on_facts: Callable[[DdpFacts], None],
+    ) -> None:
+        super().__init__(on_progress)
+        self._on_cell, self._on_environment, self._on_facts = on_cell, on_environment, on_facts
+        self.ended = False
+
+    def hear(self, kind: str, value: msgspec.Raw) -> None:
+        """One message."""
+        if kind == "at":
+            self.renew()
+        elif kind == "cell":
+            self._on_cell(*msgspec.json.decode(value, type=tuple[int, DdpCell]))
+        elif kind == "facts":
+            self._on_facts(msgspec.json.decode(value, type=DdpFacts))
+        elif kind == "end":
+            self.ended = True
+        else:
+            super().hear(kind, value)
+        if kind == "environment" and self.environment:
+            self._on_environment(self.environment)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the child has said its last word."""
+        return self.ended or super().answered
+
+
+def ddp_in_children(
+    study: DdpStudy,
+    *,
+    traces: Path | None,
+    again: bool,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    on_cell: OnCell,
+    on_environment: Callable[[Environment], None] = lambda environment: None,
+    on_facts: Callable[[DdpFacts], None] = lambda facts: None,
+    converse: Converse = converse,
+) -> None:
+    """Measure a study: `on_cell` is called with the number and the result of each contender as it ends.
+
+    A contender that its ranks do not survive is a failure and, with `again`, the others go on in new ones; not so if it
+    is the baseline, without which there is nothing to compare. Rank 0 writes a trace a contender into `traces`.
+    `timeout_s` is how long the ranks may be without beginning another contender.
+
+    Raises UserError (or the SteplabError that a rank named) for a request that cannot be served.
+    """
+    left = list(range(len(study.contenders)))
+
+    def keep(number: int, cell: DdpCell) -> None:
+        left.remove(number)
+        on_cell(number, cell)
+
+    while left:
+        before = len(left)
+        listener = DdpListener(on_progress, keep, on_environment, on_facts)
+        request = Request(
+            ddp=study,
+            contenders=list(left),
+            traces=str(traces) if traces else None,
+            processes=study.processes,
+            device=study.step.device,
+        )
+        failure = converse(request, listener, timeout_s)
+        if failure is None and len(left) == before:
+            # Ranks that end well without a result would be followed by others like them for ever.
+            failure = Failure(kind="error", message="the processes gave no result")
+        if failure is not None:
+            guilty = _blamed(study, left, failure)
+            keep(guilty, DdpCell(contender=study.contenders[guilty], failure=failure))
+            if guilty == 0 or not again:
+                return
+
+
+def _blamed(study: DdpStudy, left: list[int], failure: Failure) -> int:
+    """The contender that the failing rank named as its stage; else the first that has not ended.
+
+    What rank 0 said last may be of the one before: ranks are heard one by one.
+    """
+    named = (n for n in left if (failure.phase or "").startswith(f"{study.contenders[n].label}: "))
+    return next(named, left[0])

@@ -1,0 +1,186 @@
+"""A data-parallel study on one rank: one contender after the other, each in turns with the step that sends nothing.
+
+Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns
+with each contender, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
+not the room for two models, the baseline is built and timed before and after. A contender is gone, and its memory is
+looked for, before the next one is built.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from steplab.errors import SteplabError
+from steplab.measurement.attention_memory import allocated_bytes
+from steplab.measurement.ddp_contender import ContenderStep
+from steplab.measurement.ddp_measured import MeasuredContender, OnStage, OnStep
+from steplab.measurement.ddp_memory import TOLERATED_BYTES, free
+from steplab.measurement.ddp_turns import Samples, joined
+from steplab.measurement.device import refuse_unserved
+from steplab.measurement.environment import read_clocks, read_environment
+from steplab.measurement.failures import failure_of
+from steplab.measurement.world import World
+from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
+from steplab.records.environment import Environment
+from steplab.specs.attention_kernels import refuse_unserved_attention
+from steplab.specs.ddp import Contender, DdpStudy
+from steplab.units import format_bytes
+
+_ROOM = 0.92
+"""Of the device's memory, how much the baseline beside a contender may take."""
+_SPARE = 1.2
+"""By how much a contender may exceed the baseline's peak: buckets, and gaps between blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpObserver:
+    """Who is told how far the study is."""
+
+    on_environment: Callable[[Environment], None] = lambda environment: None
+    on_stage: OnStage = lambda stage, num_steps: None
+    on_step: OnStep = lambda iteration: None
+    on_facts: Callable[[DdpFacts], None] = lambda facts: None
+    on_contender: Callable[[int], None] = lambda number: None
+    """Called with the number of the contender that begins."""
+    on_cell: Callable[[int, DdpCell], None] = lambda number, cell: None
+
+
+def ddp_here(
+    study: DdpStudy, numbers: Sequence[int], world: World, observer: DdpObserver, traces: Path | None = None
+) -> None:
+    """Measure these contenders of the study, by their numbers, on this rank; every rank calls it.
+
+    Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step
+    that cannot be served.
+    """
+    device = world.device.torch_device
+    refuse_unserved(study.step.precision, device)
+    if device.type == "cuda":
+        refuse_unserved_attention(study.step)
+    observer.on_environment(read_environment(device))
+    session = _Session(study, world, observer, traces if study.profiled_steps else None)
+    session.measure_baseline(told=0 in numbers)
+    for number in numbers:
+        if number != 0:
+            session.measure(number)
+
+
+class _Session:
+    """The baseline, and what the contenders share."""
+
+    def __init__(self, study: DdpStudy, world: World, observer: DdpObserver, traces: Path | None) -> None:
+        self._study, self._world, self._observer, self._traces = study, world, observer, traces
+        self._baseline: ContenderStep | None = None
+        """None: it has not the room beside a contender."""
+        self._before: Samples = ()
+        """Then, its samples since the last contender."""
+        free(world.device)
+        self._beside_bytes = allocated_bytes(world.device)
+        """While no contender is there."""
+
+    def measure_baseline(self, *, told: bool) -> None:
+        """The first contender, whose model stays if there is room; its cell is `told` if it was asked for."""
+        self._observer.on_contender(0)
+        measured = self._built(self._study.contenders[0])
+        self._observer.on_facts(_facts(measured.step, self._world))
+        if told:
+            self._observer.on_cell(0, measured.cell(None, self._trace_of(0)))
+        else:
+            measured.timed_by_itself(1)
+        self._tell_clocks(measured.step)
+        if self._has_room_beside(measured):
+            self._baseline = measured.step
+        del measured
+        self._beside_bytes = free(self._world.device)
+        if self._baseline is None:
+            self._before = self._baseline_by_itself()
+
+    def measure(self, number: int) -> None:
+        """Any other contender, which is gone at the end."""
+        contender = self._study.contenders[number]
+        self._observer.on_contender(number)
+        cell = self._cell_of(number, contender)
+        cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
+        if self._baseline is None and cell.failure is None:
+            cell = self._beside_the_baseline(cell)
+        self._observer.on_cell(number, cell)
+
+    def _cell_of(self, number: int, contender: Contender) -> DdpCell:
+        """Its cell, or that of the refusal on which all ranks agree."""
+        measured, refusal = None, None
+        try:
+            measured = self._built(contender)
+        except SteplabError as error:
+            refusal = error
+        refused = self._world.collectives.host_gather(refusal is not None)
+        if measured is not None and not any(refused):
+            return measured.cell(self._baseline, self._trace_of(number))
+        if refusal is not None and all(refused):
+            return DdpCell(contender=contender, failure=failure_of(refusal, "build"))
+        ranks = ", ".join(str(rank) for rank, refuses in enumerate(refused) if refuses)
+        raise refusal or SteplabError(f"{contender.label}: rank {ranks} refuses what others do not")
+
+    def _left_behind(self) -> tuple[str, ...]:
+        """Let go of a contender; a note where it does not give its memory back, which the next ones then have less."""
+        kept, expected = free(self._world.device), self._beside_bytes
+        self._beside_bytes = kept
+        if kept is None or expected is None or kept <= expected + TOLERATED_BYTES:
+            return ()
+        return (f"memory: {format_bytes(kept - expected)} were still held once it was gone",)
+
+    def _tell_clocks(self, step: ContenderStep) -> None:
+        """Read while the device is at work."""
+        step.step()
+        step.step()
+        device = self._world.device.torch_device
+        self._observer.on_environment(read_clocks(read_environment(device), device))
+
+    def _beside_the_baseline(self, cell: DdpCell) -> DdpCell:
+        """The cell with the baseline's samples from before and after."""
+        after = self._baseline_by_itself()
+        around = self._world.collectives.host_gather(joined([self._before, after]))
+        self._before = after
+        ranks = [dataclasses.replace(rank, baseline=around[rank.rank]) for rank in cell.ranks]
+        return dataclasses.replace(cell, ranks=tuple(ranks), turns="before_and_after")
+
+    def _baseline_by_itself(self) -> Samples:
+        measured = self._built(self._study.contenders[0])
+        samples = measured.timed_by_itself(max(self._study.step.steps // 2, 1))
+        del measured
+        free(self._world.device)
+        return samples
+
+    def _built(self, contender: Contender) -> MeasuredContender:
+        observer = self._observer
+        return MeasuredContender(
+            self._study, contender, self._world, self._beside_bytes, observer.on_stage, observer.on_step
+        )
+
+    def _has_room_beside(self, baseline: MeasuredContender) -> bool:
+        """Whether every rank's device holds the baseline beside a contender's step; of a CPU it is not asked."""
+        fits, device = True, self._world.device.torch_device
+        if baseline.peak is not None:
+            _, total_bytes = torch.cuda.mem_get_info(device)
+            kept = max(memory.known_bytes for memory in baseline.memory)
+            fits = kept + _SPARE * baseline.peak.peak_allocated_bytes <= _ROOM * total_bytes
+        return all(self._world.collectives.host_gather(fits))
+
+    def _trace_of(self, number: int) -> Path | None:
+        return self._traces / f"{number}.json" if self._traces else None
+
+
+def _facts(step: ContenderStep, world: World) -> DdpFacts:
+    device = world.device.torch_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    places = world.collectives.host_gather(RankPlace(rank=world.rank, host=world.host, device=name))
+    parameters = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    return DdpFacts(
+        backend=world.backend,
+        places=tuple(places),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_tensors=len(parameters),
+        gradient_bytes=sum(parameter.nbytes for parameter in parameters),
+    )

@@ -1,0 +1,128 @@
+"""The step's time over the size of a bucket, measured, with the model's curves and its best size.
+
+What is drawn is the step without communication, once, with what communication adds to each contender, measured in turns
+with it: a machine that is faster by the time of the last contender than at the first changes neither.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
+from steplab.report import axes as ax
+from steplab.report import ddp_figures as figures
+from steplab.report.charts import GLYPHS, MARKERS, Chart, Picture
+from steplab.report.svg import INK, MUTED, SERIES, Drawing, drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WIDTH, _HEIGHT = 880, 300
+_LEFT, _BELOW, _RIGHT, _TOP = 64, 44, 16, 10
+_OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
+
+
+def bucket_curve(run: DdpRun) -> Chart | None:
+    """Marks for what was measured, a line a family of contenders; None where no family has a bucket size."""
+    families: dict[str, list[DdpCell]] = {}
+    for cell in figures.timed(run):
+        if cell.contender.bucket_size_mb is not None:
+            families.setdefault(cell.contender.family, []).append(cell)
+    if not any(len(cells) > 1 for cells in families.values()):
+        return None
+    without_s = figures.step_s(run.baseline) if run.baseline else None
+    if without_s is None:
+        return None
+    lines = {family: points for family, cells in families.items() if (points := _points(cells, without_s))}
+    values = [seconds for points in lines.values() for _, seconds in points]
+    if not values:
+        return None
+    scale = _scale([*values, without_s])
+    curves = _model_curves(run.model, without_s, scale.high)
+    with drawing(_WIDTH, _HEIGHT, "step time over bucket size") as picture:
+        axes = _frame(picture, [size for points in lines.values() for size, _ in points], scale)
+        line = axes.axhline(without_s, color=MUTED, linewidth=1)
+        picture.tip(line, f"without communication: {units.format_time(without_s)}")
+        for (name, points), style in zip(curves.items(), (_OVERLAPPED, _SERIAL), strict=False):
+            (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=1.4, linestyle=style)
+            picture.tip(line, name)
+        for index, (family, points) in enumerate(lines.items()):
+            _measured(picture, axes, index, family, points)
+        svg = picture.to_svg()
+    legend = tuple((index % len(SERIES) + 1, GLYPHS[index % len(GLYPHS)], name) for index, name in enumerate(lines))
+    return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=_note(run.model))
+
+
+def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, float]]:
+    return sorted(
+        (cell.contender.bucket_size_mb, without_s + added_s)
+        for cell in cells
+        if cell.contender.bucket_size_mb is not None and (added_s := figures.exposed_s(cell)) is not None
+    )
+
+
+def _scale(values: Sequence[float]) -> ax.Scale:
+    """From a little below the least: what communication adds may be a few per cent of the step."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = min(values), max(values)
+    room = max(high - low, 0.02 * high)
+    low, high = low - 0.1 * room, high + 0.15 * room
+    ticks = tuple(float(tick) for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high)
+    return ax.Scale(low=low, high=high, log=False, ticks=ticks, show=lambda value: f"{1e3 * value:.5g} ms")
+
+
+def _model_curves(
+    model: OverheadModel | None, without_s: float, highest: float
+) -> dict[str, list[tuple[float, float]]]:
+    """The step that the model gives, by bucket size; what lies above the picture is left out."""
+    if model is None:
+        return {}
+    exposed = [(point.bucket_mb, without_s + point.exposed_s) for point in model.curve]
+    serial = [(point.bucket_mb, without_s + point.serial_s) for point in model.curve]
+    curves = {"model, all calls overlapped": exposed, "model, each call's overhead exposed": serial}
+    kept = {name: [point for point in points if point[1] <= highest] for name, points in curves.items()}
+    return {name: points for name, points in kept.items() if len(points) > 1}
+
+
+def _measured(picture: Drawing, axes: "Axes", index: int, family: str, points: Sequence[tuple[float, float]]) -> None:
+    color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
+    axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+    for size_mb, seconds in points:
+        (mark,) = axes.plot([size_mb], [seconds], color=color, marker=marker, markersize=7, markeredgewidth=0)
+        picture.tip(mark, f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
+
+
+def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axes":
+    axes = picture.axes(_LEFT, _BELOW, _RIGHT, _TOP)
+    axes.set_xscale("log")
+    axes.set_xlim(min(sizes_mb) / 1.6, max(sizes_mb) * 1.6)
+    axes.set_ylim(scale.low, scale.high)
+    axes.minorticks_off()
+    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    low, high = math.floor(math.log10(min(sizes_mb))), math.ceil(math.log10(max(sizes_mb)))
+    ticks = [10.0**power for power in range(low, high + 1) if min(sizes_mb) / 1.6 <= 10.0**power <= max(sizes_mb) * 1.6]
+    axes.set_xticks(ticks, [f"{tick:g} MB" for tick in ticks], fontsize=11, color=INK)
+    axes.set_xlabel("size of a bucket, 1 MB = 1,000,000 bytes", fontsize=11)
+    axes.grid(axis="y")
+    return axes
+
+
+def _note(model: OverheadModel | None) -> str:
+    note = (
+        "Step time over the size of a bucket: the step without communication (the level line), with what communication "
+    )
+    note += "adds to it. The axis does not begin at zero."
+    if model is None:
+        return (
+            note + " There is no curve of the model: too little was measured to fit a bandwidth and a call's overhead."
+        )
+    return (
+        f"{note} Dashed: the model, in which the last bucket is left when the backward pass ends, or what the link is "
+        f"behind; dotted: each call's overhead is left as well. Fitted to {model.num_fitted} contenders' communication "
+        f"by itself: {units.format_bytes(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
+        f"{units.format_time(model.call_s)} a call, off by at most {units.format_percent(model.worst_fit)}. Best by "
+        f"the dotted one: buckets of {model.best_bucket_mb:.3g} MB, {units.format_time(model.least_serial_s)} left. "
+        "Neither knows that communication slows what it runs beside."
+    )

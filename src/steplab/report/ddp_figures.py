@@ -1,0 +1,85 @@
+"""Figures of a data-parallel study, from its samples; no presentation.
+
+A step of several ranks is as long as its slowest rank's: the figure of a contender is the largest of the ranks'
+medians, and so is the baseline's, so that waiting for a slow device is not taken for communication.
+"""
+
+from collections.abc import Iterable
+from statistics import median
+
+from steplab import stats
+from steplab.records.ddp import DdpCell, DdpRun, StateMemory
+
+
+def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
+    """Median time of a phase on the slowest rank; None where it was not timed."""
+    samples = [rank.samples(phase, baseline=baseline) for rank in cell.ranks]
+    return max((median(column) for column in samples if column), default=None)
+
+
+def step_s(cell: DdpCell) -> float | None:
+    """Time of a step."""
+    return phase_s(cell, "step")
+
+
+def baseline_s(cell: DdpCell) -> float | None:
+    """Time of the same step without communication, in turns with it."""
+    return phase_s(cell, "step", baseline=True)
+
+
+def exposed_s(cell: DdpCell) -> float | None:
+    """What communication adds to the step: the step less the same step without it."""
+    whole, without = step_s(cell), baseline_s(cell)
+    return whole - without if whole is not None and without is not None else None
+
+
+def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
+    """Bounds of that, wide ones: the ends of the 95 % intervals of both medians set against each other."""
+    own = [stats.summarize(samples) for rank in cell.ranks if (samples := rank.samples("step"))]
+    other = [stats.summarize(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=True))]
+    if not own or not other:
+        return None
+    low = max(summary.low for summary in own) - max(summary.high for summary in other)
+    return low, max(summary.high for summary in own) - max(summary.low for summary in other)
+
+
+def alone_s(cell: DdpCell) -> float | None:
+    """Median time of its communication by itself, on the slowest rank."""
+    return max((median(rank.alone_s) for rank in cell.ranks if rank.alone_s), default=None)
+
+
+def spread_over_ranks(cell: DdpCell) -> float | None:
+    """How much longer the slowest rank's median step is than the fastest's, as a share; None for a failure."""
+    medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step"))]
+    return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
+
+
+def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
+    """What torch's DDP adds at its best bucket size; None where it was not measured, or adds nothing."""
+    added = [
+        seconds for cell in cells if cell.contender.kind == "torch_ddp" and (seconds := exposed_s(cell)) is not None
+    ]
+    best = min(added, default=None)
+    return best if best and best > 0 else None
+
+
+def peak_bytes(cell: DdpCell) -> int | None:
+    """Most that a rank allocated for it at once, without what the baseline held beside it."""
+    own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
+    return max(own, default=None)
+
+
+def memory_at(cell: DdpCell, moment: str) -> StateMemory | None:
+    """What the rank that holds most holds at a moment; None where nobody looked."""
+    found = [memory for rank in cell.ranks if (memory := rank.moment(moment)) is not None]
+    return max(found, key=lambda memory: memory.known_bytes, default=None)
+
+
+def expected_at(cell: DdpCell, moment: str) -> StateMemory | None:
+    """What the formula gives for that moment."""
+    return next((memory for memory in cell.expected if memory.moment == moment), None)
+
+
+def timed(run: DdpRun) -> list[DdpCell]:
+    """The contenders that were timed."""
+    return [cell for cell in run.cells if step_s(cell) is not None]

@@ -1,0 +1,73 @@
+"""A data-parallel study on a terminal, and in every format that holds tables."""
+
+import json
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.report import ddp_figures as figures
+from steplab.report.blocks import section
+from steplab.report.columns import reason
+from steplab.report.ddp_rows import ddp_rows, ddp_tables, notes_of
+from steplab.report.ddp_words import asked, model_words, ranks_words, told_of
+from steplab.report.environments import condition_pairs, environment_pairs
+from steplab.report.formats import escape_markdown, render_rows
+from steplab.report.terminal import draw, plain, terminal_width
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None, color: bool = False) -> str:
+    """One study in a format of formats.FORMATS, without a newline at the end; width None: the terminal's."""
+    if format == "json":
+        return json.dumps(ddp_rows(run), indent=2, ensure_ascii=False, allow_nan=False)
+    if format == "csv":
+        return render_rows(ddp_rows(run), "csv")
+    if format == "table":
+        return _terminal(run, width or terminal_width(), color)
+    heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
+    title = f"{asked(run)}; {ranks_words(run)}"
+    told = [*told_of(run), *model_words(run)]
+    parts = (
+        ["\n".join(f"% {line}" for line in (title, *told))] if format == "latex" else [f"# {title}", "\n\n".join(told)]
+    )
+    for table in ddp_tables(run):
+        text = render_rows(table.rows, format, columns=table.columns)
+        remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
+        parts.append(heading.format(table.title) + text + remark)
+    return "\n\n".join(parts)
+
+
+def cell_line(cell: DdpCell) -> str:
+    """What came of one contender, for a line of progress."""
+    if cell.failure:
+        return f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"
+    step_s, added_s = figures.step_s(cell), figures.exposed_s(cell)
+    told = [f"{units.format_time(step_s)} a step"] if step_s is not None else []
+    told += [f"{units.format_time(added_s)} of it exposed"] if added_s is not None and added_s > 0 else []
+    return f"{cell.contender.label}: {', '.join(told)}"
+
+
+def _terminal(run: DdpRun, width: int, color: bool) -> str:
+    """Title, sentences, tables, environment and notes."""
+    from rich.text import Text
+
+    made = [f"study {run.id}", run.created_utc, f"steplab {run.steplab_version}", f"'{run.name}'" if run.name else ""]
+    first: list[RenderableType] = [
+        Text(plain(f"Data parallelism: {asked(run)}"), style="bold"),
+        Text(plain(" · ".join(part for part in (ranks_words(run), *made) if part)), style="dim"),
+        *(Text(plain(sentence)) for sentence in (*told_of(run), *model_words(run))),
+    ]
+    texts = [draw(*first, width=width, color=color)]
+    for table in ddp_tables(run):
+        drawn = render_rows(table.rows, "table", columns=table.columns, width=width, color=color)
+        head, foot = Text(table.title, style="bold"), Text(table.caption, style="dim")
+        texts.append(f"{draw(head, width=width, color=color)}\n{drawn}\n{draw(foot, width=width, color=color)}")
+    rest: list[RenderableType] = []
+    if run.environment:
+        pairs = [*environment_pairs(run.environment), *condition_pairs([run.environment])]
+        rest += section("Environment", *(Text(plain(f"{name}: {value}")) for name, value in pairs))
+    if notes := notes_of(run):
+        rest += section("Notes", *(Text(f"- {plain(note)}") for note in notes))
+    return "\n\n".join(texts) + ("\n" + draw(*rest, width=width, color=color) if rest else "")

@@ -1,0 +1,36 @@
+"""Timelines of a data-parallel study: of each contender one step, what was computed above what was sent."""
+
+from steplab import units
+from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpRun
+from steplab.records.profile import CATEGORIES
+from steplab.report.charts import Chart, Picture
+from steplab.report.profile_charts import category_legend
+from steplab.report.timeline_picture import step_end_ns, step_picture
+
+_ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
+
+
+def timelines(run: DdpRun) -> Chart | None:
+    """A picture a contender, all on one axis of time; None where nothing was traced."""
+    traced = [(cell, cell.traced) for cell in run.cells if cell.traced and cell.traced.timeline.kernel]
+    if not traced:
+        return None
+    until_ns = max(step_end_ns(steps.timeline) for _, steps in traced)
+    pictures: list[Picture] = []
+    for cell, steps in traced:
+        rows = {COMPUTE_ROW: _ROWS[COMPUTE_ROW]} if cell.contender.kind == "none" else _ROWS
+        drawn = step_picture(steps.timeline, rows, title=cell.contender.label, until_ns=until_ns)
+        told = ""
+        if steps.communication_s:
+            told = (
+                f"messages {units.format_time(steps.communication_s)} a step, of which "
+                f"{units.format_time(steps.exposed_s)} beside no computation"
+            )
+        pictures.append(Picture(title=drawn.title, svg=drawn.svg, width=drawn.width, subtitle=told))
+    seen = {category for _, steps in traced for category in steps.timeline.categories}
+    note = "One traced step of rank 0 of each contender, on one axis of time. Each pixel's column is filled by what "
+    note += "ran in it, as high as its share of the time; what is empty is idle. Where a message stands under "
+    note += "computation, the two overlap. A profiler slows the host: for lengths see the bars above."
+    return Chart(
+        pictures=tuple(pictures), legend=category_legend([name for name in CATEGORIES if name in seen]), note=note
+    )

@@ -1,0 +1,76 @@
+"""A data-parallel study in words: what was asked, where it ran, what came out."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.report import ddp_figures as figures
+from steplab.report.columns import reason
+
+
+def asked(run: DdpRun) -> str:
+    """The step: model, context, batch a rank, precision, compile."""
+    step = run.study.step
+    parts = [step.model.label, f"context {step.context}", f"batch {step.batch} a rank", step.precision]
+    parts += ["each block compiled"] if run.study.compile == "block" else []
+    return ", ".join(parts)
+
+
+def ranks_words(run: DdpRun) -> str:
+    """2 ranks, NVIDIA H200, nccl; the hosts where there are several."""
+    facts = run.facts
+    if facts is None:
+        return units.counted(run.study.processes, "rank")
+    devices = ", ".join(dict.fromkeys(place.device for place in facts.places))
+    hosts = Counter(place.host for place in facts.places)
+    over = " on " + ", ".join(f"{host} ({count})" for host, count in hosts.items()) if len(hosts) > 1 else ""
+    return f"{units.counted(len(facts.places), 'rank')}{over}, {devices}, {facts.backend}"
+
+
+def told_of(run: DdpRun) -> Iterator[str]:
+    """The study in sentences: what was fastest, and how it stands to torch's own."""
+    if facts := run.facts:
+        yield (
+            f"{units.format_count(facts.num_parameters)} parameters in {facts.num_tensors} tensors: "
+            f"{units.format_bytes(facts.gradient_bytes)} of gradients a rank and step."
+        )
+    compared = [(cell, added) for cell in figures.timed(run) if (added := figures.exposed_s(cell)) is not None]
+    if compared:
+        best, added = min(compared, key=lambda pair: pair[1])
+        yield f"Least exposed communication: {best.contender.label}, {_added(best, added)}."
+    ddp = [(cell, added) for cell, added in compared if cell.contender.kind == "torch_ddp"]
+    own = [(cell, added) for cell, added in compared if cell.contender.kind == "bucketed"]
+    best_s = figures.best_ddp_s(run.cells)
+    if ddp and own and best_s:
+        theirs, ours = min(ddp, key=lambda pair: pair[1]), min(own, key=lambda pair: pair[1])
+        adds = (
+            f"{units.format_time(ours[1])}, {ours[1] / best_s:.2f} of" if ours[1] > 0 else "nothing above the noise, of"
+        )
+        yield (
+            f"{ours[0].contender.label} adds {adds} what torch DDP adds at its best, "
+            f"{theirs[0].contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
+        )
+    for cell in run.cells:
+        if cell.failure:
+            yield f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"
+
+
+def _added(cell: DdpCell, added_s: float) -> str:
+    without_s = figures.baseline_s(cell)
+    share = f", {units.format_percent(added_s / without_s)} of the step without it" if without_s and added_s > 0 else ""
+    return f"{units.format_time(added_s)} a step{share}" if added_s > 0 else "none above the noise"
+
+
+def model_words(run: DdpRun) -> Iterator[str]:
+    """How the model of the overhead is made, and what it says."""
+    model = run.model
+    if model is None:
+        return
+    yield (
+        "With s bytes of gradients in n buckets, bandwidth w and overhead o a call: all by itself n o + s / w; "
+        "exposed, where each call's overhead is, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
+        f"{units.format_bytes(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
+        f"o = {units.format_time(model.call_s)}, backward {units.format_time(model.backward_s)}: "
+        f"{model.best_bucket_mb:.3g} MB."
+    )

@@ -1,0 +1,162 @@
+"""The data-parallel study: one step, and the ways of keeping ranks together that are set side by side on it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from steplab.errors import UserError
+from steplab.specs.layout import SINGLE
+from steplab.specs.step import StepSpec
+
+Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
+KINDS: tuple[str, ...] = get_args(Kind)
+WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
+"""Those that have a bucket size."""
+WITH_TRANSPORT = ("bucketed", "sharded")
+"""Those whose gradients can travel by more than one way."""
+OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
+"""Those whose gradients steplab.parallel.DataParallel averages."""
+COLLECTIVES = "collectives"
+"""The transport that works everywhere."""
+DEFAULT_BUCKET_MB = 25.0
+BYTES_PER_MB = 1e6
+STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
+SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
+"""For the tiny model, whose gradients are 3 MB."""
+BlockCompile = Literal["off", "block"]
+_WORDS = {
+    "none": "no communication",
+    "naive": "naive",
+    "flat": "flat",
+    "overlap": "overlap",
+    "bucketed": "bucketed",
+    "torch_ddp": "torch DDP",
+    "sharded": "sharded",
+    "fsdp2": "FSDP2",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """One way of keeping ranks together."""
+
+    kind: Kind
+    """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
+    DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
+    bucket_size_mb: float | None = None
+    """Gradients that travel together, in 1e6 bytes; None for kinds that have no such size."""
+    transport: str | None = None
+    """How bucketed gradients travel, as DataParallel names it; None for kinds that have no choice."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"contender '{self.kind}' is not known; choose some of {', '.join(KINDS)}")
+        if self.kind not in WITH_BUCKETS:
+            if self.bucket_size_mb is not None:
+                raise UserError(f"{self.kind} has no bucket size; those that have are {', '.join(WITH_BUCKETS)}")
+        elif self.bucket_size_mb is None:
+            object.__setattr__(self, "bucket_size_mb", DEFAULT_BUCKET_MB)
+        elif not 0 < self.bucket_size_mb < float("inf"):
+            raise UserError(f"a bucket of {self.bucket_size_mb} MB holds nothing; give a positive size in MB")
+        if self.kind not in WITH_TRANSPORT:
+            if self.transport is not None:
+                raise UserError(
+                    f"{self.kind} has no choice of transport; those that have are {', '.join(WITH_TRANSPORT)}"
+                )
+        elif self.transport is None:
+            object.__setattr__(self, "transport", COLLECTIVES)
+
+    @property
+    def family(self) -> str:
+        """What it is called without its bucket size."""
+        other = self.transport is not None and self.transport != COLLECTIVES
+        return f"{_WORDS[self.kind]}, {self.transport}" if other else _WORDS[self.kind]
+
+    @property
+    def label(self) -> str:
+        """What tells it from the others: bucketed 25 MB."""
+        size = f" {self.bucket_size_mb:g} MB" if self.bucket_size_mb is not None else ""
+        other = f", {self.transport}" if self.transport not in (None, COLLECTIVES) else ""
+        return f"{_WORDS[self.kind]}{size}{other}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpStudy:
+    """What is set side by side, and how it is measured."""
+
+    step: StepSpec
+    """The step of each rank: `batch` sequences a rank; `warmup` and `steps` are those of each contender."""
+    processes: int = 2
+    """Ranks."""
+    compile: BlockCompile = "off"
+    """off, or block: each block of the model is compiled by itself, so that gradients appear as backward proceeds."""
+    contenders: tuple[Contender, ...]
+    """In the order they are measured, without duplicates; `none`, which they are compared with, is put first."""
+    turn: int = 5
+    """Steps of a contender before it is the baseline's turn again."""
+    profiled_steps: int = 2
+    """Steps more of each contender under a profiler, once it is timed; 0: no traces and no pictures of them."""
+    repeats: int = 10
+    """How often its communication is timed by itself."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("processes", 2), ("turn", 1), ("profiled_steps", 0), ("repeats", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name.replace('_', ' ')} must be at least {least}, not {getattr(self, name)}")
+        if self.compile not in get_args(BlockCompile):
+            raise UserError(
+                f"compile '{self.compile}' is not known here; choose one of {', '.join(get_args(BlockCompile))}"
+            )
+        if self.step.compile != "off":
+            raise UserError("a model compiled as a whole gives all its gradients at the end; use --compile block")
+        if self.step.pass_name != "train":
+            raise UserError(f"pass '{self.step.pass_name}' has no gradients to send and no optimizer; use --pass train")
+        if self.step.layout != SINGLE:
+            raise UserError("the study itself spreads the step over ranks; leave --layout out")
+        if self.step.precision == "fp16":
+            raise UserError("precision fp16 needs a gradient scaler, which this study has not; use --precision bf16")
+        baseline = Contender(kind="none")
+        object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step of all ranks."""
+        return self.step.tokens * self.processes
+
+
+def contenders_of(
+    names: Sequence[str], bucket_sizes_mb: Sequence[float], transports: Sequence[str] = (COLLECTIVES,)
+) -> tuple[Contender, ...]:
+    """The contenders of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
+    `bucketed` once for each transport too; `sharded` with 25 MB unless it names another size.
+
+    Raises UserError for a name that is none, or a size that is no number.
+    """
+    found: dict[Contender, None] = {}
+    for name in names:
+        kind, _, size = name.strip().partition(":")
+        if size:
+            sizes: Sequence[float | None] = [_megabytes(size)]
+        elif kind in ("bucketed", "torch_ddp"):
+            sizes = bucket_sizes_mb
+        else:
+            sizes = [None]
+        for size_mb in sizes:
+            for transport in transports if kind == "bucketed" else [None]:
+                found[Contender(kind=kind, bucket_size_mb=size_mb, transport=transport)] = None  # type: ignore[arg-type]
+    return tuple(found)
+
+
+def bucket_sizes(text: str) -> tuple[float, ...]:
+    """The sizes in '1,10,100', in MB. Raises UserError for what is no number above zero."""
+    return tuple(_megabytes(part) for part in text.split(","))
+
+
+def _megabytes(text: str) -> float:
+    try:
+        size_mb = float(text)
+    except ValueError as error:
+        raise UserError(f"a bucket size must be a number of MB, not '{text}'") from error
+    if not 0 < size_mb < float("inf"):
+        raise UserError(f"a bucket of {text} MB holds nothing; give a positive size in MB")
+    return size_mb

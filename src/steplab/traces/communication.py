@@ -1,0 +1,174 @@
+"""Messages against computation in a trace of some steps: how long, how much of it at once, and the last step drawn.
+
+On a GPU a message is a kernel of a communication library or a copy between two GPUs. steplab's own copies, between
+which gradients are averaged, run on streams of their own, and all that is there is part of them, whatever the trace
+calls a copy. On a CPU a message is the range that gloo opens on the thread that carries it out, while the thread that
+asked for it goes on.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from steplab.errors import SteplabError
+from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
+from steplab.records.profile import CATEGORIES, Timeline
+from steplab.traces.activity import Activity, cpu_activity, device_activity
+from steplab.traces.host import Host
+from steplab.traces.intervals import length, overlap
+from steplab.traces.trace import NONE, Column, Trace
+from steplab.traces.windows import cut
+
+_MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
+_PHASE_RANGES = ("forward", "backward", "gradient sync", "optimizer")
+_TRANSFERS = ("Memcpy", "Memset")
+_OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
+"""Copies, and the kernel of parallel.mean_kernel."""
+_COMMUNICATION = CATEGORIES.index("communication")
+_FINEST = 4000
+"""Gaps shorter than the step over this are not drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pieces:
+    """Work of one row: parallel columns."""
+
+    start_ns: Column
+    end_ns: Column
+    category: Column
+
+    def within(self, low_ns: int, high_ns: int) -> "_Pieces":
+        """What begins in [low, high)."""
+        kept = (self.start_ns >= low_ns) & (self.start_ns < high_ns)
+        return _Pieces(start_ns=self.start_ns[kept], end_ns=self.end_ns[kept], category=self.category[kept])
+
+    @property
+    def intervals(self) -> tuple[Column, Column]:
+        """Starts and ends."""
+        return self.start_ns, self.end_ns
+
+
+def traced_steps(trace: Trace) -> TracedSteps:
+    """What a trace of whole steps says of communication. Raises SteplabError where it marks no steps or has no work."""
+    host = Host(trace)
+    on_host = not len(trace.work.name)
+    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity.where(np.flatnonzero(activity.step != NONE))
+    num_steps = len(host.steps[0])
+    if not num_steps or not len(activity):
+        raise SteplabError("the trace marks no steps, or holds no work within them")
+    sent, computed, drawn = _rows_of_host(trace, host, activity) if on_host else _rows_of_device(trace, activity)
+    first_ns = int(activity.start_ns.min())
+    last_ns = int(max(activity.end_ns.max(), sent.end_ns.max() if len(sent.end_ns) else 0))
+    last_step = int(activity.step.max())
+    # On a CPU a step is its range; on a GPU it lasts from its first piece of work to its last.
+    if on_host:
+        begins_ns, ends_ns = int(host.steps[0][-1]), int(host.steps[1][-1])
+        phases = _phases_of_host(trace, begins_ns, ends_ns)
+    else:
+        begins_ns = int(activity.start_ns[activity.step == last_step].min())
+        ends_ns = int(activity.end_ns[activity.step == last_step].max())
+        windows = [window for window in cut(activity) if window.step == last_step]
+        phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
+    pieces = {
+        COMPUTE_ROW: drawn.within(begins_ns, ends_ns),
+        COMMUNICATION_ROW: sent.within(begins_ns, ends_ns),
+    }
+    return TracedSteps(
+        num_steps=num_steps,
+        step_s=(last_ns - first_ns) / num_steps / 1e9,
+        communication_s=length(*sent.intervals) / num_steps / 1e9,
+        overlapped_s=overlap(sent.intervals, computed.intervals) / num_steps / 1e9,
+        timeline=_timeline(pieces, phases, begins_ns, ends_ns),
+    )
+
+
+def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
+    """Messages; what is computed; and what is drawn as such, copies and fills among it."""
+    sends = activity.category == _COMMUNICATION
+    sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
+    transfers = [number for number, name in enumerate(trace.names) if name.startswith(_TRANSFERS)]
+    return _of(activity, sends), _of(activity, ~sends & ~np.isin(activity.name, transfers)), _of(activity, ~sends)
+
+
+def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
+    """The streams on which there are messages, or nothing but what peer copies do; never the one that computes most."""
+    streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
+    of_copies = np.isin(
+        activity.name, [number for number, name in enumerate(trace.names) if _OF_PEER_COPIES.match(name)]
+    )
+    computed_ns: dict[int, int] = {}
+    carriers = []
+    for stream in np.unique(streams).tolist():
+        mine = streams == stream
+        computed_ns[stream] = int(lasts_ns[mine & ~sends].sum())
+        if bool(sends[mine].any()) or bool(of_copies[mine].all()):
+            carriers.append(stream)
+    busiest = max(computed_ns, key=lambda stream: computed_ns[stream])
+    return np.array([stream for stream in carriers if stream != busiest], dtype=np.int64)
+
+
+def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
+    """The same, operators being what is computed; asking for a message is neither."""
+    names = [number for number, name in enumerate(trace.names) if _MESSAGE_RANGES.match(name)]
+    ranges = trace.ranges
+    chosen = np.flatnonzero(np.isin(ranges.name, names) & (host.step_at(ranges.start_ns) != NONE))
+    start_ns = ranges.start_ns[chosen]
+    sent = _Pieces(
+        start_ns=start_ns,
+        end_ns=start_ns + ranges.duration_ns[chosen],
+        category=np.full(len(chosen), _COMMUNICATION),
+    )
+    computed = _of(activity, activity.category != _COMMUNICATION)
+    return sent, computed, computed
+
+
+def _of(activity: Activity, chosen: Column) -> _Pieces:
+    return _Pieces(
+        start_ns=activity.start_ns[chosen], end_ns=activity.end_ns[chosen], category=activity.category[chosen]
+    )
+
+
+def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[str, int, int]]:
+    ranges = trace.ranges
+    found = []
+    for index in np.flatnonzero((ranges.start_ns >= begins_ns) & (ranges.start_ns < ends_ns)):
+        name, start_ns = trace.names[ranges.name[index]], int(ranges.start_ns[index])
+        if name in _PHASE_RANGES:
+            found.append((name, start_ns, start_ns + int(ranges.duration_ns[index])))
+    return found
+
+
+def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
+    """The rows as one timeline, its kernels the stretches of one category."""
+    gap_ns = (ends_ns - begins_ns) // _FINEST
+    drawn = [
+        (start_ns, end_ns, category, row)
+        for row, pieces in rows.items()
+        for start_ns, end_ns, category in _joined(pieces, gap_ns)
+    ]
+    drawn.sort()
+    used = sorted({category for _, _, category, _ in drawn})
+    return Timeline(
+        names=tuple(CATEGORIES[number] for number in used),
+        categories=tuple(CATEGORIES[number] for number in used),
+        kernel=tuple(used.index(category) for _, _, category, _ in drawn),
+        stream=tuple(row for *_, row in drawn),
+        start_ns=tuple(start_ns - begins_ns for start_ns, *_ in drawn),
+        duration_ns=tuple(end_ns - start_ns for start_ns, end_ns, *_ in drawn),
+        phases=tuple((name, start_ns - begins_ns, end_ns - begins_ns) for name, start_ns, end_ns in phases),
+    )
+
+
+def _joined(pieces: _Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
+    """Pieces in the order of start, each joined to the one before it of its category if it follows closely on it."""
+    joined: list[tuple[int, int, int]] = []
+    order = np.argsort(pieces.start_ns, kind="stable")
+    columns = (pieces.start_ns[order], pieces.end_ns[order], pieces.category[order])
+    for start_ns, end_ns, category in zip(*(column.tolist() for column in columns), strict=True):
+        if joined and joined[-1][2] == category and start_ns - joined[-1][1] <= gap_ns:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end_ns), category)
+        else:
+            joined.append((start_ns, end_ns, category))
+    return joined

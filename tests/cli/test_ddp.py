@@ -1,0 +1,62 @@
+"""steplab ddp, as users type it."""
+
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program
+
+from steplab.cli.app import main
+from steplab.records.codec import decode
+from steplab.records.ddp import DdpRun
+
+SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--contenders", "magic"), "contender 'magic' is not known; choose some of none, naive, flat"),
+        (("--bucket-sizes", "0"), "a bucket of 0 MB holds nothing"),
+        (("--compile", "default"), "compile 'default' is not known here; choose one of off, block"),
+        (("--processes", "1"), "processes must be at least 2, not 1"),
+        (("--gpus", "2", "--processes", "2"), "not both"),
+        (("--precision", "fp16"), "use --precision bf16"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    assert main(["ddp", *arguments, "--store", str(tmp_path / "store.db")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_two_processes_are_compared_kept_and_drawn(steplab: Program) -> None:
+    contenders = ("--contenders", "flat,sharded", "--traces", "traces", "--name", "mine")
+    result = steplab("ddp", "--processes", "2", *SMALL, *contenders, "--format", "json")
+    assert result.code == 0, result.stderr
+    rows = result.rows()
+    assert [row["contender"] for row in rows] == ["no communication", "flat", "sharded 25 MB"]
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    for row in rows[1:]:
+        assert row["num_ranks"] == 2
+        assert row["step_s"] == pytest.approx(row["baseline_s"] + row["exposed_s"])
+        assert row["alone_s"] > 0
+        assert 0 <= row["traced_exposed_s"] <= row["traced_communication_s"]
+    assert rows[2]["after_step_optimizer_bytes"] < 0.7 * rows[1]["after_step_optimizer_bytes"]
+    assert sorted(path.name for path in (steplab.cwd / "traces").iterdir()) == [f"{n}.json" for n in range(3)]
+
+    (listed,) = steplab("list", "--ddp", "--format", "json").rows()
+    assert (listed["name"], listed["num_ok"], listed["num_ranks"]) == ("mine", 3, 2)
+    shown = steplab("show", str(listed["id"]))
+    assert "exposed" in shown.stdout
+    record = decode(steplab("show", str(listed["id"]), "--format", "json").stdout)
+    assert isinstance(record, DdpRun)
+    assert record.facts
+    assert record.facts.backend == "gloo"
+    assert steplab("report", "--output", "page.html").code == 0
+    page = (steplab.cwd / "page.html").read_text(encoding="utf-8")
+    assert "Data parallelism" in page
+    assert "One step of each" in page

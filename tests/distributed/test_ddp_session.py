@@ -1,0 +1,177 @@
+"""The data-parallel study on ranks of this machine: all contenders do the same work, and what they are said to send."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import pytest
+import torch
+from tests.distributed.world import Cases
+from torch import Tensor
+
+from steplab.errors import UserError
+from steplab.measurement import ddp_session
+from steplab.measurement.ddp_contender import ContenderStep
+from steplab.measurement.ddp_measured import MeasuredContender
+from steplab.measurement.ddp_session import DdpObserver, ddp_here
+from steplab.measurement.device import open_device
+from steplab.measurement.world import World
+from steplab.parallel.collectives import GroupCollectives
+from steplab.records.ddp import MOMENTS, DdpCell, DdpFacts
+from steplab.specs.ddp import KINDS, DdpStudy, contenders_of
+from steplab.specs.resolve import resolve_step
+from steplab.traces.communication import traced_steps
+from steplab.traces.reading import read_trace
+
+cases = Cases(__name__)
+SHAPE = {"model.num_layers": "2", "model.d_model": "32", "model.d_ff": "64", "model.vocab_size": "50"}
+BUCKET_MB = 0.02
+
+
+def test_a_study_on_ranks(subtests: pytest.Subtests) -> None:
+    cases.run(2, subtests)
+
+
+def study_of(*names: str, **fields: str) -> DdpStudy:
+    asked = {"model": "tiny", **SHAPE, "context": "16", "batch": "2", "steps": "3", "warmup": "1", "device": "cpu"}
+    step = resolve_step(asked | fields)
+    return DdpStudy(step=step, contenders=contenders_of(names, (BUCKET_MB,)), turn=2, repeats=2)
+
+
+def world_here() -> World:
+    group = GroupCollectives()
+    device = open_device("cpu")
+    return World(
+        rank=group.rank,
+        size=group.size,
+        local_rank=group.rank,
+        local_size=group.size,
+        host="here",
+        device=device,
+        backend="gloo",
+        collectives=group,
+    )
+
+
+def weights(step: ContenderStep) -> list[Tensor]:
+    """All parameters, whole."""
+    return [
+        parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+        for parameter in step.module.parameters()
+    ]
+
+
+@cases
+def all_contenders_train_the_same_model_and_send_what_that_needs() -> None:
+    world = world_here()
+    found: dict[str, list[Tensor]] = {}
+    sizes: dict[str, dict[str, tuple[int, ...]]] = {}
+    study = study_of(*KINDS)
+    for contender in study.contenders:
+        step = ContenderStep(study, contender, world)
+        if contender.kind == "none":
+            each = tuple(parameter.nbytes for parameter in step.module.parameters())
+        step.step()
+        step.step()
+        found[contender.kind] = [weight.clone() for weight in weights(step)]
+        sizes[contender.kind] = {sent.collective: sent.sizes_bytes for sent in step.messages()}
+    for kind in set(KINDS) - {"none", "naive"}:
+        for own, expected in zip(found[kind], found["naive"], strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
+    # Without communication each rank goes its own way: its batches are its own.
+    assert not all(torch.equal(a, b) for a, b in zip(found["none"], found["naive"], strict=True))
+    assert_sent(sizes, each)
+
+
+def assert_sent(sizes: dict[str, dict[str, tuple[int, ...]]], each: tuple[int, ...]) -> None:
+    """By contender and collective, the bytes of each message, for parameters of `each` so many bytes."""
+    total = sum(each)
+    assert sizes["none"] == {}
+    assert sizes["naive"] == sizes["overlap"] == {"all_reduce": each[::-1]}
+    assert sizes["flat"] == {"all_reduce": (total,)}
+    assert sum(sizes["bucketed"]["all_reduce"]) == sum(sizes["torch_ddp"]["all_reduce"]) == total
+    assert all(size <= BUCKET_MB * 1e6 or size in each for size in sizes["bucketed"]["all_reduce"])
+    exchanged = {name: sum(sent) for name, sent in sizes["sharded"].items() if name != "all_reduce"}
+    assert sum(exchanged.values()) >= total  # every parameter is sent by whoever updated it
+    # Forward gathers everything, backward each of two blocks once more; all gradients are scattered.
+    assert sum(sizes["fsdp2"]["reduce_scatter"]) == total
+    assert total < sum(sizes["fsdp2"]["all_gather"]) < 2 * total
+    assert len(sizes["fsdp2"]["all_gather"]) == 1 + 2 * 2
+
+
+def told(study: DdpStudy, numbers: Sequence[int], traces: Path | None) -> tuple[dict[int, DdpCell], list[DdpFacts]]:
+    cells: dict[int, DdpCell] = {}
+    facts: list[DdpFacts] = []
+    ddp_here(study, numbers, world_here(), DdpObserver(on_cell=cells.__setitem__, on_facts=facts.append), traces)
+    return cells, facts
+
+
+@cases
+def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
+    study = study_of("flat", "sharded")
+    with TemporaryDirectory() as folder:
+        cells, (facts,) = told(study, (0, 1, 2), Path(folder))
+        rank = world_here().rank
+        assert len(list(Path(folder).iterdir())) == (3 if rank == 0 else 0)
+        if rank == 0:
+            found = [traced_steps(read_trace(Path(folder, f"{number}.json"))) for number in cells]
+            assert found[0].communication_s == 0 < found[1].communication_s
+            assert [steps.num_steps for steps in found] == [study.profiled_steps] * 3
+    assert [cell.contender for cell in cells.values()] == list(study.contenders)
+    assert [place.rank for place in facts.places] == [0, 1]
+    baseline, flat, sharded = cells.values()
+    assert not baseline.ranks[0].baseline
+    assert not baseline.ranks[0].alone_s
+    for cell in (flat, sharded):
+        assert cell.turns == "interleaved"
+        assert [rank.rank for rank in cell.ranks] == [0, 1]
+        for of_rank in cell.ranks:
+            assert [samples.phase for samples in of_rank.phases][-3:] == ["gradient sync", "optimizer", "step"]
+            assert len(of_rank.samples("step")) == len(of_rank.samples("step", baseline=True)) == 4  # two turns of two
+            assert len(of_rank.alone_s) == study.repeats
+            assert [memory.moment for memory in of_rank.memory] == list(MOMENTS)
+    held = {cell.contender.kind: cell.ranks[0].memory[-1] for cell in cells.values()}
+    whole = facts.gradient_bytes
+    assert held["flat"].optimizer_bytes >= 2 * whole
+    assert held["sharded"].optimizer_bytes < 1.2 * whole
+    assert held["flat"].allocated_bytes is None
+    assert held["flat"].other_bytes is None
+
+
+@cases
+def without_room_for_two_the_baseline_is_timed_before_and_after() -> None:
+    study = study_of("flat", "bucketed")
+    built: list[str] = []
+    make = MeasuredContender.__init__
+
+    def counted(self: MeasuredContender, study: DdpStudy, contender, *rest):  # type: ignore[no-untyped-def]
+        built.append(contender.kind)
+        make(self, study, contender, *rest)
+
+    with (
+        mock.patch.object(ddp_session._Session, "_has_room_beside", return_value=False),
+        mock.patch.object(MeasuredContender, "__init__", counted),
+    ):
+        cells, _ = told(study, (0, 1, 2), None)
+    assert built == ["none", "none", "flat", "none", "bucketed", "none"]
+    for cell in (cells[1], cells[2]):
+        assert cell.turns == "before_and_after"
+        assert all(len(rank.samples("step", baseline=True)) == 4 for rank in cell.ranks)
+
+
+@cases
+def a_refusal_of_all_ranks_is_a_row() -> None:
+    study = study_of("flat", "naive")
+    make = ContenderStep.__init__
+
+    def built(self: ContenderStep, study: DdpStudy, contender, world) -> None:  # type: ignore[no-untyped-def]
+        if contender.kind == "flat":
+            raise UserError("no flat today")
+        make(self, study, contender, world)
+
+    with mock.patch.object(ContenderStep, "__init__", built):
+        cells, _ = told(study, (0, 1, 2), None)
+    assert [cell.status for cell in cells.values()] == ["ok", "error", "ok"]
+    assert cells[1].failure
+    assert cells[1].failure.message == "no flat today"

@@ -1,0 +1,187 @@
+"""A data-parallel study stored, and shown: every figure comes from the samples."""
+
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
+from tests.runs import make_run
+
+from steplab.lab.reporting import runs_to_report
+from steplab.records.codec import decode, encode, kind_of
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.records.timing import PhaseSamples
+from steplab.report import ddp_figures as figures
+from steplab.report.ddp_bars import memory_bars, parts_of_step, step_bars
+from steplab.report.ddp_curve import bucket_curve
+from steplab.report.ddp_rows import ddp_rows
+from steplab.report.ddp_text import cell_line, render_ddp
+from steplab.report.ddp_timelines import timelines
+from steplab.report.html import render_page
+from steplab.store.database import Store
+
+
+@pytest.fixture(scope="module")
+def run() -> DdpRun:
+    return make_ddp_run()
+
+
+def cell_of(run: DdpRun, label: str) -> DdpCell:
+    return next(cell for cell in run.cells if cell.contender.label == label)
+
+
+# --- kept -------------------------------------------------------------------------------------------------
+
+
+def test_a_study_comes_back_as_it_was_written_and_is_listed(run: DdpRun, tmp_path: Path) -> None:
+    assert decode(encode(run)) == run
+    assert kind_of(run) == "ddp"
+    broken = make_ddp_run(broken=("flat",))
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(run)
+        store.add(broken)
+        assert store.rows() == []  # a listing of runs is of runs
+        assert [(row["num_ranks"], row["num_ok"], row["num_failed"]) for row in store.rows(kind="ddp")] == [
+            (2, 13, 1),
+            (2, 14, 0),
+        ]
+        assert store.get(run.id[:6]) == run
+
+
+def test_a_report_without_any_run_is_of_the_newest_study_and_ids_take_any(run: DdpRun, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(run)
+        assert runs_to_report(store=store.path).ddp == (run,)
+        step = make_run()
+        store.add(step)
+        assert runs_to_report(store=store.path).ddp == ()
+        both = runs_to_report((run.id, step.id), store=store.path)
+        assert (both.ddp, both.runs) == ((run,), (step,))
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+def test_computation_and_exposed_communication_are_the_step(run: DdpRun) -> None:
+    for cell in run.cells:
+        parts = parts_of_step(cell)
+        assert parts is not None
+        assert sum(parts) == figures.step_s(cell)
+        assert min(parts) >= 0
+        exposed_s = figures.exposed_s(cell)
+        if exposed_s is not None and exposed_s > 0:
+            assert parts[1] == pytest.approx(exposed_s)
+
+
+def test_the_slowest_rank_counts_in_the_step_and_in_the_step_without(run: DdpRun) -> None:
+    cell = cell_of(run, "flat")
+    slow = dataclasses.replace(
+        cell.ranks[1],
+        phases=_slower(cell.ranks[1].phases, 2.0),
+        baseline=_slower(cell.ranks[1].baseline, 2.0),
+    )
+    slowed = dataclasses.replace(cell, ranks=(cell.ranks[0], slow))
+    own, without = median(slow.samples("step")), median(slow.samples("step", baseline=True))
+    assert figures.step_s(slowed) == own
+    assert figures.baseline_s(slowed) == without
+    assert figures.exposed_s(slowed) == own - without
+    assert figures.spread_over_ranks(slowed) == pytest.approx(own / median(cell.ranks[0].samples("step")) - 1)
+    bounds = figures.exposed_range_s(slowed)
+    assert bounds is not None
+    assert bounds[0] <= own - without <= bounds[1]
+
+
+def _slower(phases: tuple[PhaseSamples, ...], factor: float) -> tuple[PhaseSamples, ...]:
+    return tuple(PhaseSamples(phase=p.phase, device_s=tuple(s * factor for s in p.best_s)) for p in phases)
+
+
+def test_the_model_finds_the_link_the_study_was_made_with(run: DdpRun) -> None:
+    assert run.model is not None
+    assert run.model.bytes_per_s == pytest.approx(LINK.bytes_per_s, rel=0.02)
+    assert run.model.call_s == pytest.approx(LINK.call_s, rel=0.1)
+    assert run.model.best_bucket_mb == pytest.approx(LINK.best_bucket_bytes(BYTES) / 1e6, rel=0.1)
+    assert run.model.curve[0].num_buckets == TENSORS  # a gradient is not divided
+    assert run.model.curve[-1].num_buckets == pytest.approx(8e3 / run.model.curve[-1].bucket_mb, rel=1e-6)
+
+
+def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(run: DdpRun) -> None:
+    rows = {str(row["contender"]): row for row in ddp_rows(run)}
+    assert rows["no communication"]["exposed_s"] is None
+    best = min(float(row["exposed_s"]) for row in rows.values() if row["kind"] == "torch_ddp")  # type: ignore[arg-type]
+    for row in rows.values():
+        if row["exposed_s"] is not None:
+            assert row["of_best_ddp"] == pytest.approx(row["exposed_s"] / best)  # type: ignore[operator]
+            assert row["hidden"] == pytest.approx(1 - row["exposed_s"] / row["alone_s"])  # type: ignore[operator]
+    assert rows["sharded 25 MB"]["after_step_optimizer_bytes"] == BYTES
+    assert rows["sharded 25 MB"]["after_step_formula_bytes"] == 3 * BYTES
+    assert rows["FSDP2"]["after_step_formula_bytes"] == 2 * BYTES
+    assert rows["flat"]["after_step_other_bytes"] == 10**8
+    assert rows["flat"]["peak_bytes"] == 6 * BYTES
+
+
+# --- shown ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["table", "md", "latex", "csv", "json"])
+def test_every_format_names_every_contender_and_every_failure(format: str) -> None:
+    broken = make_ddp_run(broken=("flat",))
+    text = render_ddp(broken, format, width=150)
+    for cell in broken.cells:
+        assert cell.contender.label in text
+    assert "8.00 GiB more" in text
+    if format == "json":
+        assert [row["contender"] for row in json.loads(text)] == [cell.contender.label for cell in broken.cells]
+    if format == "csv":
+        assert len(list(csv.DictReader(io.StringIO(text)))) == len(broken.cells)
+
+
+def test_a_line_of_progress_says_the_step_and_what_is_exposed(run: DdpRun) -> None:
+    assert cell_line(cell_of(run, "naive")).startswith("naive: ")
+    assert "of it exposed" in cell_line(cell_of(run, "naive"))
+    assert "out of memory" in cell_line(cell_of(make_ddp_run(broken=("flat",)), "flat"))
+
+
+def test_the_page_has_its_pictures(run: DdpRun) -> None:
+    page = render_page([], title="Study", ddp=[run])
+    assert 'id="ddp"' in page
+    assert page.count("<svg") == 1 + 1 + 3 + len(run.cells)
+    for words in ("exposed communication", "before the update", "messages", "sqrt(s w o)", "optimizer state"):
+        assert words in page
+    assert page == render_page([], title="Study", ddp=[run])
+
+
+def test_pictures_leave_out_what_was_not_measured() -> None:
+    bare = make_ddp_run(("naive",), broken=("none", "naive"))
+    assert step_bars(bare) is None
+    assert memory_bars(bare) is None
+    assert timelines(bare) is None
+    assert bucket_curve(bare) is None
+    assert bare.model is None
+    assert "OOM" in str(render_page([], title="Study", ddp=[make_ddp_run(broken=("flat",))]))
+    unfitted = dataclasses.replace(make_ddp_run(), model=None)
+    curve = bucket_curve(unfitted)
+    assert curve is not None
+    assert "too little was measured" in curve.note
+
+
+def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> None:
+    def uncounted(cell: DdpCell) -> DdpCell:
+        ranks = [
+            dataclasses.replace(
+                rank, memory=tuple(dataclasses.replace(held, allocated_bytes=None) for held in rank.memory), peak=None
+            )
+            for rank in cell.ranks
+        ]
+        return dataclasses.replace(cell, ranks=tuple(ranks))
+
+    on_cpu = dataclasses.replace(run, cells=tuple(map(uncounted, run.cells)))
+    row = ddp_rows(on_cpu)[0]
+    assert row["after_step_other_bytes"] is None
+    assert row["peak_bytes"] is None
+    chart = memory_bars(on_cpu)
+    assert chart is not None
+    assert "keeps no count" in chart.note

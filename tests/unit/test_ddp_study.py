@@ -1,0 +1,174 @@
+"""What a data-parallel study may ask for, and what its parent makes of what happens to its ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from tests.ddp_records import make_ddp_cell, make_study
+
+from steplab.errors import UserError
+from steplab.lab.ddp import ddp_step, ddp_study
+from steplab.measurement.child import Request
+from steplab.measurement.ddp_launch import DdpListener, ddp_in_children
+from steplab.records.codec import encode
+from steplab.records.ddp import DdpCell
+from steplab.records.run import Failure
+from steplab.specs.ddp import Contender, DdpStudy, bucket_sizes, contenders_of
+from steplab.specs.resolve import resolve_step
+
+# --- what is asked ----------------------------------------------------------------------------------------
+
+
+def labels(study: DdpStudy) -> list[str]:
+    return [contender.label for contender in study.contenders]
+
+
+def test_each_with_buckets_stands_once_a_size_and_the_baseline_first() -> None:
+    study = make_study(("bucketed", "naive", "torch_ddp:25", "sharded", "bucketed:10"))
+    buckets = ["bucketed 1 MB", "bucketed 10 MB", "bucketed 100 MB", "bucketed 1000 MB"]
+    assert labels(study) == ["no communication", *buckets, "naive", "torch DDP 25 MB", "sharded 25 MB"]
+
+
+def test_a_transport_is_a_choice_of_what_is_bucketed_alone() -> None:
+    found = contenders_of(("bucketed", "torch_ddp"), (10.0,), ("collectives", "peer_copy"))
+    assert [contender.label for contender in found] == [
+        "bucketed 10 MB",
+        "bucketed 10 MB, peer_copy",
+        "torch DDP 10 MB",
+    ]
+    assert [contender.family for contender in found] == ["bucketed", "bucketed, peer_copy", "torch DDP"]
+
+
+def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
+    step, processes = ddp_step({"steps": "3"}, None, None)
+    assert (step.device, step.context, step.batch, step.steps, processes) == ("cpu", 64, 2, 3, 2)
+    assert "bucketed 0.1 MB" in labels(ddp_study(step, processes=2))
+    on_gpus, count = ddp_step({"model": "xl"}, 4, None)
+    assert (on_gpus.device, on_gpus.context, count) == ("cuda", 128, 4)
+    assert "torch DDP 1000 MB" in labels(ddp_study(on_gpus, processes=4))
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "said"),
+    [
+        ({}, {"processes": 1}, "processes must be at least 2, not 1"),
+        ({}, {"compile": "default"}, "compile 'default' is not known here; choose one of off, block"),
+        ({"compile": "default"}, {}, "use --compile block"),
+        ({"pass": "forward"}, {}, "use --pass train"),
+        ({"precision": "fp16"}, {}, "use --precision bf16"),
+        ({"layout": "dp=2"}, {}, "leave --layout out"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_refused(fields: dict[str, str], changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        DdpStudy(step=resolve_step(fields), contenders=(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: contenders_of(("magic",), (1.0,)), "contender 'magic' is not known; choose some of none, naive"),
+        (lambda: contenders_of(("naive:3",), (1.0,)), "naive has no bucket size"),
+        (lambda: contenders_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
+        (lambda: bucket_sizes("1,0"), "a bucket of 0 MB holds nothing"),
+        (lambda: bucket_sizes("inf"), "a bucket of inf MB holds nothing"),
+        (lambda: Contender(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
+        (lambda: ddp_step({}, 2, 2), "not both"),
+    ],
+)
+def test_a_contender_that_makes_no_sense_is_refused(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        wrong()
+
+
+# --- what happens to the ranks ----------------------------------------------------------------------------
+
+STUDY = make_study(("flat", "overlap", "bucketed:25"))
+OUT_OF_MEMORY = Failure(
+    kind="out_of_memory", message="rank 1 on node: asked for 8 GiB", phase="overlap: warmup", rank=1
+)
+
+
+class Ranks:
+    """In place of processes: each request measures in order, until a contender that is to fail."""
+
+    def __init__(self, failures: dict[int, Failure]) -> None:
+        self.failures = failures
+        self.asked: list[list[int]] = []
+
+    def __call__(self, request: Request, listener: DdpListener, timeout_s: float | None) -> Failure | None:
+        self.asked.append(request.contenders)
+        assert request.processes == 2
+        assert request.device == "cuda"
+        for number in request.contenders:
+            if failure := self.failures.get(number):
+                return failure
+            say(listener, "at", number)
+            say(listener, "cell", [number, make_ddp_cell(STUDY.contenders[number])])
+        say(listener, "end", True)
+        return None
+
+
+def say(listener: DdpListener, kind: str, value: object) -> None:
+    listener.hear(kind, msgspec.Raw(encode(value)))
+
+
+def measured(ranks: Ranks, *, again: bool = True) -> dict[int, DdpCell]:
+    found: dict[int, DdpCell] = {}
+    ddp_in_children(STUDY, traces=None, again=again, on_cell=found.__setitem__, converse=ranks)
+    return found
+
+
+def test_a_study_is_measured_by_one_set_of_ranks() -> None:
+    ranks = Ranks({})
+    assert [cell.status for cell in measured(ranks).values()] == ["ok"] * 4
+    assert ranks.asked == [[0, 1, 2, 3]]
+
+
+def test_after_a_contender_that_its_ranks_do_not_survive_new_ones_go_on() -> None:
+    ranks = Ranks({2: OUT_OF_MEMORY})
+    found = measured(ranks)
+    assert {number: cell.status for number, cell in found.items()} == {0: "ok", 1: "ok", 2: "out_of_memory", 3: "ok"}
+    assert found[2].failure == OUT_OF_MEMORY
+    assert ranks.asked == [[0, 1, 2, 3], [3]]
+
+
+def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
+    """Rank 1 may fail in the next contender before rank 0's last result is heard."""
+    late = Failure(kind="error", message="rank 1: no", phase="bucketed 25 MB: build", rank=1)
+    ranks = Ranks({2: late})
+    ranks.failures = {2: late}
+    found: dict[int, DdpCell] = {}
+
+    def once(request: Request, listener: DdpListener, timeout_s: float | None) -> Failure | None:
+        failure = ranks(request, listener, timeout_s)
+        ranks.failures = {}
+        return failure
+
+    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=once)
+    assert {number: cell.status for number, cell in found.items()} == {0: "ok", 1: "ok", 2: "ok", 3: "error"}
+
+
+def test_without_its_baseline_a_study_has_nothing_to_compare() -> None:
+    ranks = Ranks({0: Failure(kind="crashed", message="rank 0 died", phase="starting")})
+    assert {number: cell.status for number, cell in measured(ranks).items()} == {0: "crashed"}
+    assert len(ranks.asked) == 1
+
+
+def test_under_torchrun_nobody_begins_again() -> None:
+    ranks = Ranks({2: OUT_OF_MEMORY})
+    assert {number: cell.status for number, cell in measured(ranks, again=False).items()} == {
+        0: "ok",
+        1: "ok",
+        2: "out_of_memory",
+    }
+
+
+def test_ranks_that_say_nothing_are_not_asked_for_ever() -> None:
+    def silent(request: Request, listener: DdpListener, timeout_s: float | None) -> None:
+        say(listener, "end", True)
+
+    found: dict[int, DdpCell] = {}
+    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=silent)
+    assert [cell.failure and cell.failure.message for cell in found.values()] == ["the processes gave no result"]
