@@ -3,8 +3,9 @@
     python benchmarks/attention_table.py RECORDS > benchmarks/results/attention_h200_202611.md
     python benchmarks/attention_table.py RECORDS --into docs/attention.md       (what stands between the marks in it)
 
-RECORDS is what `steplab export` writes of the benchmarks that benchmarks/attention_study.py made, gzipped or not. Every
-figure is computed from the raw samples in the records; nothing is typed in but the ceilings below.
+RECORDS is what `steplab export` writes of the benchmarks that benchmarks/attention_study.py made and of training steps,
+gzipped or not; those of STEPS are set beside the latter. Every figure is computed from the raw samples in the records;
+nothing is typed in but the ceilings below.
 """
 
 import gzip
@@ -13,17 +14,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from steplab import units
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
+from steplab.records.run import Run
+from steplab.records.timing import find_phase
 from steplab.report.attention_rows import default_peer, median_s
 from steplab.report.attention_speeds import PASS_WORDS, by_shape, geometric_means, markdown, speed_grid
 from steplab.report.attention_text import account_grid
 from steplab.report.grid import Grid
 from steplab.specs.attention import PASSES, AttentionSpec
 
+Kind = TypeVar("Kind", AttentionRun, Run)
 OURS, PEER = "flash_triton", "flex"
 MATMUL_FLOPS_PER_S = 790e12
 """What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
@@ -64,13 +69,18 @@ WORK = {
 }
 
 
+STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"
+"""Steps with plain attention and with torch's choice, measured on another day."""
+
+
 def main(records: str, *rest: str) -> None:
-    runs = read(Path(records))
+    runs = read(Path(records), AttentionRun)
+    whole = list(_titled("Whole models", steps([*read(STEPS, Run), *read(Path(records), Run)])))
     if rest:
         _, page = rest
-        write_between_marks(Path(page), "\n\n".join(for_docs(cells_of(runs, "peers"))))
+        write_between_marks(Path(page), "\n\n".join([*for_docs(cells_of(runs, "peers")), whole[-1]]))
     else:
-        print("\n\n".join(parts(runs)))
+        print("\n\n".join([*parts(runs), *whole]))
 
 
 def write_between_marks(page: Path, text: str) -> None:
@@ -82,12 +92,48 @@ def write_between_marks(page: Path, text: str) -> None:
     page.write_text(f"{content[:begin]}{BEGIN}\n\n{text}\n\n{content[end:]}", encoding="utf-8")
 
 
-def read(path: Path) -> list[AttentionRun]:
-    """The benchmarks among the records, the oldest first."""
+def read(path: Path, kind: type[Kind]) -> list[Kind]:
+    """The records of a kind, the oldest first."""
     content = path.read_bytes()
     lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
-    runs = [run for line in lines if isinstance(run := decode(line), AttentionRun)]
+    runs = [run for line in lines if isinstance(run := decode(line), kind)]
     return sorted(runs, key=lambda run: run.created_utc)
+
+
+def steps(runs: Sequence[Run]) -> Grid | None:
+    """The step of each model by who computes its attention; of one measured twice, the later."""
+    found: dict[tuple[str, str], dict[str, Run]] = {}
+    for run in runs:
+        spec, wanted = run.spec, {"precision": "bf16", "pass_name": "train", "batch": 4, "checkpointing": "none"}
+        if spec is None or run.timing is None or spec.warmup < 3 or spec.context < 512:
+            continue
+        if all(getattr(spec, name) == value for name, value in wanted.items()):
+            column = f"{spec.attention}, {'eager' if spec.compile == 'off' else 'compiled'}"
+            found.setdefault((spec.model.name, str(spec.context)), {})[column] = run
+    compared = {key: own for key, own in found.items() if any(column.startswith(OURS) for column in own)}
+    if not compared:
+        return None
+    columns = list(dict.fromkeys(column for own in compared.values() for column in own))
+    columns.sort(key=lambda column: ("compiled" in column, OURS in column, column))
+    rows = [
+        (*key, *(_milliseconds(_step_s(own[column])) if column in own else "–" for column in columns))
+        for key, own in compared.items()
+    ]
+    ids = ", ".join(run.id for own in compared.values() for run in own.values())
+    return Grid(
+        headers=("model", "context", *columns),
+        rows=tuple(rows),
+        numeric=(False, True, *(True for _ in columns)),
+        caption=f"Milliseconds of a training step, batch 4, bf16; –: not measured. Records: {ids}.",
+    )
+
+
+def _step_s(run: Run) -> float:
+    """The median of its steps."""
+    assert run.timing is not None
+    samples = find_phase(run.timing.back_to_back, "step")
+    assert samples is not None
+    return median(samples.best_s)
 
 
 def cells_of(runs: Sequence[AttentionRun], grid: str) -> list[AttentionCell]:
