@@ -54,13 +54,20 @@ def spread_over_ranks(cell: DdpCell) -> float | None:
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 
 
+def best(cells: Iterable[DdpCell], kind: str) -> DdpCell | None:
+    """The contender of a kind with the shortest step; None where none was timed.
+
+    By its step and not by what it adds, as that is the less the more something disturbed the baseline's turns.
+    """
+    times = [(seconds, cell) for cell in cells if cell.contender.kind == kind and (seconds := step_s(cell)) is not None]
+    return min(times, key=lambda pair: pair[0])[1] if times else None
+
+
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
     """What torch's DDP adds at its best bucket size; None where it was not measured, or adds nothing."""
-    added = [
-        seconds for cell in cells if cell.contender.kind == "torch_ddp" and (seconds := exposed_s(cell)) is not None
-    ]
-    best = min(added, default=None)
-    return best if best and best > 0 else None
+    found = best(cells, "torch_ddp")
+    added = exposed_s(found) if found else None
+    return added if added and added > 0 else None
 
 
 def peak_bytes(cell: DdpCell) -> int | None:

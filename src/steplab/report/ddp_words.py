@@ -35,31 +35,30 @@ def told_of(run: DdpRun) -> Iterator[str]:
             f"{units.format_count(facts.num_parameters)} parameters in {facts.num_tensors} tensors: "
             f"{units.format_bytes(facts.gradient_bytes)} of gradients a rank and step."
         )
-    compared = [(cell, added) for cell in figures.timed(run) if (added := figures.exposed_s(cell)) is not None]
+    compared = [cell for cell in figures.timed(run) if figures.exposed_s(cell) is not None]
     if compared:
-        best, added = min(compared, key=lambda pair: pair[1])
-        yield f"Least exposed communication: {best.contender.label}, {_added(best, added)}."
-    ddp = [(cell, added) for cell, added in compared if cell.contender.kind == "torch_ddp"]
-    own = [(cell, added) for cell, added in compared if cell.contender.kind == "bucketed"]
-    best_s = figures.best_ddp_s(run.cells)
-    if ddp and own and best_s:
-        theirs, ours = min(ddp, key=lambda pair: pair[1]), min(own, key=lambda pair: pair[1])
-        adds = (
-            f"{units.format_time(ours[1])}, {ours[1] / best_s:.2f} of" if ours[1] > 0 else "nothing above the noise, of"
-        )
+        first = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
+        yield f"Shortest step: {first.contender.label}, {_added(first)}."
+    theirs, ours = figures.best(compared, "torch_ddp"), figures.best(compared, "bucketed")
+    best_s, ours_s = figures.best_ddp_s(run.cells), figures.exposed_s(ours) if ours else None
+    if theirs and ours and best_s and ours_s is not None:
+        adds = f"{units.format_time(ours_s)}, {ours_s / best_s:.2f} of" if ours_s > 0 else "nothing above the noise, of"
         yield (
-            f"{ours[0].contender.label} adds {adds} what torch DDP adds at its best, "
-            f"{theirs[0].contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
+            f"{ours.contender.label} adds {adds} what torch DDP adds at its best, "
+            f"{theirs.contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
         )
     for cell in run.cells:
         if cell.failure:
             yield f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"
 
 
-def _added(cell: DdpCell, added_s: float) -> str:
-    without_s = figures.baseline_s(cell)
+def _added(cell: DdpCell) -> str:
+    without_s, added_s = figures.baseline_s(cell), figures.exposed_s(cell) or 0.0
     share = f", {units.format_percent(added_s / without_s)} of the step without it" if without_s and added_s > 0 else ""
-    return f"{units.format_time(added_s)} a step{share}" if added_s > 0 else "none above the noise"
+    exposed = (
+        f"{units.format_time(added_s)} of it exposed" if added_s > 0 else "nothing exposed above the noise"
+    )
+    return f"{units.format_time(figures.step_s(cell) or 0.0)}, {exposed}{share}"
 
 
 def model_words(run: DdpRun) -> Iterator[str]:

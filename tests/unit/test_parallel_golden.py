@@ -1,0 +1,71 @@
+"""The committed records of collectives and of data parallelism on H200s: what the documents say of them holds."""
+
+import gzip
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import pytest
+
+from steplab.costs.communication import wire_bytes
+from steplab.records.codec import decode
+from steplab.records.comm import CommRun
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.report import ddp_figures as figures
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+Record = TypeVar("Record", CommRun, DdpRun)
+
+
+def records(name: str, kind: type[Record]) -> list[Record]:
+    lines = gzip.decompress((RESULTS / name).read_bytes()).splitlines()
+    found = [decode(line) for line in lines]
+    assert all(isinstance(record, kind) for record in found)
+    return [record for record in found if isinstance(record, kind)]
+
+
+@pytest.fixture(scope="module")
+def studies() -> dict[str, DdpRun]:
+    return {run.name: run for run in records("ddp_h200_202611.jsonl.gz", DdpRun)}
+
+
+def cell(run: DdpRun, label: str) -> DdpCell:
+    return next(cell for cell in run.cells if cell.contender.label == label)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "least", "most"),
+    [
+        ("compiled-2", "bucketed 200 MB, peer_copy", 0.45, 0.47),
+        ("eager-2", "bucketed 400 MB, peer_copy", 0.57, 0.59),
+        ("compiled-4", "bucketed 200 MB, peer_copy", 0.57, 0.58),
+    ],
+)
+def test_peer_copies_expose_at_most_six_tenths_of_what_torch_ddp_does(
+    studies: dict[str, DdpRun], name: str, ours: str, least: float, most: float
+) -> None:
+    exposed_s, best_s = figures.exposed_s(cell(studies[name], ours)), figures.best_ddp_s(studies[name].cells)
+    assert exposed_s is not None
+    assert best_s is not None
+    assert least < exposed_s / best_s < most
+
+
+def test_a_sharded_optimizer_holds_half_its_state_on_each_of_two_gpus(studies: dict[str, DdpRun]) -> None:
+    whole = figures.memory_at(cell(studies["compiled-2"], "bucketed 200 MB"), "after_step")
+    sharded = figures.memory_at(cell(studies["compiled-2"], "sharded 100 MB"), "after_step")
+    assert whole is not None
+    assert sharded is not None
+    assert sharded.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=1e-3)
+
+
+def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_link() -> None:
+    (run,) = records("comm_h200_202611.jsonl.gz", CommRun)
+    assert all(one.failure is None for one in run.cells)
+    for size, busbw in ((2, 322e9), (4, 354e9)):
+        (found,) = (
+            one
+            for one in run.cells
+            if (one.spec.collective, one.spec.world_size, one.spec.size_bytes) == ("all_reduce", size, 10**9)
+        )
+        slowest_s = max(median(rank.device_s) for rank in found.ranks if rank.device_s)
+        assert wire_bytes(found.spec) / slowest_s == pytest.approx(busbw, rel=0.01)
