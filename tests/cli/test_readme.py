@@ -151,7 +151,7 @@ def check_without_running(program: Program, piece: Piece) -> None:
         except CycloptsError as error:
             pytest.fail(f"{piece}\n{error}")
         if words[1] == "run":  # a run's fields are those of a sweep of one cell
-            fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store"))
+            fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store", "--gpus"))
             result = program("sweep", *fields, "--dry-run")
             assert result.code == 0, f"{piece}\n{result.stderr}"
 

@@ -245,8 +245,9 @@ def test_infinities_and_nan_come_out_as_of_torch(case: str) -> None:
 
 def test_hidden_tiles_are_not_looked_at() -> None:
     """Else NaN times a weight of zero would come out of a key that no query sees."""
-    q, k, v, do = inputs(1, 1, 1, 32, 64, 16)
-    k[:, :, 32:], v[:, :, 32:] = float("nan"), float("nan")
+    widest = max(row.keys for row in triton_tuning.table() if row.box == 16)
+    q, k, v, do = inputs(1, 1, 1, 32, 2 * widest, 16)
+    k[:, :, widest:], v[:, :, widest:] = float("nan"), float("nan")
     found = results_of(FlashAttentionTriton, q, k, v, do, causal=True)
     assert found["output"].isfinite().all()
     assert found["dq"].isfinite().all()
