@@ -55,9 +55,7 @@ def told_of(run: DdpRun) -> Iterator[str]:
 def _added(cell: DdpCell) -> str:
     without_s, added_s = figures.baseline_s(cell), figures.exposed_s(cell) or 0.0
     share = f", {units.format_percent(added_s / without_s)} of the step without it" if without_s and added_s > 0 else ""
-    exposed = (
-        f"{units.format_time(added_s)} of it exposed" if added_s > 0 else "nothing exposed above the noise"
-    )
+    exposed = f"{units.format_time(added_s)} of it exposed" if added_s > 0 else "nothing exposed above the noise"
     return f"{units.format_time(figures.step_s(cell) or 0.0)}, {exposed}{share}"
 
 
