@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 _OWN_VARIABLES = ("STEPLAB_", "XDG_")
 _DISPLAY_VARIABLES = ("CI", "COLUMNS", "FORCE_COLOR", "NO_COLOR", "TERM")
 OF_EVERY_COMMAND = {
-    "PYTHONPATH": str(SOURCES),
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH")))),
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",  # two test processes share few cores
 }

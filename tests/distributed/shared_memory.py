@@ -46,10 +46,12 @@ class SharedMemory:
         ctypes.memmove(target, source, num_bytes)
         self.copied_bytes += num_bytes
 
-    def mean(self, line: int, target: int, own: int, others: int, distance_bytes: int, like: Tensor) -> None:
+    def mean(
+        self, line: int, target: int, own: int, others: int, distance_bytes: int, count: int, dtype: torch.dtype
+    ) -> None:
         rows = [own, *(others + row * distance_bytes for row in range(self.size - 1))]
-        total = torch.stack([at(address, like) for address in rows]).double().sum(0)
-        at(target, like).copy_(total / self.size)
+        total = torch.stack([at(address, count, dtype) for address in rows]).double().sum(0)
+        at(target, count, dtype).copy_(total / self.size)
 
     def signal(self, line: int, rank: int, counter: int, value: int) -> None:
         time.sleep(self.random.uniform(0, self.delay_s))
@@ -63,7 +65,7 @@ class SharedMemory:
             time.sleep(0.0002)
 
 
-def at(address: int, like: Tensor) -> Tensor:
-    """The numbers at an address, as many as `like` has and of its type."""
-    raw = (ctypes.c_char * (like.numel() * like.element_size())).from_address(address)
-    return torch.frombuffer(raw, dtype=like.dtype)
+def at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """So many numbers at an address."""
+    raw = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype)

@@ -63,7 +63,7 @@ def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
     """Each parameter's place in a buffer, shaped as the parameter."""
     views, start = [], 0
     for parameter in parameters:
-        views.append(buffer.as_strided(parameter.size(), _strides(parameter), buffer.storage_offset() + start))
+        views.append(buffer.as_strided(parameter.size(), layout_of(parameter), buffer.storage_offset() + start))
         start += aligned(parameter)
     return views
 
@@ -73,8 +73,11 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride())
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Those of the parameter where it fills its memory without gaps, as optimizers are fastest on equal layouts."""
+def layout_of(parameter: Tensor) -> tuple[int, ...]:
+    """Strides of its gradient: its own where it fills its memory without gaps, as optimizers are fastest on equal ones.
+
+    To be asked once, and not in the middle of backward: it takes longer than to start a copy.
+    """
     if _fills_its_memory(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
@@ -90,13 +93,12 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """The gradient itself where its layout and dtype are the parameter's, else a copy that has them."""
-    strides = _strides(parameter)
+def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The gradient itself where it has these strides and the parameter's dtype, else a copy that has them."""
     if gradient is not None and gradient.stride() == strides and gradient.dtype == parameter.dtype:
-        return gradient.detach()
-    dense = torch.empty_strided(parameter.size(), strides, dtype=parameter.dtype, device=parameter.device)
-    return dense.zero_() if gradient is None else dense.copy_(gradient)
+        return gradient
+    made = torch.empty_strided(parameter.size(), strides, dtype=parameter.dtype, device=parameter.device)
+    return made.zero_() if gradient is None else made.copy_(gradient)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import aligned, dense, flat, same, views_of
+from steplab.parallel.buckets import aligned, dense, flat, layout_of, same, views_of
 from steplab.parallel.collectives import Collectives, Pending
 
 COMPRESSED_DTYPES = (torch.float32, torch.float64)
@@ -34,6 +34,7 @@ class CollectiveBucket:
         compressed = wire_dtype is not None and first.dtype in COMPRESSED_DTYPES
         self._buffer: Tensor | None = None
         self._averages: list[Tensor] = []
+        self._strides = layout_of(first)
         alone = len(self._parameters) == 1
         if not alone:
             size = sum(map(aligned, self._parameters))
@@ -51,7 +52,7 @@ class CollectiveBucket:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
         buffer = self._buffer
         if buffer is None:
-            self._averages = [dense(gradients[0], self._parameters[0])]
+            self._averages = [dense(gradients[0], self._parameters[0], self._strides).detach()]
             buffer = flat(self._averages[0])
             gradients = self._averages
         if self._wire is None:

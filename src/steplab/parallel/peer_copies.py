@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import aligned, dense, flat, same, views_of
+from steplab.parallel.buckets import aligned, dense, views_of
 from steplab.parallel.peer_memory import PeerMemory
 
 OUTWARD, REDUCING, HOMEWARD = range(3)
@@ -118,7 +118,10 @@ class PeerBucket:
         ends = [min(rank * self._part_bytes, buffer.numel()) for rank in range(line.memory.size + 1)]
         self._bounds = list(pairwise(ends))
         self._pieces = [_overlaps(self._parameters, *bounds) for bounds in self._bounds]
+        self._dtype = self._averages[0].dtype
+        self._strides = [average.stride() for average in self._averages]
         self._sources: list[Tensor] = []
+        self._addresses: list[int] = []
         self.number = 0
         """Of the last launch, from 1; 0: there was none."""
         self.landing = (0, 0)
@@ -129,8 +132,9 @@ class PeerBucket:
         line = self._line
         room = line.make_room(self._part_bytes)
         self.landing = room, room + self._part_bytes
-        given = zip(gradients, self._averages, self._parameters, strict=True)
-        self._sources = [_source(*each) for each in given]
+        given = zip(gradients, self._averages, self._strides, strict=True)
+        self._sources = [average.zero_() if g is None else dense(g, average, strides) for g, average, strides in given]
+        self._addresses = [source.data_ptr() for source in self._sources]
         line.num_launched += 1
         self.number = line.num_launched
         line.memory.follow_current(OUTWARD, REDUCING)
@@ -167,7 +171,7 @@ class PeerBucket:
         for peer in line.peers:
             landing = line.landing(peer, memory.rank, self.landing[0]) - self._bounds[peer][0]
             for piece in self._pieces[peer]:
-                source = self._sources[piece.index].data_ptr() + piece.in_gradient
+                source = self._addresses[piece.index] + piece.in_gradient
                 memory.copy(OUTWARD, landing + piece.in_bucket, source, piece.num_bytes)
             memory.signal(OUTWARD, peer, _gradients_told_by(memory.rank), self.number)
 
@@ -178,11 +182,10 @@ class PeerBucket:
         bucket = line.bases[memory.rank] + self._start
         landing = line.landing(memory.rank, line.peers[0], self.landing[0]) - self._bounds[memory.rank][0]
         for piece in self._pieces[memory.rank]:
-            source = self._sources[piece.index]
-            first = piece.in_gradient // source.element_size()
-            numbers = source[first : first + piece.num_bytes // source.element_size()]
+            own = self._addresses[piece.index] + piece.in_gradient
             target, others = bucket + piece.in_bucket, landing + piece.in_bucket
-            memory.mean(REDUCING, target, numbers.data_ptr(), others, line.ring_bytes, numbers)
+            count = piece.num_bytes // self._dtype.itemsize
+            memory.mean(REDUCING, target, own, others, line.ring_bytes, count, self._dtype)
         memory.signal(REDUCING, memory.rank, REDUCED, self.number)
 
     def _return(self) -> None:
@@ -204,13 +207,6 @@ def _gradients_told_by(rank: int) -> int:
 def _means_told_by(rank: int) -> int:
     """The counter of launches whose means of this rank's are in the bucket."""
     return TOLD + 2 * rank + 1
-
-
-def _source(gradient: Tensor | None, average: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The gradient's elements in the order of the bucket."""
-    if gradient is None:
-        return flat(average.zero_())
-    return flat(average if same(average, gradient) else dense(gradient, parameter))
 
 
 def _pages(num_bytes: int) -> int:

@@ -37,8 +37,10 @@ class PeerMemory(Protocol):
     def copy(self, line: int, target: int, source: int, num_bytes: int) -> None:
         """From address to address, of whichever ranks."""
 
-    def mean(self, line: int, target: int, own: int, others: int, distance_bytes: int, like: Tensor) -> None:
-        """target = (own + others) / size: as many numbers as `like` has, of its type; own may be target.
+    def mean(
+        self, line: int, target: int, own: int, others: int, distance_bytes: int, count: int, dtype: torch.dtype
+    ) -> None:
+        """target = (own + others) / size, so many numbers of a type at each address; own may be target.
 
         The others' begin at `others`, `distance_bytes` apart. Summed in float32 (float64 of float64), in this order.
         """

@@ -74,12 +74,14 @@ class SymmetricMemory:
     def copy(self, line: int, target: int, source: int, num_bytes: int) -> None:
         self._driver("cuMemcpyAsync", target, source, num_bytes, self._lines[line])
 
-    def mean(self, line: int, target: int, own: int, others: int, distance_bytes: int, like: Tensor) -> None:
-        count, distance = like.numel(), distance_bytes // like.element_size()
+    def mean(
+        self, line: int, target: int, own: int, others: int, distance_bytes: int, count: int, dtype: torch.dtype
+    ) -> None:
+        distance = distance_bytes // dtype.itemsize
         aligned = not (target | own | others | distance_bytes) % 16
-        compiled = self._means.get((like.dtype, aligned))
+        compiled = self._means.get((dtype, aligned))
         if compiled is None:
-            compiled = self._means[like.dtype, aligned] = self._compiled(like.dtype, aligned)
+            compiled = self._means[dtype, aligned] = self._compiled(dtype, aligned)
         programs = -(-count // BLOCK)
         compiled[(programs, 1, 1)](target, own, others, distance, count, self.size - 1, BLOCK, stream=self._lines[line])
 
