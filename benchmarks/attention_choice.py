@@ -4,7 +4,8 @@
     python benchmarks/attention_choice.py STORE TABLE [RECORD ...]          (from the root of the checkout)
 
 TABLE is src/steplab/ops/attention/attention_choice.toml, which is changed in place: what the records (without any, the
-newest) have of a GPU, type, head dimension and causality takes the place of what it had. Every time is a median.
+newest) have of a GPU, type, head dimension and causality takes the place of what it had. Every time is a median. What
+keeps the scores is left out, as fast as it may be: who asks for `auto` does not expect memory by the square.
 """
 
 import json
@@ -26,6 +27,7 @@ HEAD = """# Measured times of attention implementations, from which `auto` choos
 # and backward together, in the order of the implementations; inf: not run.
 """
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+KEEPING_SCORES = {"plain", "sdpa_math"}
 Entry = Mapping[str, object]
 
 
@@ -37,7 +39,8 @@ def entries(run: AttentionRun) -> list[Entry]:
     for cell in run.cells:
         spec, samples = cell.spec, cell.samples("both")
         square = spec.queries == spec.keys and spec.heads == spec.kv_heads
-        if samples and square and spec.compile == "off" and spec.dtype in DTYPES:
+        wanted = spec.compile == "off" and spec.dtype in DTYPES and spec.implementation not in KEEPING_SCORES
+        if samples and square and wanted:
             key = DTYPES[spec.dtype], spec.dim, spec.causal
             times[key][spec.queries][spec.implementation] = 1e3 * median(samples)
     source = f"steplab attention of {run.created_utc[:10]}, torch {environment.torch}, Triton {environment.triton}"

@@ -8,7 +8,7 @@ import torch
 from steplab.errors import Unsupported
 from steplab.measurement.session import Observer, measure_here
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
-from steplab.ops.attention.choice import Choice, Measured, choice_for, choose, choose_from, table
+from steplab.ops.attention.choice import Choice, Measured, choice_for, choose, choose_from, table, unfit
 from steplab.specs.resolve import resolve_step
 
 
@@ -32,7 +32,7 @@ TABLE = (
 
 
 def chosen(head_dim: int = 64, tokens: float = 512, causal: bool = True, **others: object) -> Choice:
-    given: dict[str, object] = {"device": "GPU A", "dtype": "bfloat16", "without": set(), "square": True} | others
+    given: dict[str, object] = {"device": "GPU A", "dtype": "bfloat16", "without": set()} | others
     return choose_from(TABLE, head_dim=head_dim, tokens=tokens, causal=causal, **given)  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def chosen(head_dim: int = 64, tokens: float = 512, causal: bool = True, **other
         ({"tokens": 1400}, "sdpa_cudnn"),  # by factors: 2.7 times 512, 2.9 times short of 4096
         ({"tokens": 1500}, "flash_triton"),
         ({"tokens": 10**6}, "flash_attn_4"),
-        ({"tokens": 10**6, "square": False}, "flash_triton"),
+        ({"tokens": 10**6, "without": {"flash_attn_4"}}, "flash_triton"),
         ({"tokens": 10**6, "without": {"flash_attn_4", "flash_triton"}}, "sdpa_cudnn"),
         ({"tokens": 1}, "sdpa_cudnn"),
         ({"head_dim": 80}, "sdpa_cudnn"),
@@ -72,6 +72,30 @@ def test_what_was_not_measured_is_left_to_torch(fields: dict[str, object]) -> No
 def test_where_nothing_runs_it_is_left_to_torch() -> None:
     choice = chosen(without={"sdpa_cudnn", "flash_triton", "flash_attn_4"})
     assert choice.implementation == "sdpa"
+
+
+SERVED = {"dtype": "bfloat16", "head_dim": 64, "num_queries": 512, "num_keys": 512, "causal": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, set()),
+        ({"grouped": True}, {"sdpa_efficient"}),
+        ({"head_dim": 20}, {"sdpa_efficient", "sdpa_cudnn", "flash_attn_4"}),
+        ({"head_dim": 20, "dtype": "float32"}, {"sdpa_cudnn", "flash_attn_4"}),
+        ({"head_dim": 256}, {"sdpa_cudnn", "flash_attn_4"}),
+        ({"head_dim": 512}, {"sdpa_cudnn", "flash_attn_4", "sdpa_flash", "flash_triton"}),
+        ({"num_keys": 600}, {"sdpa_flash", "flash_attn_4"}),
+        ({"num_keys": 600, "causal": False}, set()),
+        ({"num_keys": 0, "causal": False}, {"sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flash_attn_4"}),
+    ],
+)
+def test_who_does_not_take_the_inputs_is_not_chosen(fields: dict[str, object], expected: set[str]) -> None:
+    asked: dict[str, object] = SERVED | fields
+    assert unfit(**asked) == expected  # type: ignore[arg-type]
+    for entry in table():
+        assert choose(device=entry.gpu, **asked).implementation not in expected  # type: ignore[arg-type]
 
 
 def test_a_row_without_a_time_for_each_is_refused() -> None:

@@ -70,9 +70,39 @@ def choose(
         head_dim=head_dim,
         tokens=math.sqrt(max(num_queries, 1) * max(num_keys, 1)),
         causal=causal,
-        without={"sdpa_efficient"} if grouped else set(),
-        square=num_queries == num_keys,
+        without=unfit(
+            dtype=dtype,
+            head_dim=head_dim,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            causal=causal,
+            grouped=grouped,
+        ),
     )
+
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def unfit(
+    *, dtype: str, head_dim: int, num_queries: int, num_keys: int, causal: bool, grouped: bool = False
+) -> set[str]:
+    """Implementations that do not take such inputs, whatever the GPU: the nearest shape, which they took, says nothing.
+
+    Of torch's kernels as its sdp_utils.cpp has it. cuDNN takes 256 columns on some GPUs, and is left out beyond 128.
+    """
+    found = set()
+    if num_queries == 0 or num_keys == 0:
+        found |= {"sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flash_attn_4"}
+    if grouped or head_dim * _BYTES.get(dtype, 8) % 16:  # which it reads at a time
+        found.add("sdpa_efficient")
+    if head_dim % 8 or head_dim > 128:
+        found |= {"sdpa_cudnn", "flash_attn_4"}
+    if head_dim > 256:
+        found |= {"sdpa_flash", "flash_triton"}
+    if causal and num_queries != num_keys:  # these count the positions of their mask from the last key
+        found |= {"sdpa_flash", "flash_attn_4"}
+    return found
 
 
 def choose_from(
@@ -84,17 +114,17 @@ def choose_from(
     tokens: float,
     causal: bool,
     without: set[str],
-    square: bool,
 ) -> Choice:
-    """The same from a table of one's own. On a scale of factors: 96 columns are nearer to 128 than to 64."""
+    """The same from a table of one's own, and without some of it.
+
+    Nearness is by factors: 96 columns are nearer to 128 than to 64.
+    """
     of_gpu = [m for m in measured if m.gpu == device and m.dtype == dtype and m.causal == causal]
     if not of_gpu:
         kind = "causal" if causal else "full"
         return Choice(implementation=FALLBACK, reason=f"nothing was measured on {device} for {dtype}, {kind}")
     nearest = min(of_gpu, key=lambda m: abs(math.log(m.head_dim / head_dim)))
     row = min(nearest.rows, key=lambda row: abs(math.log(row[0] / tokens)))
-    if causal and not square:
-        without = {*without, "flash_attn_4"}  # counts the positions of its mask from the last key
     times = {name: ms for name, ms in zip(nearest.implementations, row[1:], strict=True) if name not in without}
     best = min(times, key=lambda name: times[name], default=None)
     if best is None or math.isinf(times[best]):
