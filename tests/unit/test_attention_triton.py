@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +26,7 @@ from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
 from steplab.ops.attention.operators import TRITON
+from steplab.ops.attention.triton_launch import precision
 from steplab.ops.attention.triton_tensors import rounded_to_tf32
 from steplab.ops.attention.triton_tuning import Kernel, Tiles
 
@@ -37,8 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-UNSHRUNK = (Phase.explicit, Phase.generate)
-"""A smaller example than the first that fails would take the interpreter minutes."""
 UNSHRUNK = (Phase.explicit, Phase.generate)
 """A smaller example than the first that fails would take the interpreter minutes."""
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -79,6 +79,19 @@ def test_tf32_errs_at_most_twice_as_much_as_plain_attention_with_operands_rounde
     exact = results_of_plain(*tensors, causal=causal)
     found = results_of(FlashAttentionTriton, *tensors, causal=causal)
     assert rms(found["output"] - exact["output"]) > 1e-5 * rms(exact["output"])  # it is not float32
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
+def test_tf32_may_be_allowed_by_the_newer_of_torchs_settings() -> None:
+    """After which torch refuses to read the older one."""
+    setting: Any = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    setting.fp32_precision = "tf32"
+    try:
+        assert (precision(FP32), precision(BF16)) == ("tf32", "ieee")
+    finally:
+        setting.fp32_precision = before
+    assert precision(FP32) == "ieee"
 
 
 def test_rounding_to_tf32_is_to_the_nearest_and_keeps_what_is_no_number() -> None:

@@ -28,7 +28,16 @@ def base_two(scale: float) -> float:
 
 def precision(dtype: torch.dtype) -> str:
     """How products of float32 are made: as torch makes its own (torch.backends.cuda.matmul). Else it has no effect."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if dtype == torch.float32 and _torch_makes_them_in_tf32() else "ieee"
+
+
+def _torch_makes_them_in_tf32() -> bool:
+    """By the newer of torch's two settings, which follows the older; allow_tf32 raises where the newer was set."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        return str(matmul.fp32_precision) == "tf32"
+    except AttributeError:  # torch before 2.9
+        return matmul.allow_tf32
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
