@@ -70,3 +70,11 @@ def test_gradients_on_a_cpu_are_refused() -> None:
     q = torch.ones(1, 1, 4, 8, requires_grad=True)
     with pytest.raises(Unsupported, match="choose sdpa or flash_reference"):
         attention(q, q, q, implementation="flex")
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 4), (4, 0)])
+def test_no_positions_on_a_cpu_are_refused(num_queries: int, num_keys: int) -> None:
+    """torch would divide by their number, and the process would be gone."""
+    q, k = torch.ones(1, 1, num_queries, 8), torch.ones(1, 1, num_keys, 8)
+    with torch.no_grad(), pytest.raises(Unsupported, match="without queries or keys"):
+        attention(q, k, k, implementation="flex")

@@ -25,15 +25,12 @@ def flex_attention_compiled(
 ) -> Tensor:
     """softmax(scale * q k^T) v by flex_attention, compiled at a shape's first use; within torch.compile, a part of it.
 
-    On a CPU it has no backward pass: raises Unsupported where a gradient is needed.
+    On a CPU it has no backward pass, and divides by the number of positions: raises Unsupported where a gradient is
+    needed, and without queries or keys.
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
-    if q_BHSD.device.type == "cpu" and torch.is_grad_enabled() and _any_needs_gradient(q_BHSD, k_BHKD, v_BHKD):
-        raise Unsupported(
-            "attention 'flex' with gradients on a CPU",
-            "torch's FlexAttention has no backward pass there",
-            "choose sdpa or flash_reference, or run it under torch.no_grad()",
-        )
+    if q_BHSD.device.type == "cpu":
+        _refuse_on_cpu(q_BHSD, k_BHKD, v_BHKD)
     if torch.compiler.is_compiling():
         return _attend(q_BHSD, k_BHKD, v_BHKD, causal, scale)
     output: Tensor = _compiled(q_BHSD.shape, k_BHKD.shape, q_BHSD.dtype)(q_BHSD, k_BHKD, v_BHKD, causal, scale)
@@ -50,8 +47,19 @@ def _attend(q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, causal: bool, scale:
     return output
 
 
-def _any_needs_gradient(*tensors: Tensor) -> bool:
-    return any(tensor.requires_grad for tensor in tensors)
+def _refuse_on_cpu(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise Unsupported(
+            "attention 'flex' with gradients on a CPU",
+            "torch's FlexAttention has no backward pass there",
+            "choose sdpa or flash_reference, or run it under torch.no_grad()",
+        )
+    if any(tensor.shape[-2] == 0 for tensor in tensors):
+        raise Unsupported(
+            "attention 'flex' without queries or keys on a CPU",
+            "torch's FlexAttention ends the process there",
+            "choose sdpa or flash_reference",
+        )
 
 
 @cache
