@@ -239,6 +239,28 @@ def test_a_compiler_goes_through_without_a_break(causal: bool, lead: tuple[int, 
         torch.testing.assert_close(found, right)
 
 
+def test_a_compiler_takes_one_tensor_for_several_without_a_break() -> None:
+    def loss(q: Tensor, k: Tensor) -> Tensor:
+        once = attention(q, q, q, causal=True, implementation="flash_reference")
+        return attention(once, k, k, implementation="flash_reference").square().sum()
+
+    q, k = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (5, 6))
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k)
+    for found, right in zip(
+        torch.autograd.grad(compiled, (q, k)), torch.autograd.grad(loss(q, k), (q, k)), strict=True
+    ):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("name", ["flash_reference", "flash_triton", "auto"])
+def test_tensors_without_content_give_shapes(name: str) -> None:
+    q, k = (torch.empty(2, 4, n, 8, device="meta", requires_grad=True) for n in (5, 6))
+    out = attention(q, k, k, implementation=name)
+    assert (out.device.type, out.shape) == ("meta", q.shape)
+    assert [d.shape for d in torch.autograd.grad(out.sum(), (q, k))] == [q.shape, k.shape]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_autocast_casts_what_goes_in(compiled: bool) -> None:
     q, k, v = inputs(1, 2, 2, 5, 6, 8, torch.float32)

@@ -6,6 +6,7 @@ Shape suffixes: B batch (any leading dimensions), H heads, S query positions, K 
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from steplab.errors import Unsupported
@@ -25,7 +26,7 @@ def flash_reference_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """FlashAttention-2 in tiled PyTorch."""
-    output: Tensor = FlashAttentionReference.apply(q_BHSD, k_BHKD, v_BHKD, causal, scale)
+    output: Tensor = FlashAttentionReference.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
     return output
 
 
@@ -33,8 +34,15 @@ def flash_triton_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """FlashAttention-2 in Triton kernels."""
-    output: Tensor = FlashAttentionTriton.apply(q_BHSD, k_BHKD, v_BHKD, causal, scale)
+    output: Tensor = FlashAttentionTriton.apply(*_apart(q_BHSD, k_BHKD, v_BHKD), causal, scale)
     return output
+
+
+def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, as three tensors to torch.compile too: it breaks its graph where a Function gets one tensor twice."""
+    if not torch.compiler.is_compiling():
+        return q, k, v
+    return q, k.view_as(k) if k is q else k, v.view_as(v) if v is k or v is q else v
 
 
 def auto_attention(

@@ -13,6 +13,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
+from steplab.ops.attention.autocast import autocast_dtype
 from steplab.ops.attention.shapes import fixed, num_key_heads
 
 FALLBACK = "sdpa"
@@ -152,8 +153,7 @@ _Described = tuple[torch.device, torch.dtype, int, int, int, bool]
 
 def _described(q: Tensor, k: Tensor) -> _Described:
     """What a choice depends on, but for the mask."""
-    kind = q.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    dtype = autocast_dtype(q.device.type) or q.dtype
     grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
     return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped
 

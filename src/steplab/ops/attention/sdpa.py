@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from steplab.errors import Unsupported
+from steplab.ops.attention.autocast import autocast_dtype
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -54,7 +55,7 @@ def _refuse(backend: str, q: Tensor, *, grouped: bool) -> None:
         raise _unsupported(backend, q)
     if kind != "cuda":
         return
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    dtype = autocast_dtype(kind) or q.dtype
     if (backend in ("flash", "cudnn") and dtype not in _HALVES) or (backend == "efficient" and dtype == torch.float64):
         raise _unsupported(backend, q)
     if backend == "efficient" and grouped:

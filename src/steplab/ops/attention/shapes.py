@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from steplab.errors import UserError
+from steplab.ops.attention.autocast import autocast_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What attention is computed in."""
@@ -33,7 +34,7 @@ def _one_type(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if q.dtype == k.dtype == v.dtype:
         return q.dtype in DTYPES
     types = {q.dtype, k.dtype, v.dtype}
-    return torch.is_autocast_enabled(q.device.type) and types <= set(DTYPES) - {torch.float64}
+    return autocast_dtype(q.device.type) is not None and types <= set(DTYPES) - {torch.float64}
 
 
 def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
