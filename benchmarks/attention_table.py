@@ -75,7 +75,7 @@ STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"
 
 def main(records: str, *rest: str) -> None:
     runs = read(Path(records), AttentionRun)
-    whole = list(_titled("Whole models", steps([*read(STEPS, Run), *read(Path(records), Run)])))
+    whole = list(_titled("Whole models", steps(read(STEPS, Run), read(Path(records), Run))))
     if rest:
         _, page = rest
         write_between_marks(Path(page), "\n\n".join([*for_docs(cells_of(runs, "peers")), whole[-1]]))
@@ -100,10 +100,11 @@ def read(path: Path, kind: type[Kind]) -> list[Kind]:
     return sorted(runs, key=lambda run: run.created_utc)
 
 
-def steps(runs: Sequence[Run]) -> Grid | None:
-    """The step of each model by who computes its attention; of one measured twice, the later."""
+def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Grid | None:
+    """The step of each model by who computes its attention; of one measured twice, the later. Earlier ones are marked:
+    they were not measured beside the others."""
     found: dict[tuple[str, str], dict[str, Run]] = {}
-    for run in runs:
+    for run in (*earlier, *runs):
         spec, wanted = run.spec, {"precision": "bf16", "pass_name": "train", "batch": 4, "checkpointing": "none"}
         if spec is None or run.timing is None or spec.warmup < 3 or spec.context < 512:
             continue
@@ -115,16 +116,19 @@ def steps(runs: Sequence[Run]) -> Grid | None:
         return None
     columns = list(dict.fromkeys(column for own in compared.values() for column in own))
     columns.sort(key=lambda column: ("compiled" in column, OURS in column, column))
-    rows = [
-        (*key, *(_milliseconds(_step_s(own[column])) if column in own else "–" for column in columns))
-        for key, own in compared.items()
-    ]
+    old = {run.id for run in earlier}
+
+    def text(run: Run | None) -> str:
+        return _milliseconds(_step_s(run)) + ("*" if run.id in old else "") if run else "–"
+
+    rows = [(*key, *(text(own.get(column)) for column in columns)) for key, own in compared.items()]
     ids = ", ".join(run.id for own in compared.values() for run in own.values())
     return Grid(
         headers=("model", "context", *columns),
         rows=tuple(rows),
         numeric=(False, True, *(True for _ in columns)),
-        caption=f"Milliseconds of a training step, batch 4, bf16; –: not measured. Records: {ids}.",
+        caption="Milliseconds of a training step, batch 4, bf16; –: not measured; *: in another session, from "
+        f"{STEPS.relative_to(STEPS.parents[2])}. Records: {ids}.",
     )
 
 
