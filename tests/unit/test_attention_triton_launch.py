@@ -1,0 +1,142 @@
+"""How flash_triton's kernels are started: what is kept between calls, and what a compiled kernel is given of it."""
+
+import gc
+import importlib
+import importlib.util
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from steplab.ops.attention.triton_backward import _start_for_keys, _start_for_queries, _start_of_prepare
+from steplab.ops.attention.triton_forward import _start
+from steplab.ops.attention.triton_launch import Form, Start
+from steplab.ops.attention.triton_tensors import columns
+from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant
+
+COMPILER_OPTIONS = {"num_warps", "num_stages"}
+
+
+class Descriptor:
+    """Of a tensor."""
+
+
+class KernelWithoutGpu:
+    """Notes how it was started: the first time by Triton, which compiles it, and then compiled."""
+
+    def __init__(self, arg_names: list[str]) -> None:
+        self.arg_names = arg_names
+        self.by_triton: list[tuple[Any, ...]] = []
+        self.compiled: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def start(*args: Any, **options: Any) -> Any:
+            self.by_triton.append((grid, args, options))
+            return {grid: lambda *args: self.compiled.append((grid, args))}
+
+        return start
+
+    def all_given(self) -> list[Any]:
+        """What its first start gave each of its parameters, in their order."""
+        _, args, options = self.by_triton[0]
+        given = dict(zip(self.arg_names, args, strict=False)) | options
+        assert len(given) == len(args) + len(options), "a parameter is given twice"
+        assert given.keys() - set(self.arg_names) <= COMPILER_OPTIONS
+        return [given[name] for name in self.arg_names]
+
+
+class NotKept(list[Any]):
+    """Notes nothing."""
+
+    def append(self, item: Any) -> None:
+        """Forget it."""
+
+
+def test_a_compiled_kernel_gets_all_in_its_own_order_and_other_tensors() -> None:
+    kernel = KernelWithoutGpu(["x_ptr", "y_tiles", "count", "FLAG", "SIZE"])
+    form = Form(Descriptor, {"shape": [4], "strides": [1]})
+    start = Start(kernel, 3, [None, form], [7], SIZE=2, FLAG=True, num_warps=4)
+    first, second = ([torch.zeros(4), torch.ones(4)] for _ in range(2))
+    start(*first)
+    start(*second)
+    ((grid, args, options),) = kernel.by_triton
+    assert (grid, args[0] is first[0], args[1].base is first[1], args[2:]) == ((3, 1, 1), True, True, (7,))
+    assert options == {"SIZE": 2, "FLAG": True, "num_warps": 4}
+    ((grid, args),) = kernel.compiled
+    assert (grid, args[0] is second[0], args[1].base is second[1], args[2:]) == ((3, 1, 1), True, True, (7, True, 2))
+    assert (args[1].shape, args[1].strides) == ([4], [1])
+
+
+def test_no_tensor_is_kept_between_calls() -> None:
+    kernel = KernelWithoutGpu(["x_ptr", "y_tiles"])
+    kernel.by_triton, kernel.compiled = NotKept(), NotKept()
+    start = Start(kernel, 1, [None, Form(Descriptor, {})], [])
+    tensors = [torch.zeros(4), torch.ones(4)]
+    seen = [weakref.ref(x) for x in tensors]
+    start(*tensors)
+    start(*tensors)
+    del tensors
+    gc.collect()
+    assert [x() for x in seen] == [None, None]
+
+
+def starts(kernel: Kernel, variant: Variant) -> tuple[Start, int]:
+    """A start of the kernel for some shape, and the number of its tensors."""
+    decided = columns(64), torch.bfloat16, torch.device("cpu"), "ieee", True, 0.125
+    q_shape, k_shape = (1, 4, 50, 64), (1, 2, 70, 64)
+    q, k = ((12800, 3200, 64, 1), (8960, 4480, 64, 1))
+    tiles = Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=128, keys=64, stages=2)
+    if kernel == "forward":
+        return _start.__wrapped__(tiles, *decided, q_shape, k_shape, (q, k, k, q)), 5
+    if kernel == "backward_kv":
+        return _start_for_keys.__wrapped__(tiles, *decided, q_shape, k_shape, (q, k, k, q, k, k)), 8
+    return _start_for_queries.__wrapped__(tiles, *decided, q_shape, k_shape, (q, k, k, q, q)), 7
+
+
+@pytest.mark.parametrize("variant", ["portable", "hopper"])
+@pytest.mark.parametrize("kernel", ["forward", "backward_kv", "backward_q"])
+def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant) -> None:
+    """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
+    home = importlib.import_module(f"steplab.ops.attention.triton_{variant}_{kernel.split('_')[0]}")
+    noted = KernelWithoutGpu(list(getattr(home, f"{kernel}_kernel").arg_names))
+    with patch.object(home, f"{kernel}_kernel", noted):
+        start, num_tensors = starts(kernel, variant)
+    check_both_starts(start, noted, num_tensors)
+
+
+def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:
+    home = importlib.import_module("steplab.ops.attention.triton_portable_backward")
+    noted = KernelWithoutGpu(list(home.prepare_kernel.arg_names))
+    shape, strides = (1, 4, 50, 64), (12800, 3200, 64, 1)
+    with patch.object(home, "prepare_kernel", noted):
+        given = 64, torch.bfloat16, torch.device("cpu"), 0.125, shape, strides, strides
+        start = _start_of_prepare.__wrapped__(*given)
+    check_both_starts(start, noted, 6)
+
+
+def check_both_starts(start: Start, noted: KernelWithoutGpu, num_tensors: int) -> None:
+    tensors = [torch.zeros(8) for _ in range(num_tensors)]
+    start(*tensors)
+    start(*tensors)
+    expected, ((_, given),) = noted.all_given(), noted.compiled
+    assert [_shown(x) for x in given] == [_shown(x) for x in expected]
+    constants = [name for name in noted.arg_names if name.isupper()]
+    assert noted.arg_names[-len(constants) :] == constants
+    pointers = [name for name in noted.arg_names if name.endswith(("_ptr", "_tiles"))]
+    assert noted.arg_names[: len(pointers)] == pointers
+    assert len(pointers) == num_tensors
+    for name, x in zip(pointers, given, strict=False):
+        assert isinstance(x, torch.Tensor) == name.endswith("_ptr")
+
+
+def _shown(x: Any) -> object:
+    """What two of a kind have alike."""
+    if isinstance(x, torch.Tensor):
+        return id(x)
+    return {**vars(x), "base": id(x.base)} if hasattr(x, "base") else x
