@@ -95,7 +95,8 @@ def attention(
     q is [..., H, S, D] with k and v [..., N, K, D]: any leading dimensions, and N key heads where N divides H (query
     head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. Nothing is
     broadcast. causal hides keys after the query's own position, both counted from the first (as torch's is_causal
-    does). scale defaults to 1 / sqrt(D). Gives a tensor of q's shape and dtype (autocast's, where it is on).
+    does). scale defaults to 1 / sqrt(D). Gives a tensor of q's shape and dtype; under autocast in its dtype, but for
+    plain, which gives q's.
 
     Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for a name that is not
     known and for inputs that the named implementation does not serve.
