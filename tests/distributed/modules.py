@@ -1,6 +1,7 @@
 """Small modules in float64, each with something that data parallelism could get wrong."""
 
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,6 +85,20 @@ class TwoWays(nn.Module):
     def forward(self, x: Tensor, a_first: bool) -> Tensor:
         x = self.head(x)
         return self.b(self.a(x).tanh()) if a_first else self.a(self.b(x).tanh())
+
+
+class Added(nn.Module):
+    """A parameter added as a view, whose gradient autograd leaves in memory that the layer's backward reads, later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8).double()
+        self.added = nn.ParameterList([torch.randn(3, 8, dtype=torch.float64)])  # behind the layer, so sent before it
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).tanh()
+        h.register_hook(lambda _: time.sleep(0.005))  # by then an average made in that memory would be there
+        return h + self.added[0][None].view(3, 8)
 
 
 def square(width: int, bias: bool = True) -> nn.Linear:

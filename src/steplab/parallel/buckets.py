@@ -5,6 +5,7 @@ and travel along.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -91,6 +92,33 @@ def _fills_its_memory(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Whether a gradient that autograd has just left may lie in memory that others use.
+
+    Autograd does not copy a gradient that is a view: with `h + p[None]`, p's gradient lies in the memory of h's, which
+    the backward pass has still to read. Nothing tells so but the number of references to the memory.
+    """
+    return _references(gradient) > references_of_its_own()
+
+
+def _references(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@cache
+def references_of_its_own() -> int:
+    """Those to the memory of a gradient that nobody else uses, when the hooks for it run: torch's own business.
+
+    To be asked first outside of a backward pass: it runs one.
+    """
+    found: list[int] = []
+    with torch.enable_grad():
+        parameter = torch.zeros(1, requires_grad=True)
+        parameter.register_post_accumulate_grad_hook(lambda of: found.append(_references(of.grad)))
+        (parameter * 2).backward()
+    return found[0]
 
 
 def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) -> Tensor:

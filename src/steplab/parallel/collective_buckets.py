@@ -5,7 +5,8 @@ optimizer reads, and nothing is copied out. A gradient that autograd made elsewh
 in one call; one that already lives there, because it was zeroed and not dropped, is not copied at all.
 
 A bucket of one gradient needs no buffer: the tensor that autograd made is reduced where it was born. So every gradient
-larger than the bucket size, which in a Transformer is most of the bytes, is never copied.
+larger than the bucket size, which in a Transformer is most of the bytes, is never copied, unless autograd uses that
+memory for something else besides.
 
 With compression a bucket has a second buffer, of the smaller dtype, which travels instead: gradients are cast on their
 way in, and the averages on their way back into the first.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import aligned, dense, flat, layout_of, same, views_of
+from steplab.parallel.buckets import aligned, dense, flat, is_shared, layout_of, references_of_its_own, same, views_of
 from steplab.parallel.collectives import Collectives, Pending
 
 COMPRESSED_DTYPES = (torch.float32, torch.float64)
@@ -36,7 +37,9 @@ class CollectiveBucket:
         self._averages: list[Tensor] = []
         self._strides = layout_of(first)
         alone = len(self._parameters) == 1
-        if not alone:
+        if alone:
+            references_of_its_own()
+        else:
             size = sum(map(aligned, self._parameters))
             self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
             self._averages = views_of(self._buffer, self._parameters)
@@ -52,7 +55,10 @@ class CollectiveBucket:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
         buffer = self._buffer
         if buffer is None:
-            self._averages = [dense(gradients[0], self._parameters[0], self._strides).detach()]
+            (gradient,) = gradients
+            if gradient is not None and is_shared(gradient):
+                gradient = gradient.clone()
+            self._averages = [dense(gradient, self._parameters[0], self._strides).detach()]
             buffer = flat(self._averages[0])
             gradients = self._averages
         if self._wire is None:
