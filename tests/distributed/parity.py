@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,3 +94,26 @@ def assert_gradients_are_equal_over_ranks(module: nn.Module) -> None:
     for theirs in everyone:
         for a, b in zip(mine, theirs, strict=True):
             assert (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+
+
+def assert_recovers(model: DataParallel) -> None:
+    """What a backward pass leaves that raises half-way is dropped by finishing it and zeroing; model is a TwoWays."""
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    x = torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float64)
+    alone = copy.deepcopy(model.module)
+    hook = model.a.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(x, True).sum().backward()
+    hook.remove()
+    model.finish_gradient_synchronization()
+    model.zero_grad()
+    model(x, True).sum().backward()
+    model.finish_gradient_synchronization()
+    size = dist.get_world_size()
+    for rank in range(size):
+        (alone(torch.full((2, 8), 1.0 + rank, dtype=torch.float64), True).sum() / size).backward()
+    for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)

@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import modules
-from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_equal_over_ranks, assert_trains_alike
+from tests.distributed.parity import (
+    STRATEGIES,
+    TINY_MB,
+    assert_gradients_are_equal_over_ranks,
+    assert_recovers,
+    assert_trains_alike,
+)
 from tests.distributed.transports import Delays
 from tests.distributed.world import Cases
 from torch import Tensor, nn
@@ -116,6 +122,17 @@ def two_synchronisations_before_a_step() -> None:
 @cases.in_a_small_world
 def parameters_and_gradients_that_are_not_contiguous() -> None:
     every_way(lambda **options: assert_trains_alike(modules.Strided(), **options))
+
+
+@cases
+def gradients_in_memory_that_backward_has_still_to_read() -> None:
+    every_way(lambda **options: assert_trains_alike(modules.Added(), **options))
+
+
+@cases.in_a_small_world
+def a_backward_pass_that_raised_leaves_nothing_once_finished() -> None:
+    for strategy in STRATEGIES:
+        assert_recovers(DataParallel(modules.TwoWays(), strategy, bucket_size_mb=TINY_MB))
 
 
 @cases.in_a_small_world
