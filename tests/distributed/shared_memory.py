@@ -1,9 +1,16 @@
-"""Peer memory of processes on one CPU: files that all have mapped, and numbers in one of them that they watch."""
+"""Peer memory of processes on one CPU: files that all have mapped, and numbers in one of them that they watch.
+
+A line is a thread that does what it is given in turn, late if that is wanted; the current stream is the host itself.
+"""
 
 import ctypes
+import queue
 import random
 import tempfile
+import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,15 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 LONGEST_S = 20.0
+NUM_LINES = 3
+Work = Callable[[], None]
 
 
 class SharedMemory:
-    """As SymmetricMemory is of GPUs; every call is done when it returns. Sleeps up to delay_s before each signal."""
+    """As SymmetricMemory is of GPUs. A line sleeps up to `delay_s` before each thing that it does."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.rank, self.size, self.device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-        self.delay_s, self.random = delay_s, random.Random(self.rank)
         self.copied_bytes = 0
+        self._lines: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(NUM_LINES)]
+        for number, line in enumerate(self._lines):
+            delays = random.Random(NUM_LINES * self.rank + number)
+            threading.Thread(target=_serve, args=(line, delays, delay_s), daemon=True).start()
+            weakref.finalize(self, line.put, None)
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
         folder: list[str | None] = [tempfile.mkdtemp() if self.rank == 0 else None]
@@ -37,32 +50,55 @@ class SharedMemory:
         return mine, [memory.data_ptr() for memory in self.everyone]
 
     def follow_current(self, *lines: int) -> None:
-        """All is done already."""
+        """All that the host did is done already."""
 
     def current_awaits(self, counter: int, value: int) -> None:
-        self.await_signal(0, counter, value)
+        _await(self.counters, self.rank, counter, value)
 
     def copy(self, line: int, target: int, source: int, num_bytes: int) -> None:
-        ctypes.memmove(target, source, num_bytes)
+        self._lines[line].put(lambda: _copy(target, source, num_bytes))
         self.copied_bytes += num_bytes
 
     def mean(
         self, line: int, target: int, own: int, others: int, distance_bytes: int, count: int, dtype: torch.dtype
     ) -> None:
         rows = [own, *(others + row * distance_bytes for row in range(self.size - 1))]
-        total = torch.stack([at(address, count, dtype) for address in rows]).double().sum(0)
-        at(target, count, dtype).copy_(total / self.size)
+        self._lines[line].put(lambda: _mean(target, rows, count, dtype))
 
     def signal(self, line: int, rank: int, counter: int, value: int) -> None:
-        time.sleep(self.random.uniform(0, self.delay_s))
-        self.counters[rank, counter] = value
+        counters = self.counters
+        self._lines[line].put(lambda: _set(counters, rank, counter, value))
 
     def await_signal(self, line: int, counter: int, value: int) -> None:
-        until = time.monotonic() + LONGEST_S
-        while int(self.counters[self.rank, counter]) < value:
-            if time.monotonic() > until:
-                raise TimeoutError(f"rank {self.rank}: counter {counter} did not get to {value}")
-            time.sleep(0.0002)
+        counters, rank = self.counters, self.rank
+        self._lines[line].put(lambda: _await(counters, rank, counter, value))
+
+
+def _serve(line: "queue.SimpleQueue[Work | None]", delays: random.Random, delay_s: float) -> None:
+    while work := line.get():
+        time.sleep(delays.uniform(0, delay_s))
+        work()
+
+
+def _copy(target: int, source: int, num_bytes: int) -> None:
+    ctypes.memmove(target, source, num_bytes)
+
+
+def _mean(target: int, rows: list[int], count: int, dtype: torch.dtype) -> None:
+    total = torch.stack([at(address, count, dtype) for address in rows]).double().sum(0)
+    at(target, count, dtype).copy_(total / len(rows))
+
+
+def _set(counters: Tensor, rank: int, counter: int, value: int) -> None:
+    counters[rank, counter] = value
+
+
+def _await(counters: Tensor, rank: int, counter: int, value: int) -> None:
+    until = time.monotonic() + LONGEST_S
+    while int(counters[rank, counter]) < value:
+        if time.monotonic() > until:
+            raise TimeoutError(f"rank {rank}: counter {counter} did not get to {value}")
+        time.sleep(0.0002)
 
 
 def at(address: int, count: int, dtype: torch.dtype) -> Tensor:

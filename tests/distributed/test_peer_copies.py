@@ -1,19 +1,29 @@
 """Gradients that travel by copies into other ranks' memory: the same contract as by collectives."""
 
+import gc
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import modules
-from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_equal_over_ranks, assert_trains_alike
+from tests.distributed.parity import (
+    STRATEGIES,
+    TINY_MB,
+    assert_gradients_are_equal_over_ranks,
+    assert_recovers,
+    assert_trains_alike,
+)
 from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.world import Cases
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel, peer_copies
+from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.transports import bucket_maker
 
 cases = Cases(__name__)
 
@@ -72,6 +82,59 @@ def landing_places_are_used_again() -> None:
 
 
 @cases
+def averages_may_be_changed_as_soon_as_they_are_there() -> None:
+    """Though peers may have to fetch this rank's part of them still."""
+    model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.01))
+    for _ in range(4):
+        model(torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
+        model.finish_gradient_synchronization()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        assert_gradients_are_equal_over_ranks(model)
+        model.zero_grad()
+
+
+@cases.in_a_small_world
+def two_models_whose_steps_overlap() -> None:
+    x = torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float64)
+    pairs = [
+        (DataParallel(modules.plain(), "overlap", transport=SharedMemory(delay_s=0.002)), modules.plain())
+        for _ in range(2)
+    ]
+    for model, alone in pairs:
+        alone.load_state_dict(model.state_dict())
+        sum(alone(torch.full((2, 8), 1.0 + rank).double()).square().mean() / 2 for rank in range(2)).backward()
+    for model, _ in pairs:
+        model(x).square().mean().backward()
+    for model, alone in reversed(pairs):
+        model.finish_gradient_synchronization()
+        expected = [p.grad for p in alone.parameters()]
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+
+
+@cases.in_a_small_world
+def a_backward_pass_that_raised_leaves_nothing_once_finished() -> None:
+    assert_recovers(DataParallel(modules.TwoWays(), "overlap", transport=SharedMemory()))
+
+
+@cases.in_a_small_world
+def memory_goes_with_the_model() -> None:
+    """At once: Python's garbage collector knows nothing of how large it is."""
+    memory = SharedMemory()
+    model = DataParallel(modules.plain(), transport=memory)
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    model.finish_gradient_synchronization()
+    gone = ref(memory)
+    gc.disable()
+    try:
+        del model, memory
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@cases
 def what_is_copied_is_what_a_ring_would_send() -> None:
     """2 (n-1)/n of all bytes, up to the parts' whole pages."""
     memory = SharedMemory()
@@ -124,3 +187,18 @@ def what_it_does_not_serve_is_refused() -> None:
     for error, words, options in refusals:
         with pytest.raises(error, match=words):
             DataParallel(modules.plain(), **options)
+    with pytest.raises(Unsupported, match="complex"):
+        DataParallel(nn.Linear(2, 2, dtype=torch.complex64), transport=SharedMemory())
+    pair = [nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta")]
+    with pytest.raises(Unsupported, match="on cpu and meta"):
+        bucket_maker(SharedMemory(), None, GroupCollectives(), None)([pair])
+
+
+@cases
+def collectives_of_some_processes_are_refused() -> None:
+    """They do not say which group the memory is to be shared by."""
+    if dist.get_world_size() == 4:
+        first = dist.get_rank() // 2 * 2
+        groups = [dist.new_group([rank, rank + 1]) for rank in (0, 2)]
+        with pytest.raises(Unsupported, match=r"among 2 of 4 processes.*give the process group"):
+            DataParallel(modules.plain(), transport="peer_copy", group=GroupCollectives(groups[first // 2]))

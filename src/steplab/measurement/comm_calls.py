@@ -11,7 +11,7 @@ from torch import nn
 
 from steplab.measurement.comm_data import Buffers
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
-from steplab.parallel.peer_copies import PeerCopies
+from steplab.parallel.peer_copies import peer_buckets
 from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.symmetric_memory import SymmetricMemory
 
@@ -41,7 +41,7 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
     """All of the message as one gradient of a bucket, whose average lies in the bucket's own memory."""
-    (bucket,) = PeerCopies([[nn.Parameter(buffers.send)]], memory).buckets
+    (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)
     (buffers.receive,) = bucket.wait()
 
     def call() -> None:

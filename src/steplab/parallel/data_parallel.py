@@ -108,7 +108,7 @@ class DataParallel(nn.Module):
 
         A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks. Between
         backward and this, gradients that are under way are not to be seen in `.grad`, and `zero_grad` does not reach
-        them.
+        them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then.
 
         Raises UserError within `no_sync`, and where a parameter was frozen when this was built and no longer is.
         """
@@ -178,7 +178,8 @@ def _forms(module: nn.Module) -> dict[str, str]:
 
     def form(tensor: Tensor) -> str:
         gradient = "trained" if tensor.requires_grad else "not trained"
-        return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} strides {tensor.stride()} {gradient}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{tuple(tensor.shape)} {dtype} on {tensor.device.type} strides {tensor.stride()} {gradient}"
 
     return {name: form(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
 

@@ -17,6 +17,8 @@ bucket first. The mean of an element is made by one rank alone, so all ranks hav
 Nobody overwrites what is still read. A landing place is used again when its bucket has come home, and so do gradients
 live till then: means of all ranks are made of all that I sent. A peer writes its part of my bucket after it got my
 gradients of that part, so after the backward pass that made them, behind the optimizer that read the last averages.
+Averages may be changed in place (clipped, say) once a bucket is waited for, and my own part of them is what I send: so
+it has come home here only when that is copied, too.
 
 The n-th launch of a step is the n-th on every rank, so counters hold numbers of launches.
 """
@@ -33,9 +35,9 @@ from steplab.parallel.peer_memory import PeerMemory
 
 OUTWARD, REDUCING, HOMEWARD = range(3)
 """Lines."""
-REDUCED, TOLD = 0, 1
-"""Counters: launches whose means I have made; and from TOLD on, two for each rank: launches of which it has told me
-that its gradients have landed here, and its means."""
+REDUCED, RETURNED, TOLD = 0, 1, 2
+"""Counters: launches whose means I have made, and those whose means I have copied to all; and from TOLD on, two for
+each rank: launches of which it has told me that its gradients have landed here, and its means."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
 whose gradients come in bursts need not wait. At least three of the largest bucket, for one on each line."""
@@ -57,25 +59,35 @@ class _Piece:
     """How long it is."""
 
 
-class PeerCopies:
-    """What the buckets of one module share: memory, and which of them are under way."""
+def peer_buckets(groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory) -> list["PeerBucket"]:
+    """The buckets of one module, a group of parameters each; a collective call.
 
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory) -> None:
+    They share `memory`, which goes when the last of them does.
+    """
+    sizes = [sum(map(aligned, group)) * group[0].element_size() for group in groups]
+    starts = [0, *accumulate(map(_pages, sizes))]
+    copies = PeerCopies(memory, sizes, starts[-1])
+    return [
+        PeerBucket(copies, group, copies.own[start : start + size], start)
+        for group, start, size in zip(groups, starts, sizes, strict=False)
+    ]
+
+
+class PeerCopies:
+    """What the buckets of one module share: memory, and which of them are under way. It does not keep the buckets, or
+    that memory, outside of Python's, would stay until its garbage collector comes by."""
+
+    def __init__(self, memory: PeerMemory, sizes: Sequence[int], rings_start: int) -> None:
+        """`sizes` are the buckets' in bytes; they lie before `rings_start`."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.num_launched = 0
         self._num_awaited = 0
         self.under_way: deque[PeerBucket] = deque()
-        sizes = [sum(map(aligned, group)) * group[0].element_size() for group in groups]
-        starts = [0, *accumulate(map(_pages, sizes))]
         window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes, default=0)))
         self.ring_bytes = _part(window, memory.size)
-        self._rings_start, self._cursor = starts[-1], 0
-        own, self.bases = memory.allocate(starts[-1] + len(self.peers) * self.ring_bytes, TOLD + 2 * memory.size)
-        self.buckets = [
-            PeerBucket(self, group, own[start : start + size], start)
-            for group, start, size in zip(groups, starts, sizes, strict=False)
-        ]
+        self._rings_start, self._cursor = rings_start, 0
+        self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, TOLD + 2 * memory.size)
 
     def landing(self, on_rank: int, of_rank: int, start: int) -> int:
         """The address where bytes of one rank land on another; those of all ranks lie a ring apart."""
@@ -101,7 +113,7 @@ class PeerCopies:
 
     def _await(self, launch: int) -> None:
         """Counters grow in the order of launches, so that what was launched earlier has come home too."""
-        self.memory.current_awaits(REDUCED, launch)
+        self.memory.current_awaits(RETURNED, launch)
         for peer in self.peers:
             self.memory.current_awaits(_means_told_by(peer), launch)
 
@@ -109,13 +121,13 @@ class PeerCopies:
 class PeerBucket:
     """Gradients that travel together; see buckets.Bucket."""
 
-    def __init__(self, line: PeerCopies, parameters: Sequence[nn.Parameter], buffer: Tensor, start: int) -> None:
-        self._line = line
+    def __init__(self, copies: PeerCopies, parameters: Sequence[nn.Parameter], buffer: Tensor, start: int) -> None:
+        self._copies = copies
         self._parameters = tuple(parameters)
         self._start = start  # the same on every rank
         self._averages = views_of(buffer.view(self._parameters[0].dtype), self._parameters)
-        self._part_bytes = _part(buffer.numel(), line.memory.size)
-        ends = [min(rank * self._part_bytes, buffer.numel()) for rank in range(line.memory.size + 1)]
+        self._part_bytes = _part(buffer.numel(), copies.memory.size)
+        ends = [min(rank * self._part_bytes, buffer.numel()) for rank in range(copies.memory.size + 1)]
         self._bounds = list(pairwise(ends))
         self._pieces = [_overlaps(self._parameters, *bounds) for bounds in self._bounds]
         self._dtype = self._averages[0].dtype
@@ -129,24 +141,24 @@ class PeerBucket:
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
-        line = self._line
-        room = line.make_room(self._part_bytes)
+        copies = self._copies
+        room = copies.make_room(self._part_bytes)
         self.landing = room, room + self._part_bytes
         given = zip(gradients, self._averages, self._strides, strict=True)
         self._sources = [average.zero_() if g is None else dense(g, average, strides) for g, average, strides in given]
         self._addresses = [source.data_ptr() for source in self._sources]
-        line.num_launched += 1
-        self.number = line.num_launched
-        line.memory.follow_current(OUTWARD, REDUCING)
+        copies.num_launched += 1
+        self.number = copies.num_launched
+        copies.memory.follow_current(OUTWARD, REDUCING)
         self._send()
         self._reduce()
         self._return()
-        line.under_way.append(self)
+        copies.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
         """The averages, each shaped as its parameter; of what was launched last."""
         if self.number:
-            self._line.await_all()
+            self._copies.await_all()
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -158,8 +170,8 @@ class PeerBucket:
 
     def release(self) -> None:
         """Hold on to no gradient that is not in the bucket's own memory; after `wait`."""
-        while self in self._line.under_way:
-            self._line.under_way.remove(self)
+        while self in self._copies.under_way:
+            self._copies.under_way.remove(self)
         self.drop()
 
     def drop(self) -> None:
@@ -167,36 +179,37 @@ class PeerBucket:
         self._sources = []
 
     def _send(self) -> None:
-        line, memory = self._line, self._line.memory
-        for peer in line.peers:
-            landing = line.landing(peer, memory.rank, self.landing[0]) - self._bounds[peer][0]
+        copies, memory = self._copies, self._copies.memory
+        for peer in copies.peers:
+            landing = copies.landing(peer, memory.rank, self.landing[0]) - self._bounds[peer][0]
             for piece in self._pieces[peer]:
                 source = self._addresses[piece.index] + piece.in_gradient
                 memory.copy(OUTWARD, landing + piece.in_bucket, source, piece.num_bytes)
             memory.signal(OUTWARD, peer, _gradients_told_by(memory.rank), self.number)
 
     def _reduce(self) -> None:
-        line, memory = self._line, self._line.memory
-        for peer in line.peers:
+        copies, memory = self._copies, self._copies.memory
+        for peer in copies.peers:
             memory.await_signal(REDUCING, _gradients_told_by(peer), self.number)
-        bucket = line.bases[memory.rank] + self._start
-        landing = line.landing(memory.rank, line.peers[0], self.landing[0]) - self._bounds[memory.rank][0]
+        bucket = copies.bases[memory.rank] + self._start
+        landing = copies.landing(memory.rank, copies.peers[0], self.landing[0]) - self._bounds[memory.rank][0]
         for piece in self._pieces[memory.rank]:
             own = self._addresses[piece.index] + piece.in_gradient
             target, others = bucket + piece.in_bucket, landing + piece.in_bucket
             count = piece.num_bytes // self._dtype.itemsize
-            memory.mean(REDUCING, target, own, others, line.ring_bytes, count, self._dtype)
+            memory.mean(REDUCING, target, own, others, copies.ring_bytes, count, self._dtype)
         memory.signal(REDUCING, memory.rank, REDUCED, self.number)
 
     def _return(self) -> None:
-        line, memory = self._line, self._line.memory
+        copies, memory = self._copies, self._copies.memory
         begin, end = self._bounds[memory.rank]
         memory.await_signal(HOMEWARD, REDUCED, self.number)
-        for peer in line.peers:
+        for peer in copies.peers:
             if begin < end:
-                target, source = (line.bases[rank] + self._start + begin for rank in (peer, memory.rank))
+                target, source = (copies.bases[rank] + self._start + begin for rank in (peer, memory.rank))
                 memory.copy(HOMEWARD, target, source, end - begin)
             memory.signal(HOMEWARD, peer, _means_told_by(memory.rank), self.number)
+        memory.signal(HOMEWARD, memory.rank, RETURNED, self.number)
 
 
 def _gradients_told_by(rank: int) -> int:

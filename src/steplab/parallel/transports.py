@@ -10,7 +10,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.parallel.buckets import Bucket
 from steplab.parallel.collective_buckets import CollectiveBucket
 from steplab.parallel.collectives import Collectives
-from steplab.parallel.peer_copies import PeerCopies
+from steplab.parallel.peer_copies import peer_buckets
 from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.symmetric_memory import SymmetricMemory
 
@@ -18,6 +18,7 @@ TRANSPORTS = ("collectives", "peer_copy")
 WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
 
 Groups = list[list[nn.Parameter]]
+_PEER_COPY, _INSTEAD = "the transport peer_copy", "use transport='collectives'"
 
 
 def check_transport(transport: str | PeerMemory, compress: str | None) -> None:
@@ -48,9 +49,22 @@ def bucket_maker(
     def by_copies(groups: Groups) -> Sequence[Bucket]:
         if not groups or collectives.size == 1:
             return by_collectives(groups)
+        _refuse_uncopied([parameter for members in groups for parameter in members])
         if not isinstance(transport, str):
-            return PeerCopies(groups, transport).buckets
+            return peer_buckets(groups, transport)
         process_group = group if isinstance(group, dist.ProcessGroup) else None
-        return PeerCopies(groups, SymmetricMemory(collectives, process_group, groups[0][0].device)).buckets
+        if process_group is None and collectives.size != dist.get_world_size():
+            what = f"{_PEER_COPY} among {collectives.size} of {dist.get_world_size()} processes"
+            raise Unsupported(what, "it has to know their group", "give the process group, not its collectives")
+        return peer_buckets(groups, SymmetricMemory(collectives, process_group, groups[0][0].device))
 
     return by_collectives if transport == "collectives" else by_copies
+
+
+def _refuse_uncopied(parameters: Sequence[nn.Parameter]) -> None:
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1:
+        what, why = f"{_PEER_COPY} of gradients on {' and '.join(devices)}", "a process's gradients are on one device"
+        raise Unsupported(what, why, _INSTEAD)
+    if any(parameter.is_complex() for parameter in parameters):
+        raise Unsupported(f"{_PEER_COPY} of complex gradients", "it makes means of real numbers", _INSTEAD)
