@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
+import pytest
+
 TIMEOUT_S = 60
 """Longest for one function on all ranks, these being many on few cores."""
 COLLECTIVE_TIMEOUT_S = 30
@@ -38,6 +40,33 @@ def on_ranks(size: int, function: Callable[..., None], *arguments: object) -> No
         world.close()
         del _worlds[size]
         raise AssertionError(failure)
+
+
+class Cases:
+    """The cases of one test file: functions without arguments, marked with this, that every rank calls.
+
+    A test hands them to pytest with `cases.run(size, subtests)`.
+    """
+
+    def __init__(self) -> None:
+        self.functions: list[Callable[[], None]] = []
+        self.small: set[Callable[[], None]] = set()
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.functions.append(function)
+        return function
+
+    def in_a_small_world(self, function: Callable[[], None]) -> Callable[[], None]:
+        """For a case that has little to do with how many ranks there are: it runs on two alone."""
+        self.small.add(function)
+        return self(function)
+
+    def run(self, size: int, subtests: pytest.Subtests) -> None:
+        """All cases on that many ranks; each that fails anywhere fails as a subtest of its name."""
+        for function in self.functions:
+            if size == 2 or function not in self.small:
+                with subtests.test(msg=function.__name__):
+                    on_ranks(size, function)
 
 
 class World:

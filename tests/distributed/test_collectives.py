@@ -4,14 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.parity import assert_gradients_are_equal_over_ranks
-from tests.distributed.world import Cases
+from tests.distributed.ranks import Cases
 from torch import nn
 
 from steplab.errors import UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives, collectives_of
 
-cases = Cases(__name__)
+cases = Cases()
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 

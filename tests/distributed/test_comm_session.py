@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
-from tests.distributed.world import Cases
 
 from steplab.errors import Unsupported
 from steplab.measurement.comm_calls import Call, MakeCall, make_call, peer_copy_call
@@ -23,7 +23,7 @@ from steplab.records.comm import CommCell
 from steplab.records.environment import Environment
 from steplab.specs.comm import COLLECTIVES, CommStudy, comm_cells
 
-cases = Cases(__name__)
+cases = Cases()
 
 
 def test_comm_session(subtests: pytest.Subtests) -> None:

@@ -15,14 +15,14 @@ from tests.distributed.parity import (
     assert_recovers,
     assert_trains_alike,
 )
+from tests.distributed.ranks import Cases
 from tests.distributed.transports import Delays
-from tests.distributed.world import Cases
 from torch import Tensor, nn
 
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives
 
-cases = Cases(__name__)
+cases = Cases()
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from tests.distributed import modules
 from tests.distributed.parity import TINY_MB, assert_gradients_are_equal_over_ranks
+from tests.distributed.ranks import Cases
 from tests.distributed.transports import Recorder
-from tests.distributed.world import Cases
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives
 
-cases = Cases(__name__)
+cases = Cases()
 
 
 @pytest.mark.parametrize("size", [2, 4])

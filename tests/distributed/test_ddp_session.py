@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.distributed.world import Cases
+from tests.distributed.ranks import Cases
 from torch import Tensor
 
 from steplab.errors import UserError
@@ -24,7 +24,7 @@ from steplab.specs.resolve import resolve_step
 from steplab.traces.communication import traced_steps
 from steplab.traces.reading import read_trace
 
-cases = Cases(__name__)
+cases = Cases()
 SHAPE = {"model.num_layers": "2", "model.d_model": "32", "model.d_ff": "64", "model.vocab_size": "50"}
 BUCKET_MB = 0.02
 

@@ -16,8 +16,8 @@ from tests.distributed.parity import (
     assert_recovers,
     assert_trains_alike,
 )
+from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
-from tests.distributed.world import Cases
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
@@ -25,7 +25,7 @@ from steplab.parallel import DataParallel, peer_copies
 from steplab.parallel.collectives import GroupCollectives
 from steplab.parallel.transports import bucket_maker
 
-cases = Cases(__name__)
+cases = Cases()
 
 
 @pytest.mark.parametrize("size", [2, 4])

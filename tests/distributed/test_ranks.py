@@ -1,5 +1,6 @@
 """The harness itself: failures and hangs are told by rank, and the next case runs."""
 
+import os
 import time
 
 import pytest
@@ -23,11 +24,19 @@ def sleeps_on_rank_0() -> None:
         time.sleep(60)
 
 
+def dies_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
 def test_failures_and_hangs_are_told_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(2, fine, 2)
     monkeypatch.setattr(ranks, "GRACE_S", 0.2)
     with pytest.raises(AssertionError, match=r"rank 1: Traceback(.|\n)*as it should\n(.|\n)*rank 0: still in fails_on"):
         on_ranks(2, fails_on_rank_1_while_the_other_waits)
+    on_ranks(2, fine, 2)
+    with pytest.raises(AssertionError, match="rank 1: the process ended"):
+        on_ranks(2, dies_on_rank_1)
     on_ranks(2, fine, 2)
     monkeypatch.setattr(ranks, "TIMEOUT_S", 0.5)
     with pytest.raises(AssertionError, match=r"rank 0, 1: still in sleeps_on_rank_0 after 0.5 s"):
