@@ -79,13 +79,15 @@ def layout_of(parameter: Tensor) -> tuple[int, ...]:
 
     To be asked once, and not in the middle of backward: it takes longer than to start a copy.
     """
-    if _fills_its_memory(parameter):
+    if fills_its_memory(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
 
 
-def _fills_its_memory(tensor: Tensor) -> bool:
+def fills_its_memory(tensor: Tensor) -> bool:
     """Whether its elements are all of a stretch of memory, each once, in whatever order."""
+    if not tensor.numel():
+        return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n != 1):
         if stride != expected:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
+from steplab.parallel.buckets import fills_its_memory
 from steplab.parallel.collectives import Collectives, Pending
 
 ALIGNMENT_BYTES = 256
@@ -145,7 +146,7 @@ def check_movable(params: Sequence[nn.Parameter]) -> None:
         what = f"sharding the optimizer state of a parameter of shape {tuple(param.shape)}"
         if type(param.data) is not Tensor:
             raise Unsupported(what, f"it is a {type(param.data).__name__}", "give plain tensors, not sharded ones")
-        if param.layout is not torch.strided or not _is_dense(param):
+        if param.layout is not torch.strided or not fills_its_memory(param):
             raise Unsupported(what, "its elements overlap or have gaps between them", "make it contiguous first")
     placed = sorted((param.data_ptr(), param.data_ptr() + param.nbytes) for param in params if param.numel())
     for (_, end), (start, _) in pairwise(placed):
@@ -155,14 +156,3 @@ def check_movable(params: Sequence[nn.Parameter]) -> None:
                 "each is moved into a buffer, which would separate them",
                 "tie weights by using one nn.Parameter in both places",
             )
-
-
-def _is_dense(param: Tensor) -> bool:
-    expected = 1
-    for stride, length in sorted(zip(param.stride(), param.shape, strict=True)):
-        if length == 0:
-            return True
-        if length > 1 and stride != expected:
-            return False
-        expected *= length
-    return True
