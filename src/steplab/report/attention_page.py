@@ -6,15 +6,13 @@ from steplab import units
 from steplab.records.attention import AttentionRun
 from steplab.report.attention_charts import memory_chart, rate_chart
 from steplab.report.attention_rows import (
-    AttentionTable,
     attention_tables,
     default_peer,
     notes_of,
 )
 from steplab.report.attention_speeds import PASS_WORDS, geometric_means, speed_grid, telling_pass
-from steplab.report.columns import make_sheet
-from steplab.report.grid import Grid
 from steplab.report.profile_page import Block, ProfileSection
+from steplab.report.titled_table import grid_of
 from steplab.specs.attention import PASSES
 
 
@@ -56,15 +54,4 @@ def _blocks(run: AttentionRun) -> Iterator[Block]:
         if chart:
             yield Block(title=title, chart=chart)
     for table in attention_tables(run.cells, peer):
-        yield Block(title=table.title, grid=_grid(table))
-
-
-def _grid(table: AttentionTable) -> Grid:
-    sheet = make_sheet(table.rows, table.columns)
-    return Grid(
-        headers=tuple(column.header for column in sheet.columns),
-        rows=sheet.cells,
-        numeric=tuple(column.numeric for column in sheet.columns),
-        caption=" · ".join(part for part in (sheet.caption, table.caption) if part),
-        bad_rows=frozenset(index for index, row in enumerate(table.rows) if row["status"] != "ok"),
-    )
+        yield Block(title=table.title, grid=grid_of(table))

@@ -1,13 +1,13 @@
 """A benchmark of attention as rows, and as the tables people read: time and speed, memory, errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import Column, figure_column
+from steplab.report.titled_table import TitledTable
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
@@ -156,30 +156,13 @@ def time_columns(peer: str | None) -> tuple[Column, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionTable:
-    """Rows of one kind."""
-
-    key: str
-    """Name."""
-    title: str
-    """Heading."""
-    columns: tuple[Column, ...]
-    """What people are shown of them."""
-    rows: list[Row]
-    """In base units."""
-    caption: str
-    """How to read it."""
-
-
-def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[AttentionTable]:
+def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[TitledTable]:
     """Time, memory and errors of the cells; those about which nothing is known are left out."""
     rows = attention_rows(cells, peer)
     checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
     kept = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
     tables = [
-        AttentionTable(
-            key="time",
+        TitledTable(
             title="Time and rate",
             columns=time_columns(peer),
             rows=rows,
@@ -190,8 +173,7 @@ def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[A
     ]
     if kept:
         tables.append(
-            AttentionTable(
-                key="memory",
+            TitledTable(
                 title="Memory beyond the inputs",
                 columns=MEMORY_COLUMNS,
                 rows=[row for row in rows if row in kept or row["status"] == "out_of_memory"],
@@ -201,8 +183,7 @@ def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[A
         )
     if checked:
         tables.append(
-            AttentionTable(
-                key="errors",
+            TitledTable(
                 title="Error against float64",
                 columns=ERROR_COLUMNS,
                 rows=checked,

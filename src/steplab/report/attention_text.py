@@ -1,6 +1,5 @@
 """A benchmark of attention on a terminal, and in every format that holds tables; the accounting of what did not fit."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,10 @@ from steplab.report.attention_speeds import PASS_WORDS, geometric_means, markdow
 from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.columns import reason
 from steplab.report.environments import condition_pairs, environment_pairs
-from steplab.report.formats import escape_markdown, render_rows
+from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
 from steplab.report.terminal import draw, plain, terminal_width
+from steplab.report.titled_table import draw_table, headed, write_table
 from steplab.specs.attention import PASSES
 
 if TYPE_CHECKING:
@@ -42,18 +42,14 @@ def render_attention(
     """
     peer = against or default_peer(run.cells)
     if format in ("json", "csv"):
-        rows = attention_rows(run.cells, peer)
-        return json.dumps(rows, indent=2, allow_nan=False) if format == "json" else render_rows(rows, "csv")
+        return render_rows(attention_rows(run.cells, peer), format)
     if format == "table":
         return _terminal(run, peer, width or terminal_width(), color)
-    heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
     parts = []
     if format == "md":
-        parts += [heading.format(title) + markdown(grid) for title, grid in _at_a_glance(run, peer)]
+        parts += [headed(title, markdown(grid), format) for title, grid in _at_a_glance(run, peer)]
     for table in attention_tables(run.cells, peer):
-        text = render_rows(table.rows, format, columns=table.columns)
-        remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
-        parts.append(heading.format(table.title) + text + remark)
+        parts.append(write_table(table, format))
     return "\n\n".join(parts)
 
 
@@ -74,9 +70,7 @@ def _terminal(run: AttentionRun, peer: str | None, width: int, color: bool) -> s
         first += section(title, grid_table(grid, inside), Text(grid.caption, style="dim"))
     texts = [draw(*first, width=width, color=color)]
     for table in attention_tables(run.cells, peer):
-        drawn = render_rows(table.rows, "table", columns=table.columns, width=width, color=color)
-        head, foot = Text(table.title, style="bold"), Text(table.caption, style="dim")
-        texts.append(f"{draw(head, width=width, color=color)}\n{drawn}\n{draw(foot, width=width, color=color)}")
+        texts.append(draw_table(table, width, color))
     rest: list[RenderableType] = []
     if run.environment:
         pairs = [*environment_pairs(run.environment), *condition_pairs([run.environment])]

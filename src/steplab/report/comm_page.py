@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.comm import CommRun
-from steplab.report.columns import make_sheet
 from steplab.report.comm_charts import backends_side_by_side, time_over_ranks, time_over_size
-from steplab.report.comm_rows import CommTable, bandwidth_grid, comm_tables
+from steplab.report.comm_rows import bandwidth_grid, comm_tables
 from steplab.report.comm_text import processes_of
-from steplab.report.grid import Grid
 from steplab.report.profile_page import Block, ProfileSection
+from steplab.report.titled_table import grid_of
 
 
 def comm_sections(runs: Sequence[CommRun]) -> list[ProfileSection]:
@@ -49,7 +48,7 @@ def _blocks(run: CommRun) -> Iterator[Block]:
         if chart:
             yield Block(title=title, chart=chart)
     for table in comm_tables(run):
-        yield Block(title=table.title, grid=_grid(table))
+        yield Block(title=table.title, grid=grid_of(table))
 
 
 def _together(runs: Sequence[CommRun], block: Block) -> ProfileSection:
@@ -59,15 +58,4 @@ def _together(runs: Sequence[CommRun], block: Block) -> ProfileSection:
         told=(),
         blocks=(block,),
         folded=False,
-    )
-
-
-def _grid(table: CommTable) -> Grid:
-    sheet = make_sheet(table.rows, table.columns)
-    return Grid(
-        headers=tuple(column.header for column in sheet.columns),
-        rows=sheet.cells,
-        numeric=tuple(column.numeric for column in sheet.columns),
-        caption=" · ".join(part for part in (sheet.caption, table.caption) if part),
-        bad_rows=frozenset(index for index, row in enumerate(table.rows) if row.get("status", "ok") != "ok"),
     )

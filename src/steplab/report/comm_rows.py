@@ -1,7 +1,6 @@
 """A benchmark of collectives as rows, and as the tables people read: bandwidth by size, every cell, the profile."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from steplab import stats, units
@@ -9,6 +8,7 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import ABSENT, Column, figure_column, show_time
 from steplab.report.grid import Grid
+from steplab.report.titled_table import TitledTable
 from steplab.specs.comm import COLLECTIVES
 
 GB = 1e9
@@ -134,21 +134,7 @@ def fit_rows(profile: Sequence[CommFit]) -> list[Row]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommTable:
-    """Rows of one kind."""
-
-    title: str
-    """Heading."""
-    columns: tuple[Column, ...]
-    """What people are shown of them."""
-    rows: list[Row]
-    """In base units."""
-    caption: str
-    """How to read it."""
-
-
-def comm_tables(run: CommRun) -> list[CommTable]:
+def comm_tables(run: CommRun) -> list[TitledTable]:
     """Every cell, and the profile where there is one."""
     timeline = any(times.device_s for cell in run.cells for times in cell.ranks)
     if timeline:
@@ -156,7 +142,7 @@ def comm_tables(run: CommRun) -> list[CommTable]:
     else:
         how = "calls one by one, each after a barrier, by the host's clock"
     tables = [
-        CommTable(
+        TitledTable(
             title="Every cell",
             columns=tuple(column for column in CELL_COLUMNS if timeline or column.key != "alone_s"),
             rows=comm_rows(run.cells),
@@ -166,7 +152,7 @@ def comm_tables(run: CommRun) -> list[CommTable]:
     ]
     if run.profile:
         tables.append(
-            CommTable(
+            TitledTable(
                 title="Communication profile",
                 columns=FIT_COLUMNS,
                 rows=fit_rows(run.profile),

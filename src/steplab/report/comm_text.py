@@ -1,6 +1,5 @@
 """A benchmark of collectives on a terminal, and in every format that holds tables."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,9 @@ from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.columns import reason
 from steplab.report.comm_rows import bandwidth_grid, bus_bandwidth, comm_rows, comm_tables, show_gb
 from steplab.report.environments import condition_pairs, environment_pairs
-from steplab.report.formats import escape_markdown, render_rows
+from steplab.report.formats import render_rows
 from steplab.report.terminal import draw, plain, terminal_width
+from steplab.report.titled_table import draw_table, headed, write_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,17 +23,13 @@ _GLANCE = "Bus bandwidth"
 def render_comm(run: CommRun, format: str = "table", *, width: int | None = None, color: bool = False) -> str:
     """One benchmark in a format of formats.FORMATS, without a newline at the end; width None: the terminal's."""
     if format in ("json", "csv"):
-        rows = comm_rows(run.cells)
-        return json.dumps(rows, indent=2, allow_nan=False) if format == "json" else render_rows(rows, "csv")
+        return render_rows(comm_rows(run.cells), format)
     if format == "table":
         return _terminal(run, width or terminal_width(), color)
-    heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
     glance = bandwidth_grid(run.cells) if format == "md" else None
-    parts = [heading.format(_GLANCE) + markdown(glance)] if glance else []
+    parts = [headed(_GLANCE, markdown(glance), format)] if glance else []
     for table in comm_tables(run):
-        text = render_rows(table.rows, format, columns=table.columns, empty="no cells")
-        remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
-        parts.append(heading.format(table.title) + text + remark)
+        parts.append(write_table(table, format))
     return "\n\n".join(parts)
 
 
@@ -76,9 +72,7 @@ def _terminal(run: CommRun, width: int, color: bool) -> str:
         first += section(_GLANCE, grid_table(glance, width - INDENT), Text(glance.caption, style="dim"))
     texts = [draw(*first, width=width, color=color)]
     for table in comm_tables(run):
-        drawn = render_rows(table.rows, "table", columns=table.columns, empty="no cells", width=width, color=color)
-        head, foot = Text(table.title, style="bold"), Text(table.caption, style="dim")
-        texts.append(f"{draw(head, width=width, color=color)}\n{drawn}\n{draw(foot, width=width, color=color)}")
+        texts.append(draw_table(table, width, color))
     rest: list[RenderableType] = []
     if pairs := machine_pairs(run):
         rest += section("Environment", *(Text(plain(f"{name}: {value}")) for name, value in pairs))

@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from steplab.records.ddp import DdpRun
-from steplab.report.columns import make_sheet
 from steplab.report.ddp_bars import memory_bars, step_bars
 from steplab.report.ddp_curve import bucket_curve
-from steplab.report.ddp_rows import DdpTable, ddp_tables, notes_of
+from steplab.report.ddp_rows import ddp_tables, notes_of
 from steplab.report.ddp_timelines import timelines
 from steplab.report.ddp_words import asked, model_words, ranks_words, told_of
-from steplab.report.grid import Grid
 from steplab.report.profile_page import Block, ProfileSection
+from steplab.report.titled_table import grid_of
 
 
 def ddp_sections(runs: Sequence[DdpRun]) -> list[ProfileSection]:
@@ -39,16 +38,4 @@ def _blocks(run: DdpRun) -> Iterator[Block]:
     if drawn := timelines(run):
         yield Block(title="One step of each", chart=drawn)
     for table in ddp_tables(run):
-        yield Block(title=table.title, grid=table_grid(table))
-
-
-def table_grid(table: DdpTable) -> Grid:
-    """The table as texts."""
-    sheet = make_sheet(table.rows, table.columns)
-    return Grid(
-        headers=tuple(column.header for column in sheet.columns),
-        rows=sheet.cells,
-        numeric=tuple(column.numeric for column in sheet.columns),
-        caption=" · ".join(part for part in (sheet.caption, table.caption) if part),
-        bad_rows=frozenset(index for index, row in enumerate(table.rows) if row["status"] != "ok"),
-    )
+        yield Block(title=table.title, grid=grid_of(table))

@@ -1,13 +1,12 @@
 """A data-parallel study as rows, and as the tables people read: time, communication, memory."""
 
-from dataclasses import dataclass
-
 from steplab import units
 from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
 from steplab.records.rows import Row, Scalar
 from steplab.report import ddp_figures as figures
 from steplab.report.columns import Column, figure_column, show_time
 from steplab.report.shares import format_share
+from steplab.report.titled_table import TitledTable
 
 MOMENT_WORDS = {"initialised": "initialised", "before_step": "before the update", "after_step": "after the update"}
 PHASES = {"forward": "forward", "backward": "backward", "gradient sync": "sync", "optimizer": "opt. step"}
@@ -108,25 +107,11 @@ MEMORY_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DdpTable:
-    """Rows of one kind."""
-
-    title: str
-    """Heading."""
-    columns: tuple[Column, ...]
-    """What people are shown of them."""
-    rows: list[Row]
-    """In base units."""
-    caption: str
-    """How to read it."""
-
-
-def ddp_tables(run: DdpRun) -> list[DdpTable]:
+def ddp_tables(run: DdpRun) -> list[TitledTable]:
     """Time and communication; memory, where anybody looked."""
     rows = ddp_rows(run)
     tables = [
-        DdpTable(
+        TitledTable(
             title="Time and communication",
             columns=TIME_COLUMNS,
             rows=rows,
@@ -139,7 +124,7 @@ def ddp_tables(run: DdpRun) -> list[DdpTable]:
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
     if held:
         tables.append(
-            DdpTable(
+            TitledTable(
                 title="Memory of a rank",
                 columns=MEMORY_COLUMNS,
                 rows=held,

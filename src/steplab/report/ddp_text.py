@@ -1,6 +1,5 @@
 """A data-parallel study on a terminal, and in every format that holds tables."""
 
-import json
 from typing import TYPE_CHECKING
 
 from steplab import units
@@ -11,8 +10,9 @@ from steplab.report.columns import reason
 from steplab.report.ddp_rows import ddp_rows, ddp_tables, notes_of
 from steplab.report.ddp_words import asked, model_words, ranks_words, told_of
 from steplab.report.environments import condition_pairs, environment_pairs
-from steplab.report.formats import escape_markdown, render_rows
+from steplab.report.formats import render_rows
 from steplab.report.terminal import draw, plain, terminal_width
+from steplab.report.titled_table import draw_table, write_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,22 +20,17 @@ if TYPE_CHECKING:
 
 def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None, color: bool = False) -> str:
     """One study in a format of formats.FORMATS, without a newline at the end; width None: the terminal's."""
-    if format == "json":
-        return json.dumps(ddp_rows(run), indent=2, ensure_ascii=False, allow_nan=False)
-    if format == "csv":
-        return render_rows(ddp_rows(run), "csv")
+    if format in ("json", "csv"):
+        return render_rows(ddp_rows(run), format)
     if format == "table":
         return _terminal(run, width or terminal_width(), color)
-    heading = {"md": "## {}\n\n", "latex": "% {}\n"}.get(format, "{}\n")
     title = f"{asked(run)}; {ranks_words(run)}"
     told = [*told_of(run), *model_words(run)]
     parts = (
         ["\n".join(f"% {line}" for line in (title, *told))] if format == "latex" else [f"# {title}", "\n\n".join(told)]
     )
     for table in ddp_tables(run):
-        text = render_rows(table.rows, format, columns=table.columns)
-        remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
-        parts.append(heading.format(table.title) + text + remark)
+        parts.append(write_table(table, format))
     return "\n\n".join(parts)
 
 
@@ -61,9 +56,7 @@ def _terminal(run: DdpRun, width: int, color: bool) -> str:
     ]
     texts = [draw(*first, width=width, color=color)]
     for table in ddp_tables(run):
-        drawn = render_rows(table.rows, "table", columns=table.columns, width=width, color=color)
-        head, foot = Text(table.title, style="bold"), Text(table.caption, style="dim")
-        texts.append(f"{draw(head, width=width, color=color)}\n{drawn}\n{draw(foot, width=width, color=color)}")
+        texts.append(draw_table(table, width, color))
     rest: list[RenderableType] = []
     if run.environment:
         pairs = [*environment_pairs(run.environment), *condition_pairs([run.environment])]
