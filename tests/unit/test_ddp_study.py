@@ -150,6 +150,16 @@ def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
     assert {number: cell.status for number, cell in found.items()} == {0: "ok", 1: "ok", 2: "ok", 3: "error"}
 
 
+def test_what_fails_once_all_have_ended_costs_no_contender() -> None:
+    def late(request: Request, listener: DdpListener, timeout_s: float | None) -> Failure:
+        Ranks({})(request, listener, timeout_s)
+        return Failure(kind="crashed", message="rank 1 died", rank=1)
+
+    found: dict[int, DdpCell] = {}
+    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=late)
+    assert [cell.status for cell in found.values()] == ["ok"] * 4
+
+
 def test_without_its_baseline_a_study_has_nothing_to_compare() -> None:
     ranks = Ranks({0: Failure(kind="crashed", message="rank 0 died", phase="starting")})
     assert {number: cell.status for number, cell in measured(ranks).items()} == {0: "crashed"}

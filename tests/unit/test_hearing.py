@@ -3,6 +3,7 @@
 import json
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -35,7 +36,9 @@ class Child:
     def poll(self) -> int | None:
         return self.exit_code
 
-    def wait(self) -> int | None:
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self.exit_code is None and timeout is not None:
+            raise subprocess.TimeoutExpired("launcher", timeout)
         return self.exit_code
 
 
@@ -147,6 +150,12 @@ def test_a_command_line_of_torchrun_tells_how_its_rank_ended(world: World) -> No
     world.channel(command_line_of(1)).send("failed", crashed)
     failure = world.hear(is_joined=True)
     assert message_of(failure) == f"rank 1 on {HERE}: {crashed.message}"
+
+
+def test_a_first_rank_that_is_gone_and_does_not_exit_is_not_waited_for(world: World) -> None:
+    end(world.ranks[0])
+    message = f"rank 0 on {HERE}: the process ended, or was cut off, during measure"
+    assert message_of(world.hear(is_joined=True)) == message
 
 
 def test_a_launcher_that_ends_alone_is_the_cause(world: World, tmp_path: Path) -> None:

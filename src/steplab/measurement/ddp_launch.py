@@ -91,7 +91,7 @@ def ddp_in_children(
         if failure is None and len(left) == before:
             # Ranks that end well without a result would be followed by others like them for ever.
             failure = Failure(kind="error", message="the processes gave no result")
-        if failure is not None:
+        if failure is not None and left:  # what fails once all have ended costs nobody
             guilty = _blamed(study, left, failure)
             keep(guilty, DdpCell(contender=study.contenders[guilty], failure=failure))
             if guilty == 0 or not again:

@@ -4,6 +4,7 @@ Whatever happens to one rank ends the run for all: what raises or runs out of me
 seconds; what hangs, after STALL_S without progress on any rank, or at the end of the time the user gave.
 """
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -173,11 +174,14 @@ class Hearing:
 
     def _crashed(self, number: int, code: int | None) -> Failure:
         stage = self._ranks[number].stage
-        if code is None and not (self._is_joined and number == 0):
+        if code is None and self._is_joined and number == 0:  # this process's own child
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._child.wait(timeout=_ANSWER_S)
+        if code is None:
             message = f"the process ended, or was cut off, during {stage}"
             failure = Failure(kind="crashed", message=message, phase=stage)
         else:
-            failure = crash(self._child.wait() if code is None else code, stage, self._logs.of(number))
+            failure = crash(code, stage, self._logs.of(number))
         return self._named(number, failure)
 
     def _told(self, number: int) -> Failure:

@@ -74,7 +74,7 @@ class DdpRank:
     memory: tuple[StateMemory, ...] = ()
     """At MOMENTS."""
     peak: PeakMemory | None = None
-    """Most at once in the timed steps, with what other contenders held meanwhile; None where nobody counts."""
+    """Most at once in the warm-up steps, with what other contenders held meanwhile; None where nobody counts."""
     beside_bytes: int | None = None
     """What others held meanwhile: the baseline's model."""
 
