@@ -6,6 +6,7 @@ A line is a thread that does what it is given in turn, late if that is wanted; t
 import ctypes
 import queue
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -47,6 +48,9 @@ class SharedMemory:
         dist.barrier()
         self.everyone = [mapped(f"memory{rank}", num_bytes, torch.uint8) for rank in range(self.size)]
         self.everyone[self.rank] = mine
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(str(folder[0]))  # what is mapped stays
         return mine, [memory.data_ptr() for memory in self.everyone]
 
     def follow_current(self, *lines: int) -> None:

@@ -1,7 +1,8 @@
-"""The one place that calls torch.distributed.
+"""The one place that calls torch.distributed's collectives.
 
-Everything in `parallel` speaks to the other ranks through `Collectives`, so that another transport, a recorder of calls
-or a source of delays can take its place.
+`DataParallel` and `ShardedOptimizer` speak to the other ranks through `Collectives`, so that a recorder of calls or a
+source of delays can take its place; gradients may go another way (peer_memory.py). Torch's own engine, by which modules
+are laid out over a mesh, sends by itself.
 
 Two kinds of traffic. *Tensors* stay on their device: each call returns at once with a `Pending`, and waiting for it
 puts the wait on the device's timeline where the device has one. *Host values* are what the ranks agree on to decide
