@@ -100,9 +100,9 @@ class SymmetricMemory:
         """The kernel for numbers of a type, which all begin at multiples of 16 bytes or not all do."""
         from steplab.parallel.mean_kernel import mean_kernel
 
-        # A launch on nothing, through Triton's own way, which finds out what to compile for.
+        # A launch on nothing, through Triton's own way, which finds out what to compile for: distances of 64 bits too.
         numbers = torch.zeros(32, dtype=dtype, device=self.device)[0 if aligned else 1 :]
-        return mean_kernel[(1,)](numbers, numbers, numbers, 0, 0, OTHERS=self.size - 1, BLOCK=BLOCK)
+        return mean_kernel[(1,)](numbers, numbers, numbers, 1 << 40, 0, OTHERS=self.size - 1, BLOCK=BLOCK)
 
 
 class _Driver:
