@@ -185,3 +185,10 @@ def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> N
     chart = memory_bars(on_cpu)
     assert chart is not None
     assert "keeps no count" in chart.note
+
+
+def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpRun) -> None:
+    beside = [seconds for cell in run.cells if (seconds := figures.baseline_s(cell)) is not None]
+    assert figures.usual_baseline_s(run) == median(beside)
+    alone = dataclasses.replace(run, cells=run.cells[:1])
+    assert figures.usual_baseline_s(alone) == figures.step_s(run.cells[0])
