@@ -202,6 +202,8 @@ def case_refusals() -> None:
     assert "gaps" in raised(lambda: ShardedOptimizer(gaps, sgd, lr=0.1))
     good = [nn.Parameter(weight)]
     assert "Unsupported: sharding LBFGS" in raised(lambda: ShardedOptimizer(good, torch.optim.LBFGS))
+    built = torch.optim.SGD(good, lr=0.1)
+    assert "must be a class" in raised(lambda: ShardedOptimizer(good, built))  # type: ignore[arg-type]
     assert "bucket_size_mb must be above 0" in raised(lambda: ShardedOptimizer(good, sgd, bucket_size_mb=0))
     wrong: Any = "gather"
     assert "one of auto, all_gather, broadcast" in raised(lambda: ShardedOptimizer(good, sgd, exchange=wrong))

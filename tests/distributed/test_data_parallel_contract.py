@@ -285,3 +285,18 @@ def state_is_saved_and_loaded_as_the_inner_modules() -> None:
     around.load_state_dict(plain_around.state_dict())
     assert torch.equal(model.layer.weight, fresh.layer.weight)
     refused(UserError, "assign=True", lambda: model.load_state_dict(state, assign=True))
+
+
+@cases
+def an_update_before_the_gradients_are_averaged_is_told() -> None:
+    x = torch.ones(2, 8, dtype=torch.float64)
+    for strategy in ("overlap", "bucketed"):
+        model, _ = recorded(modules.plain(), strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def steps(model: DataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for _ in range(3):
+                model(x).sum().backward()
+                optimizer.step()
+
+        refused(UserError, "finish_gradient_synchronization", steps)

@@ -115,7 +115,7 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
         rank = world_here().rank
         assert len(list(Path(folder).iterdir())) == (3 if rank == 0 else 0)
         if rank == 0:
-            found = [traced_steps(read_trace(Path(folder, f"{number}.json"))) for number in cells]
+            found = [traced_steps(read_trace(Path(folder, study.trace_name(number)))) for number in cells]
             assert found[0].communication_s == 0 < found[1].communication_s
             assert [steps.num_steps for steps in found] == [study.profiled_steps] * 3
     assert [cell.contender for cell in cells.values()] == list(study.contenders)

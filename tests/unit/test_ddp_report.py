@@ -11,9 +11,11 @@ import pytest
 from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
 from tests.runs import make_run
 
+from steplab.lab.ddp_model import overhead_model
 from steplab.lab.reporting import runs_to_report
 from steplab.records.codec import decode, encode, kind_of
 from steplab.records.ddp import DdpCell, DdpRun
+from steplab.records.rows import ddp_run_row
 from steplab.records.timing import PhaseSamples
 from steplab.report import ddp_figures as figures
 from steplab.report.ddp_bars import memory_bars, parts_of_step, step_bars
@@ -185,3 +187,22 @@ def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> N
     chart = memory_bars(on_cpu)
     assert chart is not None
     assert "keeps no count" in chart.note
+
+
+def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpRun) -> None:
+    beside = [seconds for cell in run.cells if (seconds := figures.baseline_s(cell)) is not None]
+    assert figures.usual_baseline_s(run) == median(beside)
+    alone = dataclasses.replace(run, cells=run.cells[:1])
+    assert figures.usual_baseline_s(alone) == figures.step_s(run.cells[0])
+
+
+def test_a_study_cut_short_is_listed_with_as_many_contenders_as_were_asked_for(run: DdpRun) -> None:
+    row = ddp_run_row(dataclasses.replace(run, cells=run.cells[:2]))
+    assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (len(run.study.contenders), 2, 0)
+
+
+def test_the_model_takes_the_backward_pass_of_the_turns(run: DdpRun) -> None:
+    model = overhead_model(run.cells, run.facts)
+    assert model is not None
+    beside = [figures.phase_s(cell, "backward", baseline=True) for cell in run.cells]
+    assert model.backward_s == median(seconds for seconds in beside if seconds)

@@ -143,6 +143,16 @@ def test_layouts_tell_cells_apart() -> None:
     assert "layout" not in describe(resolve_step({}))
 
 
+def test_a_step_is_described_by_what_has_a_say_in_its_layout() -> None:
+    def spread(layout: str, **fields: object) -> str:
+        return describe(resolve_step({"layout": layout, **fields})).partition("layout ")[2]
+
+    assert spread("dp=2") == "dp=2 · bucketed 25 MB"
+    assert spread("dp=2,fsdp=2") == "dp=2,fsdp=2", "FSDP2 averages, not the strategy"
+    assert spread("fsdp=2", reshard_after_forward="never") == "fsdp=2 · reshard after forward never"
+    assert spread("pp=2", pipeline_schedule="gpipe") == "pp=2 · gpipe, 4 microbatches"
+
+
 def test_a_share_of_the_peak_is_a_share_of_all_devices_peaks() -> None:
     peak = PeakFigure(flops_per_s=1e15, source="a data sheet")
     run, spec = make_run(), make_run().spec

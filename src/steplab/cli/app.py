@@ -14,6 +14,7 @@ from steplab.cli.ddp import ddp
 from steplab.cli.doctor import doctor
 from steplab.cli.explain import explain
 from steplab.cli.export import export
+from steplab.cli.help_text import unwrapped
 from steplab.cli.import_ import import_
 from steplab.cli.import_snapshot import import_snapshot
 from steplab.cli.import_trace import import_trace
@@ -40,25 +41,25 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() says what was kept
 )
-app.command(run)
-app.command(sweep)
-app.command(profile)
-app.command(memory)
-app.command(precision)
-app.command(attention)
-app.command(comm)
+app.command(run, help=unwrapped(run.__doc__))
+app.command(sweep, help=unwrapped(sweep.__doc__))
+app.command(profile, help=unwrapped(profile.__doc__))
+app.command(memory, help=unwrapped(memory.__doc__))
+app.command(precision, help=unwrapped(precision.__doc__))
+app.command(attention, help=unwrapped(attention.__doc__))
+app.command(comm, help=unwrapped(comm.__doc__))
 app.command(tune)
-app.command(ddp)
+app.command(ddp, help=unwrapped(ddp.__doc__))
 app.command(plan)
-app.command(explain)
-app.command(list_, name="list")
-app.command(show)
-app.command(report)
-app.command(export)
-app.command(import_, name="import")
-app.command(import_trace)
-app.command(import_snapshot)
-app.command(doctor)
+app.command(explain, help=unwrapped(explain.__doc__))
+app.command(list_, name="list", help=unwrapped(list_.__doc__))
+app.command(show, help=unwrapped(show.__doc__))
+app.command(report, help=unwrapped(report.__doc__))
+app.command(export, help=unwrapped(export.__doc__))
+app.command(import_, name="import", help=unwrapped(import_.__doc__))
+app.command(import_trace, help=unwrapped(import_trace.__doc__))
+app.command(import_snapshot, help=unwrapped(import_snapshot.__doc__))
+app.command(doctor, help=unwrapped(doctor.__doc__))
 
 
 def console() -> None:

@@ -35,6 +35,9 @@ class RankStepOptions(StepOptions):
     layout: Annotated[str | None, _ABSENT] = None
     data_parallel: Annotated[str | None, _ABSENT] = None
     bucket_size_mb: Annotated[str | None, _ABSENT] = None
+    reshard_after_forward: Annotated[str | None, _ABSENT] = None
+    pipeline_schedule: Annotated[str | None, _ABSENT] = None
+    microbatches: Annotated[str | None, _ABSENT] = None
     device: Annotated[str | None, _ABSENT] = None
 
 

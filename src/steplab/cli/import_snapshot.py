@@ -20,8 +20,8 @@ def import_snapshot(
 ) -> None:
     """Take a memory snapshot that anyone made into a record, and show where the memory went.
 
-    Reading the file executes nothing in it. Its categories are what was there before its history begins, and since;
-    or those of `memory`, where the marks that `memory --snapshot` keeps lie beside it (snapshot.marks.json).
+    Reading the file executes nothing in it. Its categories are what was there before its history begins, and since; or
+    those of `memory`, where the marks that `memory --snapshot` keeps lie beside it (snapshot.marks.json).
 
     For example: steplab import-snapshot snapshot.pickle
     """

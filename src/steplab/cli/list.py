@@ -28,7 +28,7 @@ def list_(
     ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """List stored measurements, the newest first."""
+    """List stored runs, or with a switch other records, the newest first."""
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store
@@ -46,7 +46,7 @@ def list_(
             kind = next((kind for kind, wanted in asked.items() if wanted), "run")
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
-            if not rows and kind == "run":
+            if kind == "run" and not study and (not rows or not name):
                 elsewhere = [switch for switch, other in _OTHERS.items() if store.rows(kind=other, limit=1)]
     chosen = chosen_format(out.format, out.output)
     emit(render_rows(rows, chosen, color=stdout_color() and out.output is None), out.output)

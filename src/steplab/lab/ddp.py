@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from steplab import __version__
-from steplab.errors import SteplabError, UserError
+from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.ddp_model import overhead_model, with_expected
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import visible_gpus
@@ -57,9 +57,11 @@ def ddp_study(
 ) -> DdpStudy:
     """The study of a step; without bucket sizes, of those that suit the device.
 
-    Raises UserError naming what is wrong with it, and what is valid.
+    Raises UserError naming what is wrong with it, and what is valid; Unsupported for a transport that needs GPUs.
     """
     small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
+    if small and "peer_copy" in transports:
+        raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     sizes_mb = bucket_sizes_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     return DdpStudy(
         step=step,
@@ -147,7 +149,7 @@ class _Heard:
         """Take in the traces, once nothing is measured any more that reading them would slow."""
         for done, (number, cell) in enumerate(self._cells.items()):
             on_progress(Progress(stage="traces", done=done, total=self.num_cells))
-            self._cells[number] = _with_trace(cell, folder / f"{number}.json")
+            self._cells[number] = _with_trace(cell, folder / self._run.study.trace_name(number))
 
     def record(self, *notes: str) -> DdpRun:
         """All of it."""

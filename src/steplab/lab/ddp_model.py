@@ -53,7 +53,8 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
     if link is None:
         return None
     total = float(facts.gradient_bytes)
-    backward_s = max(median(rank.samples("backward")) for rank in baseline.ranks)
+    beside = [_backward_s(cell, baseline=True) for cell in cells]
+    backward_s = median([seconds for seconds in beside if seconds] or [_backward_s(baseline, baseline=False)])
     return OverheadModel(
         gradient_bytes=total,
         bytes_per_s=link.bytes_per_s,
@@ -67,6 +68,15 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
         least_serial_s=link.least_serial_s(total),
         curve=tuple(_curve(link, total, backward_s, facts.num_tensors, cells)),
     )
+
+
+def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
+    """The backward pass without communication on the slowest rank, 0 where it was not timed.
+
+    In turns with the contenders; by itself it is timed first, when a machine may not have settled.
+    """
+    timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
+    return max((median(samples) for samples in timed), default=0.0)
 
 
 def _curve(

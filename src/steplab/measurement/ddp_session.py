@@ -169,7 +169,7 @@ class _Session:
         return all(self._world.collectives.host_gather(fits))
 
     def _trace_of(self, number: int) -> Path | None:
-        return self._traces / f"{number}.json" if self._traces else None
+        return self._traces / self._study.trace_name(number) if self._traces else None
 
 
 def _facts(step: ContenderStep, world: World) -> DdpFacts:

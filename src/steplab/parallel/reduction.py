@@ -23,6 +23,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
+from steplab.errors import UserError
 from steplab.parallel.agreement import StepAgreement
 from steplab.parallel.buckets import Bucket, assign
 from steplab.parallel.collectives import Collectives
@@ -60,16 +61,35 @@ class GradientReducer:
         return [list(group) for group in self._members]
 
     def ready(self, index: int) -> None:
-        """The gradient of a parameter has been accumulated by a backward pass; launch what can go."""
+        """The gradient of a parameter has been accumulated by a backward pass; launch what can go.
+
+        Raises UserError where the parameters were updated since an earlier one.
+        """
         with self._lock:
-            if not self.active or self._was_ready[index]:
+            if not self.active:
                 return
+            if self._was_ready[index]:
+                self._refuse_updated(index)
+                return
+            if not self._order:
+                self._version = self._parameters[index]._version
             self._was_ready[index] = True
             self._order.append(index)
             if self._expected[index]:
                 self._missing[self._bucket_of[index]] -= 1
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._launch_next()
+
+    def _refuse_updated(self, index: int) -> None:
+        """Ranks that update their parameters with gradients nobody averaged part in silence, unless this tells.
+
+        torch's fused optimizers change parameters without counting it, and are not noticed.
+        """
+        if index == self._order[0] and self._parameters[index]._version != self._version:
+            raise UserError(
+                "parameters were updated before their gradients were averaged: call "
+                "finish_gradient_synchronization() after backward, before the optimizer's step"
+            )
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -95,6 +115,7 @@ class GradientReducer:
         self._was_ready = [False] * len(self._parameters)
         self._sent = [False] * len(self._parameters)
         self._order: list[int] = []
+        self._version = 0  # of the first parameter that is ready, which no update changes before `finish`
         self._missing = [sum(self._expected[index] for index in group) for group in self._members]
 
     @torch.no_grad()  # a backward pass with create_graph records what its hooks do

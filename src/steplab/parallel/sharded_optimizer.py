@@ -54,6 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers that
         look at all parameters together (LBFGS), and for parameters that share memory without being one `nn.Parameter`.
         """
+        if not isinstance(optimizer_cls, type):
+            raise UserError("optimizer_cls must be a class, as torch.optim.AdamW is, with its options beside it")
         if issubclass(optimizer_cls, torch.optim.LBFGS):
             raise Unsupported("sharding LBFGS", "it updates all parameters as one vector", "use another optimizer")
         if not bucket_size_mb > 0:

@@ -87,7 +87,7 @@ def benchmark_row(run: AttentionRun | CommRun) -> Row:
         "created_utc": run.created_utc,
         "name": run.name,
         "description": run.study.name,
-        "num_cells": len(run.cells),
+        "num_cells": len(run.study.cells),  # of those, an interrupted one has the first
         "num_ok": sum(cell.failure is None for cell in run.cells),
         "num_failed": sum(cell.failure is not None for cell in run.cells),
         "device": run.device_name,
@@ -108,7 +108,7 @@ def ddp_run_row(run: DdpRun) -> Row:
         "precision": step.precision,
         "compile": run.study.compile,
         "num_ranks": run.study.processes,
-        "num_cells": len(run.cells),
+        "num_cells": len(run.study.contenders),
         "num_ok": sum(cell.failure is None for cell in run.cells),
         "num_failed": sum(cell.failure is not None for cell in run.cells),
         "device": run.device_name,

@@ -31,7 +31,7 @@ def bucket_curve(run: DdpRun) -> Chart | None:
             families.setdefault(cell.contender.family, []).append(cell)
     if not any(len(cells) > 1 for cells in families.values()):
         return None
-    without_s = figures.step_s(run.baseline) if run.baseline else None
+    without_s = figures.usual_baseline_s(run)
     if without_s is None:
         return None
     lines = {family: points for family, cells in families.items() if (points := _points(cells, without_s))}
@@ -110,10 +110,8 @@ def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axe
 
 
 def _note(model: OverheadModel | None) -> str:
-    note = (
-        "Step time over the size of a bucket: the step without communication (the level line), with what communication "
-    )
-    note += "adds to it. The axis does not begin at zero."
+    note = "Step time over the size of a bucket: the step without communication (the level line: the median of those "
+    note += "taken in turns), with what communication adds to it. The axis does not begin at zero."
     if model is None:
         return (
             note + " There is no curve of the model: too little was measured to fit a bandwidth and a call's overhead."
@@ -121,7 +119,7 @@ def _note(model: OverheadModel | None) -> str:
     return (
         f"{note} Dashed: the model, in which the last bucket is left when the backward pass ends, or what the link is "
         f"behind; dotted: each call's overhead is left as well. Fitted to {model.num_fitted} contenders' communication "
-        f"by itself: {units.format_bytes(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
+        f"by itself: {units.format_message(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
         f"{units.format_time(model.call_s)} a call, off by at most {units.format_percent(model.worst_fit)}. Best by "
         f"the dotted one: buckets of {model.best_bucket_mb:.3g} MB, {units.format_time(model.least_serial_s)} left. "
         "Neither knows that communication slows what it runs beside."

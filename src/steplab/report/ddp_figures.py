@@ -27,6 +27,17 @@ def baseline_s(cell: DdpCell) -> float | None:
     return phase_s(cell, "step", baseline=True)
 
 
+def usual_baseline_s(run: DdpRun) -> float | None:
+    """Time of the step without communication: the median of what it took beside each contender.
+
+    Measured by itself it comes first, when a machine may not have settled; that is taken where there is no other.
+    """
+    beside = [seconds for cell in run.cells if (seconds := baseline_s(cell)) is not None]
+    if beside:
+        return median(beside)
+    return step_s(run.baseline) if run.baseline else None
+
+
 def exposed_s(cell: DdpCell) -> float | None:
     """What communication adds to the step: the step less the same step without it."""
     whole, without = step_s(cell), baseline_s(cell)

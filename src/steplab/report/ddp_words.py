@@ -67,7 +67,7 @@ def model_words(run: DdpRun) -> Iterator[str]:
     yield (
         "With s bytes of gradients in n buckets, bandwidth w and overhead o a call: all by itself n o + s / w; "
         "exposed, where each call's overhead is, n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
-        f"{units.format_bytes(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
+        f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
         f"o = {units.format_time(model.call_s)}, backward {units.format_time(model.backward_s)}: "
         f"{model.best_bucket_mb:.3g} MB."
     )

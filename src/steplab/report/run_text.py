@@ -19,6 +19,7 @@ from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.ranks_text import rank_parts
 from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
+from steplab.specs.layout_fit import num_microbatches
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
@@ -118,8 +119,14 @@ def _spread(spec: StepSpec) -> list[str]:
     """How it is spread over several processes; nothing of one."""
     if spec.layout.world_size == 1:
         return []
-    buckets = f" {show_bucket(spec.bucket_mb)}" if spec.bucket_mb else ""
-    return [f"layout {spec.layout}", *([f"{spec.strategy}{buckets}"] if spec.strategy else [])]
+    words = [f"layout {spec.layout}"]
+    if spec.strategy:
+        words.append(f"{spec.strategy}{f' {show_bucket(spec.bucket_mb)}' if spec.bucket_mb else ''}")
+    if spec.layout.pp > 1:
+        words.append(f"{spec.pipeline_schedule}, {num_microbatches(spec)} microbatches")
+    if spec.layout.fsdp > 1 and spec.reshard_after_forward != "auto":
+        words.append(f"reshard after forward {spec.reshard_after_forward}")
+    return words
 
 
 def _failure(failure: Failure) -> "Iterator[RenderableType]":
@@ -169,7 +176,7 @@ def _headline(run: Run, timing: Timing) -> "Iterator[RenderableType]":
         )
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
-        table.add_row("host clock", f"{show(per_step)} a step over the same loop, a check on the device's events")
+        table.add_row("host clock", f"{show(per_step)} a step: the same loop from end to end, as a check")
     yield table
 
 

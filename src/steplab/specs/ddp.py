@@ -118,6 +118,10 @@ class DdpStudy:
         baseline = Contender(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
 
+    def trace_name(self, number: int) -> str:
+        """The file name of a contender's trace: 1_bucketed_25_MB.json."""
+        return f"{number}_{self.contenders[number].label.replace(', ', '_').replace(' ', '_')}.json"
+
     @property
     def tokens(self) -> int:
         """Tokens of one step of all ranks."""

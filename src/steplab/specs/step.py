@@ -126,8 +126,9 @@ class StepSpec:
 
     @property
     def strategy(self) -> str | None:
-        """How gradients are averaged; None where there is no `dp` axis to average them over."""
-        return self.data_parallel if self.layout.dp > 1 else None
+        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and beside other axes, where
+        FSDP2 averages them."""
+        return self.data_parallel if self.layout.world_size == self.layout.dp > 1 else None
 
     @property
     def bucket_mb(self) -> float | None:
