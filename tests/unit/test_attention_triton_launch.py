@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
 
 from steplab.ops.attention.triton_backward import _start_for_keys, _start_for_queries, _start_of_prepare
 from steplab.ops.attention.triton_forward import _start
-from steplab.ops.attention.triton_launch import Form, Start
+from steplab.ops.attention.triton_launch import Call, Form, Start
 from steplab.ops.attention.triton_tensors import columns
 from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant
 
@@ -88,15 +88,15 @@ def test_no_tensor_is_kept_between_calls() -> None:
 
 def starts(kernel: Kernel, variant: Variant) -> tuple[Start, int]:
     """A start of the kernel for some shape, and the number of its tensors."""
-    decided = columns(64), torch.bfloat16, torch.device("cpu"), "ieee", True, 0.125
+    call = Call(columns(64), torch.bfloat16, torch.device("cpu"), "ieee", True, 0.125)
     q_shape, k_shape = (1, 4, 50, 64), (1, 2, 70, 64)
     q, k = ((12800, 3200, 64, 1), (8960, 4480, 64, 1))
     tiles = Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=128, keys=64, stages=2)
     if kernel == "forward":
-        return _start.__wrapped__(tiles, *decided, q_shape, k_shape, (q, k, k, q)), 5
+        return _start.__wrapped__(tiles, call, q_shape, k_shape, (q, k, k, q)), 5
     if kernel == "backward_kv":
-        return _start_for_keys.__wrapped__(tiles, *decided, q_shape, k_shape, (q, k, k, q, k, k)), 8
-    return _start_for_queries.__wrapped__(tiles, *decided, q_shape, k_shape, (q, k, k, q, q)), 7
+        return _start_for_keys.__wrapped__(tiles, call, q_shape, k_shape, (q, k, k, q, k, k)), 8
+    return _start_for_queries.__wrapped__(tiles, call, q_shape, k_shape, (q, k, k, q, q)), 7
 
 
 @pytest.mark.parametrize("variant", ["portable", "hopper"])

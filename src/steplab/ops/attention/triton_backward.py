@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from steplab.ops.attention.triton_launch import (
+    Call,
     Form,
     Start,
     base_two,
@@ -20,7 +21,6 @@ from steplab.ops.attention.triton_launch import (
     tile_form,
 )
 from steplab.ops.attention.triton_tensors import (
-    Columns,
     Shape,
     aligned,
     columns,
@@ -49,9 +49,7 @@ class Operands:
     """-rowsum(dO o O)."""
     start_s: Tensor
     """-lse / scale."""
-    parts: Columns
-    decided: tuple[Columns, torch.dtype, torch.device, str, bool, float]
-    """parts, type, device, how products of float32 are made, whether causal, and the scale: for the kernels' starts."""
+    call: Call
 
 
 def triton_backward(
@@ -99,7 +97,7 @@ def prepared(
     parts = columns(q_BHSD.shape[-1])
     # D, which is to be the mean of dP, is made of dO as dP is: rounded where that is.
     subtrahends = _subtrahends(readable(o_BHSD), do, lse_BHS, positive, parts.box)
-    return Operands(q, k, v, do, *subtrahends, parts, (parts, q.dtype, q.device, products, causal, positive))
+    return Operands(q, k, v, do, *subtrahends, Call(parts, q.dtype, q.device, products, causal, positive))
 
 
 def _subtrahends(o: Tensor, do: Tensor, lse_BHS: Tensor, scale: float, box: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,27 +126,16 @@ def _start_of_prepare(
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
     """Write dK and dV, which the copy engine must take as they are. Without `tiles`, those of the table."""
     x = operands
-    tiles = tiles or tiles_for("backward_kv", x.q, x.parts.box, x.q.shape[2])
+    tiles = tiles or tiles_for("backward_kv", x.q, x.call.parts.box, x.q.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
-    start = _start_for_keys(tiles, *x.decided, x.q.shape, x.k.shape, strides)
+    start = _start_for_keys(tiles, x.call, x.q.shape, x.k.shape, strides)
     start(x.q, x.k, x.v, x.do, dk, dv, x.start_s if tiles.variant == "hopper" else x.minus_lse, x.minus_d)
 
 
 @lru_cache(maxsize=256)
-def _start_for_keys(
-    tiles: Tiles,
-    parts: Columns,
-    dtype: torch.dtype,
-    device: torch.device,
-    products: str,
-    causal: bool,
-    scale: float,
-    q_shape: Shape,
-    k_shape: Shape,
-    strides: tuple[Shape, ...],
-) -> Start:
+def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
-    numbers = _numbers(q_shape, k_shape, scale)
+    numbers = _numbers(q_shape, k_shape, call.scale)
     of_numbers: tuple[Form | None, Form | None] = (None, None)
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_kv_kernel
@@ -156,58 +143,47 @@ def _start_for_keys(
         rows = 64  # of each of the two consumers
         form = number_form(q_shape[0] * q_shape[1] * numbers.num_padded, tiles.queries)
         of_numbers = form, form
-        options = hopper_options(tiles, parts) | {"M": tiles.queries}
+        options = hopper_options(tiles, call.parts) | {"M": tiles.queries}
     else:
         from steplab.ops.attention.triton_portable_backward import backward_kv_kernel
 
         rows = tiles.keys
-        options = portable_options(tiles, products)
+        options = portable_options(tiles, call.products)
     shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
     all_rows = tiles.queries, rows, rows, tiles.queries, rows, rows
-    forms = [tile_form(tiles, dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
+    forms = [tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
     num_programs = -(-k_shape[2] // tiles.keys) * k_shape[0] * k_shape[1]
-    return Start(backward_kv_kernel, num_programs, [*forms, *of_numbers], numbers, CAUSAL=causal, **options)
+    return Start(backward_kv_kernel, num_programs, [*forms, *of_numbers], numbers, CAUSAL=call.causal, **options)
 
 
 def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
     """Write dQ, likewise."""
     x = operands
-    tiles = tiles or tiles_for("backward_q", x.q, x.parts.box, x.k.shape[2])
+    tiles = tiles or tiles_for("backward_q", x.q, x.call.parts.box, x.k.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
-    start = _start_for_queries(tiles, *x.decided, x.q.shape, x.k.shape, strides)
+    start = _start_for_queries(tiles, x.call, x.q.shape, x.k.shape, strides)
     start(x.q, x.k, x.v, x.do, dq, x.start_s if tiles.variant == "hopper" else x.minus_lse, x.minus_d)
 
 
 @lru_cache(maxsize=256)
-def _start_for_queries(
-    tiles: Tiles,
-    parts: Columns,
-    dtype: torch.dtype,
-    device: torch.device,
-    products: str,
-    causal: bool,
-    scale: float,
-    q_shape: Shape,
-    k_shape: Shape,
-    strides: tuple[Shape, ...],
-) -> Start:
+def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dq) of these strides, then -lse and -D."""
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_backward import backward_q_kernel
 
         rows = 64  # of each of the two consumers
-        options = hopper_options(tiles, parts) | {"N": tiles.keys}
+        options = hopper_options(tiles, call.parts) | {"N": tiles.keys}
     else:
         from steplab.ops.attention.triton_portable_backward import backward_q_kernel
 
         rows = tiles.queries
-        options = portable_options(tiles, products)
+        options = portable_options(tiles, call.products)
     shapes = q_shape, k_shape, k_shape, q_shape, q_shape
     all_rows = rows, tiles.keys, tiles.keys, rows, rows
-    forms = [tile_form(tiles, dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
+    forms = [tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
     num_programs = -(-q_shape[2] // tiles.queries) * q_shape[0] * q_shape[1]
-    numbers = _numbers(q_shape, k_shape, scale)
-    return Start(backward_q_kernel, num_programs, [*forms, None, None], numbers, CAUSAL=causal, **options)
+    numbers = _numbers(q_shape, k_shape, call.scale)
+    return Start(backward_q_kernel, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
 
 
 class _Numbers(NamedTuple):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from steplab.ops.attention.triton_launch import (
+    Call,
     Start,
     base_two,
     hopper_options,
@@ -16,7 +17,7 @@ from steplab.ops.attention.triton_launch import (
     precision,
     tile_form,
 )
-from steplab.ops.attention.triton_tensors import Columns, Shape, columns, copy_back, readable, writable
+from steplab.ops.attention.triton_tensors import Shape, columns, copy_back, readable, writable
 from steplab.ops.attention.triton_tuning import Tiles, tiles_for
 
 
@@ -40,7 +41,7 @@ def triton_forward(
     o = writable(o_BHSD)
     tiles = tiles or tiles_for("forward", q, parts.box, k.shape[2])
     strides = q.stride(), k.stride(), v.stride(), o.stride()
-    start = _start(tiles, parts, q.dtype, q.device, products, causal, scale, q.shape, k.shape, strides)
+    start = _start(tiles, Call(parts, q.dtype, q.device, products, causal, scale), q.shape, k.shape, strides)
     with on_device_of(q):
         start(q, k, v, o, lse_BHS)
     copy_back(o, o_BHSD)
@@ -49,38 +50,29 @@ def triton_forward(
 
 @lru_cache(maxsize=256)
 def _start(
-    tiles: Tiles,
-    parts: Columns,
-    dtype: torch.dtype,
-    device: torch.device,
-    products: str,
-    causal: bool,
-    scale: float,
-    q_shape: Shape,
-    k_shape: Shape,
-    strides: tuple[Shape, Shape, Shape, Shape],
+    tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
 ) -> Start:
     """The kernel for (q, k, v, o, lse), strides being those of the first four."""
     batch, num_heads, num_queries, _ = q_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads
-    numbers = [num_heads, num_heads // k_shape[1], num_queries, k_shape[2], base_two(scale)]
+    numbers = [num_heads, num_heads // k_shape[1], num_queries, k_shape[2], base_two(call.scale)]
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_forward import forward_kernel
 
-        num_programs = min(num_tasks, num_multiprocessors(device)) if tiles.persistent else num_tasks
+        num_programs = min(num_tasks, num_multiprocessors(call.device)) if tiles.persistent else num_tasks
         rows = 64  # of each of the two consumers
         numbers = [num_tasks, *numbers]
-        options = hopper_options(tiles, parts) | {"N": tiles.keys}
+        options = hopper_options(tiles, call.parts) | {"N": tiles.keys}
     else:
         from steplab.ops.attention.triton_portable_forward import forward_kernel
 
         num_programs, rows = num_tasks, tiles.queries
-        options = portable_options(tiles, products)
+        options = portable_options(tiles, call.products)
     shapes = q_shape, k_shape, k_shape, q_shape
     forms = [
-        tile_form(tiles, dtype, shape, its_strides, its_rows)
+        tile_form(tiles, call.dtype, shape, its_strides, its_rows)
         for shape, its_strides, its_rows in zip(
             shapes, strides, (tiles.queries, tiles.keys, tiles.keys, rows), strict=True
         )
     ]
-    return Start(forward_kernel, num_programs, [*forms, None], numbers, CAUSAL=causal, **options)
+    return Start(forward_kernel, num_programs, [*forms, None], numbers, CAUSAL=call.causal, **options)

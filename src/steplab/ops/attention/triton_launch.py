@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,29 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def _torch_makes_them_in_tf32() -> bool:
-    """By the newer of torch's two settings, which follows the older; allow_tf32 raises where the newer was set."""
+    """By the older of torch's two settings, which raises where the newer was set; then by that."""
     matmul = torch.backends.cuda.matmul
     try:
-        return str(matmul.fp32_precision) == "tf32"
-    except AttributeError:  # torch before 2.9
         return matmul.allow_tf32
+    except RuntimeError:
+        return str(matmul.fp32_precision) == "tf32"
+
+
+class Call(NamedTuple):
+    """What a call of attention asks of its kernels, besides shapes."""
+
+    parts: Columns
+    """Of the head dimension."""
+    dtype: torch.dtype
+    """Of the tensors."""
+    device: torch.device
+    """Where they are."""
+    products: str
+    """As `precision` gives it."""
+    causal: bool
+    """Whether keys after a query's position are hidden."""
+    scale: float
+    """Of the scores, above zero."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
