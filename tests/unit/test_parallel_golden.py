@@ -12,6 +12,7 @@ from steplab.records.codec import decode
 from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.report import ddp_figures as figures
+from steplab.report.ddp_words import told_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 Record = TypeVar("Record", CommRun, DdpRun)
@@ -69,3 +70,11 @@ def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_li
         )
         slowest_s = max(median(rank.device_s) for rank in found.ranks if rank.device_s)
         assert wire_bytes(found.spec) / slowest_s == pytest.approx(busbw, rel=0.01)
+
+
+def test_a_baseline_that_was_disturbed_is_told_of(studies: dict[str, DdpRun]) -> None:
+    """On four GPUs the turns beside torch DDP of 25 MB were; those of two GPUs were steady."""
+    told = {name: [text for text in told_of(run) if "disturbed" in text] for name, run in studies.items()}
+    assert told["compiled-2"] == told["eager-2"] == []
+    (text,) = told["compiled-4"]
+    assert "84.3 ms beside one contender and 93.5 ms beside another" in text

@@ -38,6 +38,12 @@ def usual_baseline_s(run: DdpRun) -> float | None:
     return step_s(run.baseline) if run.baseline else None
 
 
+def baseline_range_s(run: DdpRun) -> tuple[float, float] | None:
+    """The shortest and the longest step without communication, of the turns of all contenders; None without any."""
+    found = [seconds for cell in run.cells if (seconds := baseline_s(cell)) is not None]
+    return (min(found), max(found)) if found else None
+
+
 def exposed_s(cell: DdpCell) -> float | None:
     """What communication adds to the step: the step less the same step without it."""
     whole, without = step_s(cell), baseline_s(cell)

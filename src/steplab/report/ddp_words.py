@@ -28,6 +28,10 @@ def ranks_words(run: DdpRun) -> str:
     return f"{units.counted(len(facts.places), 'rank')}{over}, {devices}, {facts.backend}"
 
 
+_STEADY = 1.05
+"""By how much the same step may differ between turns: more than it does on a quiet machine."""
+
+
 def told_of(run: DdpRun) -> Iterator[str]:
     """The study in sentences: what was fastest, and how it stands to torch's own."""
     if facts := run.facts:
@@ -46,6 +50,12 @@ def told_of(run: DdpRun) -> Iterator[str]:
         yield (
             f"{ours.contender.label} adds {adds} what torch DDP adds at its best, "
             f"{theirs.contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
+        )
+    least, most = figures.baseline_range_s(run) or (0.0, 0.0)
+    if most > _STEADY * least:
+        yield (
+            f"The step without communication took {units.format_time(least)} beside one contender and "
+            f"{units.format_time(most)} beside another: something disturbed it, and figures of what is exposed with it."
         )
     for cell in run.cells:
         if cell.failure:
