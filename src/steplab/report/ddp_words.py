@@ -8,6 +8,9 @@ from steplab.records.ddp import DdpCell, DdpRun
 from steplab.report import ddp_figures as figures
 from steplab.report.columns import reason
 
+_STEADY = 1.05
+"""By how much the same step may differ between turns: more than it does on a quiet machine."""
+
 
 def asked(run: DdpRun) -> str:
     """The step: model, context, batch a rank, precision, compile."""
@@ -26,10 +29,6 @@ def ranks_words(run: DdpRun) -> str:
     hosts = Counter(place.host for place in facts.places)
     over = " on " + ", ".join(f"{host} ({count})" for host, count in hosts.items()) if len(hosts) > 1 else ""
     return f"{units.counted(len(facts.places), 'rank')}{over}, {devices}, {facts.backend}"
-
-
-_STEADY = 1.05
-"""By how much the same step may differ between turns: more than it does on a quiet machine."""
 
 
 def told_of(run: DdpRun) -> Iterator[str]:
