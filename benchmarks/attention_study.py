@@ -18,6 +18,7 @@ PIECES = {
         for dtype in ("bf16", "fp32")
         for dim in DIMS
     },
+    "beyond": ["--grid", "long", "--dtype", "bf16", "--dim", "64", "--sequence", "131072,262144"],
 }
 
 

@@ -70,13 +70,13 @@ def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_key
             queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, s_RN.type.layout))
             seen = seen & (keys <= queries[:, None])
         s_RN = gl.where(seen, s_RN, float("-inf"))
-    new_largest_R = gl.maximum(largest_R, gl.max(s_RN, 1))
+    # The largest is kept scaled: a product within a fused multiply-add is not rounded, and would differ from itself by
+    # its rounding, so that what was summed shrank a little with every tile.
+    new_largest_R = gl.maximum(largest_R, gl.max(s_RN, 1) * scale_log2)
     # A row that has seen nothing but -inf: any finite number gives its exponentials as the zeros that they are.
     base_R = gl.where(new_largest_R == float("-inf"), 0.0, new_largest_R)
-    p_RN = gl.exp2(s_RN * scale_log2 - (base_R * scale_log2)[:, None])
-    # The difference first: a product in a fused multiply-add is not rounded, and would differ from itself by its
-    # rounding, so that what was summed shrank a little with every tile.
-    shrink_R = gl.exp2((largest_R - base_R) * scale_log2)
+    p_RN = gl.exp2(s_RN * scale_log2 - base_R[:, None])
+    shrink_R = gl.exp2(largest_R - base_R)
     return p_RN, new_largest_R, sum_R * shrink_R + gl.sum(p_RN, 1), shrink_R
 
 
@@ -162,7 +162,7 @@ def _attend(o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale
         put(o_tile, o_RD, rest_RD, MAIN, REST)
         tma.async_copy_shared_to_global(o_tiles, [b, head, first_query, 0], o_tile)
         queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        lse_R = (largest_R * scale_log2 + gl.log2(sum_R)) * 0.6931471805599453  # log 2
+        lse_R = (largest_R + gl.log2(sum_R)) * 0.6931471805599453  # log 2
         lse_ptrs = lse_ptr + (b * num_heads + head).to(gl.int64) * num_queries + queries
         gl.store(lse_ptrs, lse_R, mask=queries < num_queries)
         if not APART:
