@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import modules
-from tests.distributed.parity import TINY_MB, assert_gradients_are_equal_over_ranks
+from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_equal_over_ranks
 from tests.distributed.ranks import Cases
 from tests.distributed.transports import Recorder
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.parallel import DataParallel
+from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.collectives import GroupCollectives
 
 cases = Cases()
@@ -288,15 +288,39 @@ def state_is_saved_and_loaded_as_the_inner_modules() -> None:
 
 
 @cases
-def an_update_before_the_gradients_are_averaged_is_told() -> None:
+def a_step_before_the_gradients_are_averaged_is_refused() -> None:
+    """By every strategy, of every way in which torch's optimizers update; and the parameters are as they were."""
+    x = torch.ones(2, 8, dtype=torch.float64) * (dist.get_rank() + 1)
+    ways: list[dict[str, Any]] = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+    for strategy in STRATEGIES:
+        model = DataParallel(modules.plain(), strategy, TINY_MB)
+        optimizers = [torch.optim.AdamW(model.parameters(), **way) for way in ways]
+        for optimizer in (*optimizers, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)):
+            before = [p.detach().clone() for p in model.parameters()]
+            model(x).square().sum().backward()
+            refused(UserError, r"call finish_gradient_synchronization\(\)", optimizer.step)
+            assert all(map(torch.equal, before, model.parameters()))
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            assert not any(map(torch.equal, before, model.parameters()))
+            assert_gradients_are_equal_over_ranks(model)
+            optimizer.zero_grad()
+
+
+@cases.in_a_small_world
+def steps_that_wait_for_no_averages_are_not_refused() -> None:
+    """Of what is not this module's, and of what was meant to stay on this rank."""
     x = torch.ones(2, 8, dtype=torch.float64)
-    for strategy in ("overlap", "bucketed"):
-        model, _ = recorded(modules.plain(), strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def steps(model: DataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            for _ in range(3):
-                model(x).sum().backward()
-                optimizer.step()
-
-        refused(UserError, "finish_gradient_synchronization", steps)
+    for strategy in STRATEGIES:
+        model, other = DataParallel(modules.plain(), strategy), modules.plain()
+        other(x).sum().backward()
+        model(x).sum().backward()
+        torch.optim.SGD(other.parameters()).step()
+        model.finish_gradient_synchronization()
+        with model.no_sync():
+            model(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        model(x).sum().backward()
+        module = model.module
+        del model  # which averages them no more
+        torch.optim.SGD(module.parameters()).step()

@@ -108,7 +108,8 @@ class DataParallel(nn.Module):
 
         A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks. Between
         backward and this, gradients that are under way are not to be seen in `.grad`, and `zero_grad` does not reach
-        them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then.
+        them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then. Until it
+        is called, `step` of any torch optimizer that has these parameters raises UserError.
 
         Raises UserError within `no_sync`, and where a parameter was frozen when this was built and no longer is.
         """
