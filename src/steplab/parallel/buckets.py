@@ -14,7 +14,7 @@ from torch import Tensor, nn
 ALIGNMENT_BYTES = 16
 
 
-def assign(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
+def grouped(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
     """Groups of indices into `parameters`, which are in order of readiness; every parameter is in one group.
 
     The parameters of a group have one dtype and device; groups are in the order in which they become complete.

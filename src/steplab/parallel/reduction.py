@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from steplab.errors import UserError
 from steplab.parallel.agreement import StepAgreement
-from steplab.parallel.buckets import Bucket, assign
+from steplab.parallel.buckets import Bucket, grouped
 from steplab.parallel.collectives import Collectives
 from steplab.parallel.strategies import Strategy
 
@@ -50,7 +50,7 @@ class GradientReducer:
         self.active = True
         self._parameters = tuple(parameters)
         self._strategy = strategy
-        self._members = assign(self._parameters, strategy.bucket_bytes)
+        self._members = grouped(self._parameters, strategy.bucket_bytes)
         self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
         self.agreement = StepAgreement(collectives, names)
