@@ -47,6 +47,10 @@ class Bucket(Protocol):
     to gradients, as they are the parameters' own.
     """
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory outside of torch's allocator that this rank's buckets of the module hold, all of them together."""
+
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
 

@@ -135,6 +135,11 @@ class DataParallel(nn.Module):
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
 
     @property
+    def shared_bytes(self) -> int:
+        """Device memory that `peer_copy` holds on this rank, outside of torch's allocator; 0 with collectives."""
+        return self._reducer.shared_bytes
+
+    @property
     def readiness_difference(self) -> str | None:
         """How the ranks' orders of readiness were found to differ, in words; None if they were not."""
         return self._reducer.agreement.difference

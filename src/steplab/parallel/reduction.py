@@ -66,6 +66,11 @@ class GradientReducer:
         """For each bucket, in the order of launch, the places of its parameters."""
         return [list(group) for group in self._members]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory outside of torch's allocator that the buckets hold on this rank."""
+        return max((bucket.shared_bytes for bucket in self._buckets), default=0)
+
     def ready(self, index: int) -> None:
         """The gradient of a parameter has been accumulated by a backward pass; launch what can go."""
         with self._lock:
