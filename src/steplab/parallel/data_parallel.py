@@ -90,13 +90,17 @@ class DataParallel(nn.Module):
         trained.reverse()  # backward reaches last what forward used first
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._trained_names = [name for name, _ in trained]
-        self._reducer = GradientReducer(
-            self._trained_names,
-            [p for _, p in trained],
-            chosen,
-            bucket_maker(transport, compress, collectives, group),
-            collectives,
-        )
+        # Backward's threads have the gradients' device for the current one, and who calls this may have another: peer
+        # copies ask the driver and Triton, which go by it. A negative number is no device, and changes nothing.
+        self._gpu = next((p.get_device() for _, p in trained if p.is_cuda), -1)
+        with torch.cuda.device(self._gpu):
+            self._reducer = GradientReducer(
+                self._trained_names,
+                [p for _, p in trained],
+                chosen,
+                bucket_maker(transport, compress, collectives, group),
+                collectives,
+            )
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +122,8 @@ class DataParallel(nn.Module):
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UserError(f"{name} required no gradient when DataParallel was built: build it anew")
-        self._reducer.finish()
+        with torch.cuda.device(self._gpu):
+            self._reducer.finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
