@@ -1,6 +1,7 @@
 """What data parallelism promises besides the right gradients: collectives counted, memory, errors, names."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -322,5 +323,19 @@ def steps_that_wait_for_no_averages_are_not_refused() -> None:
         torch.optim.SGD(model.parameters()).step()
         model(x).sum().backward()
         module = model.module
-        del model  # which averages them no more
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del model  # which averages them no more
+        launched = [RuntimeWarning] if strategy in ("overlap", "bucketed") else []
+        assert [w.category for w in caught if "dropped with gradients under way" in str(w.message)] == launched
         torch.optim.SGD(module.parameters()).step()
+
+
+@cases.in_a_small_world
+def a_model_that_is_dropped_between_steps_is_no_matter() -> None:
+    model = DataParallel(modules.plain())
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    model.finish_gradient_synchronization()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del model

@@ -56,6 +56,13 @@ class DataParallel(nn.Module):
     host (see peer_copies.py), which leaves the multiprocessors to backward; it takes device memory for a second copy of
     all gradients, outside torch's allocator.
 
+    Two rules that nothing checks in time. Ranks that have several of these run their backward passes, and synchronise
+    their gradients, in one order: else gradients of different modules are averaged, or ranks wait for each other for
+    ever; by peer copies too, as streams share the GPU's queues. And a backward pass whose gradients are on their way is
+    finished on all ranks before this is dropped: memory of peer copies is not given back before what was launched is
+    over, so the rank waits, in Python's garbage collector maybe, for what others may never send. A RuntimeWarning
+    tells of it.
+
     With `compress="bf16"`, gradients of float32 and float64 travel as bf16, are summed in it, and take memory for
     a copy in bf16.
     """

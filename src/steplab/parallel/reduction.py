@@ -20,7 +20,9 @@ not averaged refuses the step of any torch optimizer that has their parameters: 
 other means is not noticed.
 """
 
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ReferenceType, finalize, ref
@@ -60,6 +62,15 @@ class GradientReducer:
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(_hook(ref(self), index))
         finalize(self, register_optimizer_step_pre_hook(_step_hook(ref(self))).remove)
+
+    def __del__(self) -> None:
+        if getattr(self, "_next", 0) and not sys.is_finalizing():  # without it, it was never built
+            warnings.warn(
+                "a DataParallel was dropped with gradients under way: ranks may wait for each other for ever; call "
+                "finish_gradient_synchronization() on all ranks before",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def buckets(self) -> list[list[int]]:
