@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steplab.parallel.buckets import ALIGNMENT_BYTES, aligned, assign, views_of
+from steplab.parallel.buckets import ALIGNMENT_BYTES, aligned, grouped, views_of
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -28,7 +28,7 @@ def size_bytes(parameter: nn.Parameter) -> int:
 def test_every_parameter_is_in_one_bucket_that_is_no_larger_than_it_may_be(
     parameters: list[nn.Parameter], limit: int
 ) -> None:
-    groups = assign(parameters, limit)
+    groups = grouped(parameters, limit)
     assert sorted(index for group in groups for index in group) == list(range(len(parameters)))
     assert all(a < b for group in groups for a, b in pairwise(group))
     for group in groups:
@@ -42,7 +42,7 @@ def test_a_bucket_is_closed_only_when_the_next_gradient_would_not_fit(
     parameters: list[nn.Parameter], limit: int
 ) -> None:
     latest: dict[object, list[int]] = {}
-    for group in sorted(assign(parameters, limit)):
+    for group in sorted(grouped(parameters, limit)):
         kind = parameters[group[0]].dtype, parameters[group[0]].device
         if kind in latest:
             filled = sum(size_bytes(parameters[index]) for index in latest[kind])
@@ -52,7 +52,7 @@ def test_a_bucket_is_closed_only_when_the_next_gradient_would_not_fit(
 
 @given(parameters())
 def test_without_a_limit_there_is_a_bucket_a_dtype_and_device(parameters: list[nn.Parameter]) -> None:
-    assert len(assign(parameters, float("inf"))) == len({(p.dtype, p.device) for p in parameters})
+    assert len(grouped(parameters, float("inf"))) == len({(p.dtype, p.device) for p in parameters})
 
 
 def test_gradients_in_a_bucket_begin_where_vectorised_reads_may() -> None:

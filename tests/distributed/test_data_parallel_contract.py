@@ -1,7 +1,9 @@
 """What data parallelism promises besides the right gradients: collectives counted, memory, errors, names."""
 
 import math
+import time
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel
+from steplab.parallel.buckets import is_shared
 from steplab.parallel.collectives import GroupCollectives
 
 cases = Cases()
@@ -117,6 +120,9 @@ def gradients_live_in_their_bucket() -> None:
         model(x).sum().backward()
         model.finish_gradient_synchronization()
         places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+        for parameter in itemgetter(0, 4, 5)(list(model.parameters())):  # each alone
+            while is_shared(parameter.grad):  # gloo's threads let go a moment after they have told that they are done
+                time.sleep(0.001)
         shared = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
         assert len(shared) == len(model.buckets) == 4
         model.zero_grad(set_to_none=step == 0)
@@ -285,18 +291,3 @@ def state_is_saved_and_loaded_as_the_inner_modules() -> None:
     around.load_state_dict(plain_around.state_dict())
     assert torch.equal(model.layer.weight, fresh.layer.weight)
     refused(UserError, "assign=True", lambda: model.load_state_dict(state, assign=True))
-
-
-@cases
-def an_update_before_the_gradients_are_averaged_is_told() -> None:
-    x = torch.ones(2, 8, dtype=torch.float64)
-    for strategy in ("overlap", "bucketed"):
-        model, _ = recorded(modules.plain(), strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def steps(model: DataParallel = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            for _ in range(3):
-                model(x).sum().backward()
-                optimizer.step()
-
-        refused(UserError, "finish_gradient_synchronization", steps)

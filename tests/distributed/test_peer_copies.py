@@ -135,6 +135,18 @@ def memory_goes_with_the_model() -> None:
 
 
 @cases
+def the_memory_that_is_shared_is_counted() -> None:
+    """A set of all gradients, and as much again of the other ranks' under way: all the file that others have mapped."""
+    memory = SharedMemory()
+    model = DataParallel(modules.plain(), "flat", transport=memory)
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    whole_pages = peer_copies._PAGE * (1 + memory.size)
+    assert model.shared_bytes == memory.everyone[memory.rank].nbytes
+    assert 0 <= model.shared_bytes - num_bytes * (2 - 1 / memory.size) <= whole_pages
+    assert DataParallel(modules.plain()).shared_bytes == 0
+
+
+@cases
 def what_is_copied_is_what_a_ring_would_send() -> None:
     """2 (n-1)/n of all bytes, up to the parts' whole pages."""
     memory = SharedMemory()

@@ -16,8 +16,8 @@ from torch import nn
 
 from steplab.errors import UserError
 from steplab.parallel import ShardedOptimizer, merge_shards
-from steplab.parallel.assignment import assign, buckets, largest_share_bound
 from steplab.parallel.flat_parameters import Exchange, _gathers
+from steplab.parallel.ownership import largest_share_bound, owners_of, runs_of
 
 WORLDS = pytest.mark.parametrize("size", [2, 4])
 EXCHANGES = pytest.mark.parametrize("exchange", ["all_gather", "broadcast"])
@@ -115,7 +115,7 @@ def test_shards_that_do_not_belong_together_are_refused(shards: list[dict[str, o
 def test_shares_are_bounded_however_many_groups_come(groups: list[list[int]], ranks: int) -> None:
     loads = [0] * ranks
     for group in groups:
-        owners = assign(group, loads)
+        owners = owners_of(group, loads)
         assert len(owners) == len(group)
     everything = [elements for group in groups for elements in group]
     assert sum(loads) == sum(everything)
@@ -124,13 +124,13 @@ def test_shares_are_bounded_however_many_groups_come(groups: list[list[int]], ra
 
 def test_the_largest_go_first_and_ties_go_to_the_lowest_rank() -> None:
     loads = [0, 0, 0]
-    assert assign([1, 5, 5, 3, 2, 2], loads) == [1, 0, 1, 2, 2, 0]
+    assert owners_of([1, 5, 5, 3, 2, 2], loads) == [1, 0, 1, 2, 2, 0]
     assert loads == [7, 6, 5]
 
 
 @given(st.lists(st.integers(0, 50)), st.one_of(st.integers(1, 100), st.just(float("inf"))))
-def test_buckets_keep_the_order_and_are_full_but_for_the_last(sizes_bytes: list[int], bucket_bytes: float) -> None:
-    found = buckets(sizes_bytes, bucket_bytes)
+def test_runs_keep_the_order_and_are_full_but_for_the_last(sizes_bytes: list[int], bucket_bytes: float) -> None:
+    found = runs_of(sizes_bytes, bucket_bytes)
     assert [index for bucket in found for index in bucket] == list(range(len(sizes_bytes)))
     for bucket in found[:-1]:
         filled = [sizes_bytes[index] for index in bucket]

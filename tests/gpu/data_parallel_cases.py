@@ -111,6 +111,26 @@ def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device)
             torch.testing.assert_close(found, wanted, rtol=relative, atol=absolute, msg=message)
 
 
+def the_current_device_may_be_another(rank: int, size: int, device: torch.device) -> None:
+    """Where the module is built and its gradients are waited for."""
+    torch.manual_seed(3)
+    first = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.Linear(300, 7)).to(device)
+    x = torch.randn(16, 64, device=device)
+    alone = copy.deepcopy(first)
+    for other in range(size):
+        (alone(x * (other + 1)).square().mean() / size).backward()
+    torch.cuda.set_device((rank + 1) % size)
+    for strategy, transport in WAYS:
+        model = DataParallel(copy.deepcopy(first), strategy, bucket_size_mb=0.02, transport=transport)
+        for _ in range(2):
+            model.zero_grad()
+            model(x * (rank + 1)).square().mean().backward()
+            model.finish_gradient_synchronization()
+        for right, found in zip(alone.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, right.grad, msg=f"{strategy} over {transport}")
+    assert torch.cuda.current_device() == (rank + 1) % size
+
+
 def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: torch.device) -> None:
     """Thirty steps with work of another length on every rank before each backward pass; every gradient is checked."""
     inner = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))).to(device)

@@ -15,6 +15,7 @@ pytestmark = [
 CASES = [
     "trains_as_one_process_does",
     "gradients_are_those_of_torch_ddp",
+    "the_current_device_may_be_another",
     "many_steps_of_many_buckets_race_for_nothing",
     "a_sharded_optimizer_does_what_the_whole_one_does",
 ]

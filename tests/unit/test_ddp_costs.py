@@ -78,6 +78,9 @@ def test_too_little_for_a_link() -> None:
     assert fit_link([], 1e9, []) is None
     assert fit_link([7, 7], 1e9, [0.1, 0.2]) is None
     assert fit_link([1, 100], 1e9, [0.2, 0.1]) is None  # more calls in less time
+    assert fit_link([1, 2], 1e9, [0.5, 0.5]) is None  # in the same time: no bucket would be best
+    with pytest.raises(ValueError, match="0 s a call has no best bucket"):
+        Link(bytes_per_s=1e9, call_s=0)
 
 
 def test_buckets_are_at_least_one_and_at_most_the_gradients() -> None:

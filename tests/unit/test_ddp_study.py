@@ -1,5 +1,6 @@
 """What a data-parallel study may ask for, and what its parent makes of what happens to its ranks."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,52 @@ def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
 
     ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=once)
     assert {number: cell.status for number, cell in found.items()} == {0: "ok", 1: "ok", 2: "ok", 3: "error"}
+
+
+def told(*launches: tuple[int, Failure | None]) -> tuple[dict[int, str], list[list[int]]]:
+    """Status of each contender, and who was asked for, where each set of ranks begins with the baseline, measures so
+    many contenders, begins the next, and then fails."""
+    found: dict[int, DdpCell] = {}
+    asked: list[list[int]] = []
+
+    def ranks(request: Request, listener: DdpListener, timeout_s: float | None) -> Failure | None:
+        count, failure = launches[len(asked)]
+        asked.append(request.contenders)
+        say(listener, "at", 0)
+        for place, number in enumerate(request.contenders):
+            if place <= count:
+                say(listener, "at", number)
+            if place < count:
+                say(listener, "cell", [number, make_ddp_cell(STUDY.contenders[number])])
+        return failure
+
+    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=ranks)
+    messages = {n: cell.failure.message if cell.failure else "ok" for n, cell in found.items()}
+    return messages, asked
+
+
+@pytest.mark.parametrize("phase", ["no communication: build", "starting"])
+def test_new_ranks_that_get_to_no_contender_fail_for_all_that_are_left(phase: str) -> None:
+    """And nobody starts others for each of them."""
+    lost = Failure(kind="crashed", message="rank 1 died", phase=phase, rank=1)
+    overlap = dataclasses.replace(lost, phase="flat: warmup")
+    found, asked = told((1, overlap), (-1, lost))
+    assert found == {0: "ok", 1: "rank 1 died"} | dict.fromkeys((2, 3), "its ranks did not get to it: rank 1 died")
+    assert asked == [[0, 1, 2, 3], [2, 3]]
+
+
+def test_the_baseline_that_is_timed_around_a_contender_fails_as_that_contender() -> None:
+    lost = Failure(kind="crashed", message="rank 1 died", phase="no communication: build", rank=1)
+    found, asked = told((2, lost), (1, None))
+    assert found == {0: "ok", 1: "ok", 2: "rank 1 died", 3: "ok"}
+    assert asked == [[0, 1, 2, 3], [3]]
+
+
+def test_what_a_contender_does_once_it_has_ended_is_no_failure_of_the_next() -> None:
+    lost = Failure(kind="crashed", message="rank 1 died", phase="flat: communication alone", rank=1)
+    found, asked = told((2, lost), (2, None))
+    assert found == dict.fromkeys(range(4), "ok")
+    assert asked == [[0, 1, 2, 3], [2, 3]]
 
 
 def test_what_fails_once_all_have_ended_costs_no_contender() -> None:

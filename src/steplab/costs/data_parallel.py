@@ -24,8 +24,9 @@ which has its least value where the two summands are equal,
 
     n* = sqrt(s / (w o)),   a bucket of s / n* = sqrt(s w o) bytes,   serial(n*) = 2 sqrt(s o / w).
 
-Larger buckets leave more to send when the backward pass is over; smaller ones pay for more calls. Neither formula knows
-that communication slows the computation it runs beside.
+Larger buckets leave more to send when the backward pass is over; smaller ones pay for more calls. Were calls free
+(o = 0), each further division would leave less, and no size would be best. So o is above zero here, and a fit without
+one is none. Neither formula knows that communication slows the computation it runs beside.
 
 **Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their
 type for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N
@@ -39,12 +40,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What a call of one collective takes: o + bytes / w."""
+    """What a call of one collective takes: o + bytes / w. Both are above zero, else ValueError."""
 
     bytes_per_s: float
     """w: gradient bytes a second, not counting that an all-reduce moves each of them twice."""
     call_s: float
     """o: of a call, whatever it carries."""
+
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_s > 0 and self.call_s > 0):
+            raise ValueError(f"a link of {self.bytes_per_s} bytes/s and {self.call_s} s a call has no best bucket")
 
     def bucket_s(self, num_bytes: float, num_buckets: float) -> float:
         """c: time of one bucket."""
@@ -76,7 +81,7 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
     """The link whose `alone_s` of `num_bytes` in so many calls comes closest to what was measured.
 
     Least squares of relative errors, since the times span orders of magnitude. None where fewer than two different
-    numbers of calls were measured, or where no such link has a positive bandwidth and an o of at least zero.
+    numbers of calls were measured, or where no such link has a bandwidth and an o above zero.
     """
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
@@ -89,7 +94,7 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
     if determinant <= 0:
         return None
     call_s, transfer_s = (ra * bb - rb * ab) / determinant, (rb * aa - ra * ab) / determinant
-    if call_s < 0 or transfer_s <= 0:
+    if call_s <= 0 or transfer_s <= 0:
         return None
     return Link(bytes_per_s=num_bytes / transfer_s, call_s=call_s)
 

@@ -72,6 +72,11 @@ class ContenderStep:
         for phase in self.phases:
             phase.run()
 
+    @property
+    def shared_bytes(self) -> int:
+        """Device memory of its transport that torch's allocator does not count."""
+        return self._called.shared_bytes if isinstance(self._called, DataParallel) else 0
+
     def gradients_unsent(self) -> None:
         """Forward and backward, after which every rank has gradients of its own that the next synchronisation sends."""
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,5 +1,6 @@
 """A data-parallel study in processes of its own: one set of ranks for all contenders, and a new one after a failure."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,10 +30,13 @@ class DdpListener(Listener):
         super().__init__(on_progress)
         self._on_cell, self._on_environment, self._on_facts = on_cell, on_environment, on_facts
         self.ended = False
+        self.at = 0
+        """The contender that rank 0 began last; all ranks begin with the baseline, measured already or not."""
 
     def hear(self, kind: str, value: msgspec.Raw) -> None:
         """One message."""
         if kind == "at":
+            self.at = msgspec.json.decode(value, type=int)
             self.renew()
         elif kind == "cell":
             self._on_cell(*msgspec.json.decode(value, type=tuple[int, DdpCell]))
@@ -66,7 +70,8 @@ def ddp_in_children(
     """Measure a study: `on_cell` is called with the number and the result of each contender as it ends.
 
     A contender that its ranks do not survive is a failure and, with `again`, the others go on in new ones; not so if it
-    is the baseline, without which there is nothing to compare. Rank 0 writes a trace a contender into `traces`.
+    is the baseline, without which there is nothing to compare. Where new ranks get to no contender, their failure is
+    that of all that are left, since others would fare no better. Rank 0 writes a trace a contender into `traces`.
     `timeout_s` is how long the ranks may be without beginning another contender.
 
     Raises UserError (or the SteplabError that a rank named) for a request that cannot be served.
@@ -92,16 +97,25 @@ def ddp_in_children(
             # Ranks that end well without a result would be followed by others like them for ever.
             failure = Failure(kind="error", message="the processes gave no result")
         if failure is not None and left:  # what fails once all have ended costs nobody
-            guilty = _blamed(study, left, failure)
-            keep(guilty, DdpCell(contender=study.contenders[guilty], failure=failure))
-            if guilty == 0 or not again:
+            guilty = _blamed(study, left, failure, listener.at)
+            over = not again or guilty == 0 or (guilty is None and len(left) == before)
+            if guilty is not None:
+                keep(guilty, DdpCell(contender=study.contenders[guilty], failure=failure))
+            elif over:
+                failure = dataclasses.replace(failure, message=f"its ranks did not get to it: {failure.message}")
+                for number in tuple(left):
+                    keep(number, DdpCell(contender=study.contenders[number], failure=failure))
+            if over:
                 return
 
 
-def _blamed(study: DdpStudy, left: list[int], failure: Failure) -> int:
-    """The contender that the failing rank named as its stage; else the first that has not ended.
+def _blamed(study: DdpStudy, left: list[int], failure: Failure, at: int) -> int | None:
+    """The contender that the failing rank named as its stage; rank 0 may be elsewhere, as ranks are heard one by one.
 
-    What rank 0 said last may be of the one before: ranks are heard one by one.
+    Where that is none, or the baseline, which is timed around others too: the one that rank 0 was at. None: it has
+    ended.
     """
-    named = (n for n in left if (failure.phase or "").startswith(f"{study.contenders[n].label}: "))
-    return next(named, left[0])
+    stage = failure.phase or ""
+    named = next((n for n, contender in enumerate(study.contenders) if stage.startswith(f"{contender.label}: ")), 0)
+    guilty = named or at
+    return guilty if guilty in left else None

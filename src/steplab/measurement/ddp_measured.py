@@ -138,8 +138,15 @@ class MeasuredContender:
         return tuple(found)
 
     def _look(self, moment: str) -> None:
-        module, optimizer = self.step.module, self.step.optimizer
-        self.memory.append(state_memory(moment, module, optimizer, self._device, self._beside_bytes))
+        held = state_memory(
+            moment,
+            self.step.module,
+            self.step.optimizer,
+            self._device,
+            before_bytes=self._beside_bytes,
+            uncounted_bytes=self.step.shared_bytes,
+        )
+        self.memory.append(held)
 
     def _begin(self, stage: str, num_steps: int) -> None:
         self._on_stage(f"{self._contender.label}: {stage}", num_steps)

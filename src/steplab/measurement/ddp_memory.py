@@ -17,9 +17,18 @@ TOLERATED_BYTES = 256 * MIB
 
 
 def state_memory(
-    moment: str, module: nn.Module, optimizer: torch.optim.Optimizer, device: Device, before_bytes: int | None
+    moment: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    *,
+    before_bytes: int | None,
+    uncounted_bytes: int,
 ) -> StateMemory:
-    """What is held now; `before_bytes` were allocated before the contender was built."""
+    """What is held now; `before_bytes` were allocated before the contender was built.
+
+    It holds `uncounted_bytes` besides, which the allocator knows nothing of, and in which gradients may be.
+    """
     now_bytes = allocated_bytes(device)
     parameters = list(module.parameters())
     state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
@@ -28,7 +37,9 @@ def state_memory(
         parameters_bytes=storage_bytes(parameters),
         gradients_bytes=storage_bytes(p.grad for p in parameters if p.grad is not None),
         optimizer_bytes=storage_bytes(tensor for tensor in state if tensor.device.type == device.torch_device.type),
-        allocated_bytes=None if now_bytes is None or before_bytes is None else max(now_bytes - before_bytes, 0),
+        allocated_bytes=None
+        if now_bytes is None or before_bytes is None
+        else max(now_bytes - before_bytes, 0) + uncounted_bytes,
     )
 
 

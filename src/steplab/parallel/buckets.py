@@ -14,7 +14,7 @@ from torch import Tensor, nn
 ALIGNMENT_BYTES = 16
 
 
-def assign(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
+def grouped(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
     """Groups of indices into `parameters`, which are in order of readiness; every parameter is in one group.
 
     The parameters of a group have one dtype and device; groups are in the order in which they become complete.
@@ -46,6 +46,10 @@ class Bucket(Protocol):
     `launch`, then `wait`, which gives the averages; before the next launch all may be done to the averages that is done
     to gradients, as they are the parameters' own.
     """
+
+    @property
+    def shared_bytes(self) -> int:
+        """Memory outside of torch's allocator that this rank's buckets of the module hold, all of them together."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""

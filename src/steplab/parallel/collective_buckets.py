@@ -26,6 +26,8 @@ COMPRESSED_DTYPES = (torch.float32, torch.float64)
 class CollectiveBucket:
     """Gradients that are reduced by one collective; see buckets.Bucket."""
 
+    shared_bytes = 0
+
     def __init__(
         self, parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None, collectives: Collectives
     ) -> None:

@@ -56,6 +56,13 @@ class DataParallel(nn.Module):
     host (see peer_copies.py), which leaves the multiprocessors to backward; it takes device memory for a second copy of
     all gradients, outside torch's allocator.
 
+    Two rules that nothing checks in time. Ranks that have several of these run their backward passes, and synchronise
+    their gradients, in one order: else gradients of different modules are averaged, or ranks wait for each other for
+    ever; by peer copies too, as streams share the GPU's queues. And a backward pass whose gradients are on their way is
+    finished on all ranks before this is dropped: memory of peer copies is not given back before what was launched is
+    over, so the rank waits, in Python's garbage collector maybe, for what others may never send. A RuntimeWarning
+    tells of it.
+
     With `compress="bf16"`, gradients of float32 and float64 travel as bf16, are summed in it, and take memory for
     a copy in bf16.
     """
@@ -90,13 +97,17 @@ class DataParallel(nn.Module):
         trained.reverse()  # backward reaches last what forward used first
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._trained_names = [name for name, _ in trained]
-        self._reducer = GradientReducer(
-            self._trained_names,
-            [p for _, p in trained],
-            chosen,
-            bucket_maker(transport, compress, collectives, group),
-            collectives,
-        )
+        # Backward's threads have the gradients' device for the current one, and who calls this may have another: peer
+        # copies ask the driver and Triton, which go by it. A negative number is no device, and changes nothing.
+        self._gpu = next((p.get_device() for _, p in trained if p.is_cuda), -1)
+        with torch.cuda.device(self._gpu):
+            self._reducer = GradientReducer(
+                self._trained_names,
+                [p for _, p in trained],
+                chosen,
+                bucket_maker(transport, compress, collectives, group),
+                collectives,
+            )
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +119,8 @@ class DataParallel(nn.Module):
 
         A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks. Between
         backward and this, gradients that are under way are not to be seen in `.grad`, and `zero_grad` does not reach
-        them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then.
+        them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then. Until it
+        is called, `step` of any torch optimizer that has these parameters raises UserError.
 
         Raises UserError within `no_sync`, and where a parameter was frozen when this was built and no longer is.
         """
@@ -117,7 +129,8 @@ class DataParallel(nn.Module):
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UserError(f"{name} required no gradient when DataParallel was built: build it anew")
-        self._reducer.finish()
+        with torch.cuda.device(self._gpu):
+            self._reducer.finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -132,6 +145,11 @@ class DataParallel(nn.Module):
     def buckets(self) -> list[list[str]]:
         """The names of the parameters that travel together, in the order of launch."""
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Device memory that `peer_copy` holds on this rank, outside of torch's allocator; 0 with collectives."""
+        return self._reducer.shared_bytes
 
     @property
     def readiness_difference(self) -> str | None:

@@ -139,6 +139,11 @@ class PeerBucket:
         self.landing = (0, 0)
         """Its place in the rings."""
 
+    @property
+    def shared_bytes(self) -> int:
+        """Memory outside of torch's allocator that this rank's buckets of the module hold, all of them together."""
+        return self._copies.own.untyped_storage().nbytes()  # buckets and rings, and counters if they lie there too
+
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
         copies = self._copies

@@ -14,18 +14,26 @@ makes new ones beside it and never writes to memory that is being reduced.
 
 A parameter that had no gradient in the last step is not waited for in the next, so that one that is not used does not
 hold back every bucket behind it. Should it come after all, it comes late.
+
+Ranks that update their parameters with gradients nobody averaged part in silence. So whoever's gradients are there and
+not averaged refuses the step of any torch optimizer that has their parameters: torch asks before each. An update by
+other means is not noticed.
 """
 
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
-from weakref import ReferenceType, ref
+from typing import Any
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from steplab.errors import UserError
 from steplab.parallel.agreement import StepAgreement
-from steplab.parallel.buckets import Bucket, assign
+from steplab.parallel.buckets import Bucket, grouped
 from steplab.parallel.collectives import Collectives
 from steplab.parallel.strategies import Strategy
 
@@ -44,51 +52,59 @@ class GradientReducer:
         self.active = True
         self._parameters = tuple(parameters)
         self._strategy = strategy
-        self._members = assign(self._parameters, strategy.bucket_bytes)
+        self._members = grouped(self._parameters, strategy.bucket_bytes)
         self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
         self.agreement = StepAgreement(collectives, names)
         self._expected = [True] * len(self._parameters)
         self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
         self._begin()
-        if strategy.during_backward:
-            for index, parameter in enumerate(self._parameters):
-                parameter.register_post_accumulate_grad_hook(_hook(ref(self), index))
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(_hook(ref(self), index))
+        finalize(self, register_optimizer_step_pre_hook(_step_hook(ref(self))).remove)
+
+    def __del__(self) -> None:
+        if getattr(self, "_next", 0) and not sys.is_finalizing():  # without it, it was never built
+            warnings.warn(
+                "a DataParallel was dropped with gradients under way: ranks may wait for each other for ever; call "
+                "finish_gradient_synchronization() on all ranks before",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def buckets(self) -> list[list[int]]:
         """For each bucket, in the order of launch, the places of its parameters."""
         return [list(group) for group in self._members]
 
-    def ready(self, index: int) -> None:
-        """The gradient of a parameter has been accumulated by a backward pass; launch what can go.
+    @property
+    def shared_bytes(self) -> int:
+        """Memory outside of torch's allocator that the buckets hold on this rank."""
+        return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
-        Raises UserError where the parameters were updated since an earlier one.
-        """
+    def ready(self, index: int) -> None:
+        """The gradient of a parameter has been accumulated by a backward pass; launch what can go."""
         with self._lock:
-            if not self.active:
+            if not self.active or index in self._ready:
                 return
-            if self._was_ready[index]:
-                self._refuse_updated(index)
+            self._ready.add(index)
+            if not self._strategy.during_backward:
                 return
-            if not self._order:
-                self._version = self._parameters[index]._version
-            self._was_ready[index] = True
             self._order.append(index)
             if self._expected[index]:
                 self._missing[self._bucket_of[index]] -= 1
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._launch_next()
 
-    def _refuse_updated(self, index: int) -> None:
-        """Ranks that update their parameters with gradients nobody averaged part in silence, unless this tells.
-
-        torch's fused optimizers change parameters without counting it, and are not noticed.
-        """
-        if index == self._order[0] and self._parameters[index]._version != self._version:
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Raise UserError if the optimizer is about to update parameters by gradients that have not been averaged."""
+        if not self._ready:
+            return
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if any(self._parameters[index] in updated for index in self._ready):
             raise UserError(
-                "parameters were updated before their gradients were averaged: call "
-                "finish_gradient_synchronization() after backward, before the optimizer's step"
+                "an optimizer's step would update parameters whose gradients are not averaged yet: call "
+                "finish_gradient_synchronization() after backward, before the step"
             )
 
     @torch.no_grad()
@@ -112,10 +128,9 @@ class GradientReducer:
     def _begin(self) -> None:
         """Nothing of the coming step is there yet."""
         self._next = 0
-        self._was_ready = [False] * len(self._parameters)
+        self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
         self._order: list[int] = []
-        self._version = 0  # of the first parameter that is ready, which no update changes before `finish`
         self._missing = [sum(self._expected[index] for index in group) for group in self._members]
 
     @torch.no_grad()  # a backward pass with create_graph records what its hooks do
@@ -148,3 +163,14 @@ def _hook(reducer: "ReferenceType[GradientReducer]", index: int) -> Callable[[Te
             living.ready(index)
 
     return gradient_is_ready
+
+
+def _step_hook(reducer: "ReferenceType[GradientReducer]") -> Callable[[Optimizer, Any, Any], None]:
+    """Has every step of an optimizer checked while there is a reducer."""
+
+    def step_begins(optimizer: Optimizer, _: Any, __: Any) -> None:
+        living = reducer()
+        if living is not None:
+            living.check_step(optimizer)
+
+    return step_begins

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.parallel import sharded_state
-from steplab.parallel.assignment import assign, buckets
 from steplab.parallel.collectives import Collectives, collectives_of
 from steplab.parallel.flat_parameters import Exchange, FlatParameters, check_movable
+from steplab.parallel.ownership import owners_of, runs_of
 from steplab.parallel.sharded_state import StateDict, options
 
 
@@ -80,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The elements of trained parameters each rank owns; none exceeds `assignment.largest_share_bound`."""
+        """The elements of trained parameters each rank owns; none exceeds `ownership.largest_share_bound`."""
         return tuple(self._loads)
 
     @property
@@ -124,9 +124,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
         for (_, _, trained), alike in kinds.items():
             loads = self._loads if trained else self._frozen_loads
-            for bucket in buckets([param.nbytes for param in alike], self._bucket_bytes):
+            for bucket in runs_of([param.nbytes for param in alike], self._bucket_bytes):
                 members = [alike[index] for index in bucket]
-                owners = assign([param.numel() for param in members], loads)
+                owners = owners_of([param.numel() for param in members], loads)
                 flat = FlatParameters(members, owners, self._ranks, self._exchange_by)
                 self._flats.append(flat)
                 for param, owner in zip(members, owners, strict=True):

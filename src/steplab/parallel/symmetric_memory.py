@@ -26,7 +26,7 @@ BLOCK = 4096
 
 
 class SymmetricMemory:
-    """See peer_memory.PeerMemory."""
+    """See peer_memory.PeerMemory. `device` is the current device wherever this is built and used."""
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Raises Unsupported, on all ranks, where one cannot reach another's memory."""

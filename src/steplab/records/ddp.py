@@ -31,7 +31,8 @@ class StateMemory:
     optimizer_bytes: int
     """The optimizer's tensors."""
     allocated_bytes: int | None = None
-    """All that this contender's tensors take of the device; None where the allocator keeps no count."""
+    """All that this contender's tensors take of the device, with what peer copies share outside of the allocator; None
+    where the allocator keeps no count."""
 
     @property
     def known_bytes(self) -> int:

@@ -7,7 +7,7 @@ the form it has without sharding. The price is a balance that is only as good as
 from collections.abc import Sequence
 
 
-def assign(elements: Sequence[int], loads: list[int]) -> list[int]:
+def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
     """The owner of each parameter by its number of elements: the largest first, each to the rank with the least so far.
 
     `loads` holds the elements each rank owns already and is brought up to date. Ties go to the earlier parameter and to
@@ -31,7 +31,7 @@ def largest_share_bound(elements: Sequence[int], size: int) -> float:
     return (sum(elements) + (size - 1) * largest) / size
 
 
-def buckets(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
+def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
     """Runs of neighbours, by index; each is closed once it has `bucket_bytes` or more."""
     found: list[list[int]] = []
     filled: float = bucket_bytes

@@ -1,0 +1,75 @@
+"""What data parallelism tells a caller who forgets, or drops, the synchronisation of gradients."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed import modules
+from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_equal_over_ranks
+from tests.distributed.ranks import Cases
+
+from steplab.errors import UserError
+from steplab.parallel import DataParallel, ShardedOptimizer
+
+cases = Cases()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_forgotten_is_told(size: int, subtests: pytest.Subtests) -> None:
+    cases.run(size, subtests)
+
+
+@cases
+def a_step_before_the_gradients_are_averaged_is_refused() -> None:
+    """By every strategy, of every way in which torch's optimizers update; and the parameters are as they were."""
+    x = torch.ones(2, 8, dtype=torch.float64) * (dist.get_rank() + 1)
+    ways: list[dict[str, Any]] = [{"fused": True}, {"foreach": True}, {"foreach": False}]
+    for strategy in STRATEGIES:
+        model = DataParallel(modules.plain(), strategy, TINY_MB)
+        optimizers = [torch.optim.AdamW(model.parameters(), **way) for way in ways]
+        for optimizer in (*optimizers, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)):
+            before = [p.detach().clone() for p in model.parameters()]
+            model(x).square().sum().backward()
+            with pytest.raises(UserError, match=r"call finish_gradient_synchronization\(\)"):
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            assert not any(map(torch.equal, before, model.parameters()))
+            assert_gradients_are_equal_over_ranks(model)
+            optimizer.zero_grad()
+
+
+@cases.in_a_small_world
+def steps_that_wait_for_no_averages_are_not_refused() -> None:
+    """Of what is not this module's, and of what was meant to stay on this rank."""
+    x = torch.ones(2, 8, dtype=torch.float64)
+    for strategy in STRATEGIES:
+        model, other = DataParallel(modules.plain(), strategy), modules.plain()
+        other(x).sum().backward()
+        model(x).sum().backward()
+        torch.optim.SGD(other.parameters()).step()
+        model.finish_gradient_synchronization()
+        with model.no_sync():
+            model(x).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        model(x).sum().backward()
+        module = model.module
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del model  # which averages them no more
+        launched = [RuntimeWarning] if strategy in ("overlap", "bucketed") else []
+        assert [w.category for w in caught if "dropped with gradients under way" in str(w.message)] == launched
+        torch.optim.SGD(module.parameters()).step()
+
+
+@cases.in_a_small_world
+def a_model_that_is_dropped_between_steps_is_no_matter() -> None:
+    model = DataParallel(modules.plain())
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    model.finish_gradient_synchronization()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del model
