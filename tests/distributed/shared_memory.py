@@ -11,15 +11,17 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steplab.parallel.peer_memory import Piece
+
 LONGEST_S = 20.0
-NUM_LINES = 3
+NUM_LINES = 2
 Work = Callable[[], None]
 
 
@@ -53,29 +55,30 @@ class SharedMemory:
             shutil.rmtree(str(folder[0]))  # what is mapped stays
         return mine, [memory.data_ptr() for memory in self.everyone]
 
-    def follow_current(self, *lines: int) -> None:
+    def follow_current(self, line: int) -> None:
         """All that the host did is done already."""
 
-    def current_awaits(self, counter: int, value: int) -> None:
-        _await(self.counters, self.rank, counter, value)
+    def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
+        _await(self.counters, self.rank, counters, value)
 
-    def copy(self, line: int, target: int, source: int, num_bytes: int) -> None:
-        self._lines[line].put(lambda: _copy(target, source, num_bytes))
-        self.copied_bytes += num_bytes
+    def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        copies = list(zip(targets, sources, sizes_bytes, strict=True))
+        self._lines[line].put(lambda: _copy(copies))
+        self.copied_bytes += sum(sizes_bytes)
 
     def mean(
-        self, line: int, target: int, own: int, others: int, distance_bytes: int, count: int, dtype: torch.dtype
+        self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
-        rows = [own, *(others + row * distance_bytes for row in range(self.size - 1))]
-        self._lines[line].put(lambda: _mean(target, rows, count, dtype))
+        firsts = [others + row * distance_bytes for row in range(self.size - 1)]
+        self._lines[line].put(lambda: _mean(pieces, target, firsts, dtype))
 
-    def signal(self, line: int, rank: int, counter: int, value: int) -> None:
+    def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
         counters = self.counters
-        self._lines[line].put(lambda: _set(counters, rank, counter, value))
+        self._lines[line].put(lambda: _set(counters, places, value))
 
-    def await_signal(self, line: int, counter: int, value: int) -> None:
-        counters, rank = self.counters, self.rank
-        self._lines[line].put(lambda: _await(counters, rank, counter, value))
+    def await_signals(self, line: int, counters: tuple[int, ...], value: int) -> None:
+        numbers, rank = self.counters, self.rank
+        self._lines[line].put(lambda: _await(numbers, rank, counters, value))
 
 
 def _serve(line: "queue.SimpleQueue[Work | None]", delays: random.Random, delay_s: float) -> None:
@@ -84,24 +87,29 @@ def _serve(line: "queue.SimpleQueue[Work | None]", delays: random.Random, delay_
         work()
 
 
-def _copy(target: int, source: int, num_bytes: int) -> None:
-    ctypes.memmove(target, source, num_bytes)
+def _copy(copies: list[tuple[int, int, int]]) -> None:
+    for target, source, num_bytes in copies:
+        ctypes.memmove(target, source, num_bytes)
 
 
-def _mean(target: int, rows: list[int], count: int, dtype: torch.dtype) -> None:
-    total = torch.stack([at(address, count, dtype) for address in rows]).double().sum(0)
-    at(target, count, dtype).copy_(total / len(rows))
+def _mean(pieces: Sequence[Piece], target: int, firsts: list[int], dtype: torch.dtype) -> None:
+    for own, start, num_bytes in pieces:
+        rows = [own, *(first + start for first in firsts)]
+        count = num_bytes // dtype.itemsize
+        total = torch.stack([at(address, count, dtype) for address in rows]).double().sum(0)
+        at(target + start, count, dtype).copy_(total / len(rows))
 
 
-def _set(counters: Tensor, rank: int, counter: int, value: int) -> None:
-    counters[rank, counter] = value
+def _set(counters: Tensor, places: Sequence[tuple[int, int]], value: int) -> None:
+    for rank, counter in places:
+        counters[rank, counter] = value
 
 
-def _await(counters: Tensor, rank: int, counter: int, value: int) -> None:
+def _await(numbers: Tensor, rank: int, counters: Sequence[int], value: int) -> None:
     until = time.monotonic() + LONGEST_S
-    while int(counters[rank, counter]) < value:
+    while any(int(numbers[rank, counter]) < value for counter in counters):
         if time.monotonic() > until:
-            raise TimeoutError(f"rank {rank}: counter {counter} did not get to {value}")
+            raise TimeoutError(f"rank {rank}: counters {counters} did not get to {value}")
         time.sleep(0.0002)
 
 

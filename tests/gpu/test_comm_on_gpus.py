@@ -23,7 +23,8 @@ def steplab(tmp_path: Path) -> Program:
 
 
 def measured(steplab: Program, *arguments: str) -> CommRun:
-    result = steplab("comm", "--gpus", str(NUM_GPUS), *arguments, "--repeats", "10")
+    # Started as from a shell: a forked process cannot use CUDA.
+    result = steplab("comm", "--gpus", str(NUM_GPUS), *arguments, "--repeats", "10", prefix=("env",))
     assert result.code == 0, result.stderr
     with Store.open(steplab.store, write=False) as store:
         record = store.get(str(store.rows(kind="comm")[0]["id"]))

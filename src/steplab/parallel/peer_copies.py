@@ -1,14 +1,14 @@
 """Buckets whose gradients travel by copies into the other ranks' memory, with no collective and no bucket to fill.
 
-Each rank owns a part of every bucket. For a bucket, on three lines of work beside the backward pass:
+Each rank owns a part of every bucket. For a bucket, on two lines of work beside the backward pass:
 
 1. *outward*: from the tensors that autograd made, each rank copies what belongs to another's part into a landing place
-   on that one, and tells it.
-2. *reducing*: the owner, once told by all, writes the mean of its own and the landed gradients into its part of the
-   bucket.
-3. *homeward*: it copies that into the same part of everybody's bucket, and tells them.
+   on that one, and tells all.
+2. *homeward*: the owner, once told by all, writes the mean of its own and the landed gradients into its part of the
+   bucket, copies that into the same part of everybody's, and tells all.
 
-When all have told, the bucket holds the averages, which are the parameters' gradients.
+When all have told, the bucket holds the averages, which are the parameters' gradients. Both lines' copies share one
+link, so a third line for the means would gain nothing.
 
 Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring; the copy engines move them. The
 multiprocessors read and write (n + 1)/n B for the means. A gradient is read where it was born, and never copied into a
@@ -18,7 +18,7 @@ Nobody overwrites what is still read. A landing place is used again when its buc
 live till then: means of all ranks are made of all that I sent. A peer writes its part of my bucket after it got my
 gradients of that part, so after the backward pass that made them, behind the optimizer that read the last averages.
 Averages may be changed in place (clipped, say) once a bucket is waited for, and my own part of them is what I send: so
-it has come home here only when that is copied, too.
+it has come home here only when I have told so myself, which is when that is copied, too.
 
 The n-th launch of a step is the n-th on every rank, so counters hold numbers of launches.
 """
@@ -31,29 +31,26 @@ from itertools import accumulate, pairwise
 from torch import Tensor, nn
 
 from steplab.parallel.buckets import aligned, dense, views_of
-from steplab.parallel.peer_memory import PeerMemory
+from steplab.parallel.peer_memory import PeerMemory, Piece
 
-OUTWARD, REDUCING, HOMEWARD = range(3)
+OUTWARD, HOMEWARD = range(2)
 """Lines."""
-REDUCED, RETURNED, TOLD = 0, 1, 2
-"""Counters: launches whose means I have made, and those whose means I have copied to all; and from TOLD on, two for
-each rank: launches of which it has told me that its gradients have landed here, and its means."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-whose gradients come in bursts need not wait. At least three of the largest bucket, for one on each line."""
+whose gradients come in bursts need not wait. At least three of the largest bucket, two on their way and one to come."""
 _PAGE = 256
 """Bytes at whose multiples buckets and landing places begin."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Overlap:
     """Where a rank's part of a bucket and a gradient overlap, in bytes."""
 
     index: int
     """Of the gradient."""
     in_gradient: int
     """Where it begins there."""
-    in_bucket: int
+    in_part: int
     """Where it begins there."""
     num_bytes: int
     """How long it is."""
@@ -87,7 +84,12 @@ class PeerCopies:
         window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes, default=0)))
         self.ring_bytes = _part(window, memory.size)
         self._rings_start, self._cursor = rings_start, 0
-        self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, TOLD + 2 * memory.size)
+        self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
+        everyone = range(memory.size)
+        self.gradients_told = tuple(map(_gradients_told_by, everyone))
+        self.means_told = tuple(map(_means_told_by, everyone))
+        self.tell_of_gradients = tuple((rank, _gradients_told_by(memory.rank)) for rank in everyone)
+        self.tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
 
     def landing(self, on_rank: int, of_rank: int, start: int) -> int:
         """The address where bytes of one rank land on another; those of all ranks lie a ring apart."""
@@ -113,9 +115,7 @@ class PeerCopies:
 
     def _await(self, launch: int) -> None:
         """Counters grow in the order of launches, so that what was launched earlier has come home too."""
-        self.memory.current_awaits(RETURNED, launch)
-        for peer in self.peers:
-            self.memory.current_awaits(_means_told_by(peer), launch)
+        self.memory.current_awaits(self.means_told, launch)
 
 
 class PeerBucket:
@@ -129,7 +129,7 @@ class PeerBucket:
         self._part_bytes = _part(buffer.numel(), copies.memory.size)
         ends = [min(rank * self._part_bytes, buffer.numel()) for rank in range(copies.memory.size + 1)]
         self._bounds = list(pairwise(ends))
-        self._pieces = [_overlaps(self._parameters, *bounds) for bounds in self._bounds]
+        self._overlaps = [_overlaps(self._parameters, *bounds) for bounds in self._bounds]
         self._dtype = self._averages[0].dtype
         self._strides = [average.stride() for average in self._averages]
         self._sources: list[Tensor] = []
@@ -154,9 +154,8 @@ class PeerBucket:
         self._addresses = [source.data_ptr() for source in self._sources]
         copies.num_launched += 1
         self.number = copies.num_launched
-        copies.memory.follow_current(OUTWARD, REDUCING)
+        copies.memory.follow_current(OUTWARD)
         self._send()
-        self._reduce()
         self._return()
         copies.under_way.append(self)
 
@@ -185,46 +184,43 @@ class PeerBucket:
 
     def _send(self) -> None:
         copies, memory = self._copies, self._copies.memory
+        targets, sources, sizes = [], [], []
         for peer in copies.peers:
-            landing = copies.landing(peer, memory.rank, self.landing[0]) - self._bounds[peer][0]
-            for piece in self._pieces[peer]:
-                source = self._addresses[piece.index] + piece.in_gradient
-                memory.copy(OUTWARD, landing + piece.in_bucket, source, piece.num_bytes)
-            memory.signal(OUTWARD, peer, _gradients_told_by(memory.rank), self.number)
-
-    def _reduce(self) -> None:
-        copies, memory = self._copies, self._copies.memory
-        for peer in copies.peers:
-            memory.await_signal(REDUCING, _gradients_told_by(peer), self.number)
-        bucket = copies.bases[memory.rank] + self._start
-        landing = copies.landing(memory.rank, copies.peers[0], self.landing[0]) - self._bounds[memory.rank][0]
-        for piece in self._pieces[memory.rank]:
-            own = self._addresses[piece.index] + piece.in_gradient
-            target, others = bucket + piece.in_bucket, landing + piece.in_bucket
-            count = piece.num_bytes // self._dtype.itemsize
-            memory.mean(REDUCING, target, own, others, copies.ring_bytes, count, self._dtype)
-        memory.signal(REDUCING, memory.rank, REDUCED, self.number)
+            landing = copies.landing(peer, memory.rank, self.landing[0])
+            for overlap in self._overlaps[peer]:
+                targets.append(landing + overlap.in_part)
+                sources.append(self._addresses[overlap.index] + overlap.in_gradient)
+                sizes.append(overlap.num_bytes)
+        if sizes:
+            memory.copy(OUTWARD, targets, sources, sizes)
+        memory.signal(OUTWARD, copies.tell_of_gradients, self.number)
 
     def _return(self) -> None:
         copies, memory = self._copies, self._copies.memory
         begin, end = self._bounds[memory.rank]
-        memory.await_signal(HOMEWARD, REDUCED, self.number)
-        for peer in copies.peers:
-            if begin < end:
-                target, source = (copies.bases[rank] + self._start + begin for rank in (peer, memory.rank))
-                memory.copy(HOMEWARD, target, source, end - begin)
-            memory.signal(HOMEWARD, peer, _means_told_by(memory.rank), self.number)
-        memory.signal(HOMEWARD, memory.rank, RETURNED, self.number)
+        memory.await_signals(HOMEWARD, copies.gradients_told, self.number)
+        if begin < end:
+            parts = [base + self._start + begin for base in copies.bases]
+            mine = parts[memory.rank]
+            pieces = [
+                Piece(self._addresses[overlap.index] + overlap.in_gradient, overlap.in_part, overlap.num_bytes)
+                for overlap in self._overlaps[memory.rank]
+            ]
+            landed = copies.landing(memory.rank, copies.peers[0], self.landing[0])
+            memory.mean(HOMEWARD, pieces, mine, landed, copies.ring_bytes, self._dtype)
+            count = len(copies.peers)
+            memory.copy(HOMEWARD, [parts[peer] for peer in copies.peers], [mine] * count, [end - begin] * count)
+        memory.signal(HOMEWARD, copies.tell_of_means, self.number)
 
 
 def _gradients_told_by(rank: int) -> int:
     """The counter of launches whose gradients of this rank's have landed."""
-    return TOLD + 2 * rank
+    return 2 * rank
 
 
 def _means_told_by(rank: int) -> int:
     """The counter of launches whose means of this rank's are in the bucket."""
-    return TOLD + 2 * rank + 1
+    return 2 * rank + 1
 
 
 def _pages(num_bytes: int) -> int:
@@ -237,13 +233,13 @@ def _part(num_bytes: int, size: int) -> int:
     return _pages(-(-num_bytes // size))
 
 
-def _overlaps(parameters: Sequence[nn.Parameter], begin: int, end: int) -> list[_Piece]:
-    """The pieces of gradients between two places of a bucket."""
-    pieces, start = [], 0
+def _overlaps(parameters: Sequence[nn.Parameter], begin: int, end: int) -> list[_Overlap]:
+    """Those of gradients with what lies between two places of a bucket."""
+    found, start = [], 0
     for index, parameter in enumerate(parameters):
         size = parameter.element_size()
         first, last = max(start, begin), min(start + parameter.numel() * size, end)
         if first < last:
-            pieces.append(_Piece(index, first - start, first, last - first))
+            found.append(_Overlap(index, first - start, first - begin, last - first))
         start += aligned(parameter) * size
-    return pieces
+    return found

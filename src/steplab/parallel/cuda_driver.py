@@ -1,0 +1,108 @@
+"""The few calls of the CUDA driver that peer copies are made of; addresses, streams and events are numbers.
+
+They are made in the middle of a backward pass, where the host has to keep ahead of the GPU: directly, as torch's own
+copy takes several times as long, and each for as much as it can do at once.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+from steplab.errors import SteplabError, Unsupported
+
+_WAIT, _WRITE = 1, 2
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32. Flags of zero are GEQ for a wait: it lasts until
+the number, minus the value, is not negative as an int32, so that numbers may run over. For a write they are: when all
+that the stream has done can be seen."""
+_IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
+
+
+class _MemoryOperation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, of a wait or a write: both have the same fields."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64 * 2),
+    )
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes; the places are hints for managed memory."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_place", ctypes.c_int * 2),
+        ("target_place", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class MemoryOperations:
+    """Writes to numbers of 32 bits, or waits for them, that a stream is given in one call."""
+
+    def __init__(self, start: Callable[..., None], operation: int, addresses: Sequence[int]) -> None:
+        self._start, self._items = start, (_MemoryOperation * len(addresses))()
+        for item, address in zip(self._items, addresses, strict=True):
+            item.operation, item.address = operation, address
+
+    def start(self, stream: int, value: int) -> None:
+        """Give them to a stream."""
+        for item in self._items:
+            item.value = value & 0xFFFFFFFF
+        self._start(stream, len(self._items), self._items, 0)
+
+
+class CudaDriver:
+    """The driver's functions, found once. What they do is done on the current device."""
+
+    def __init__(self) -> None:
+        """Raises Unsupported where the driver is older than one of them."""
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self._copy = _function(
+            "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
+        )
+        self._operate = _function("cuStreamBatchMemOp_v2", pointer, number, pointer, number)
+        self._record = _function("cuEventRecord", pointer, pointer)
+        self._wait = _function("cuStreamWaitEvent", pointer, pointer, number)
+        self._attributes = _CopyAttributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTATION)
+        self._how = ctypes.byref(self._attributes), ctypes.byref(ctypes.c_size_t(0)), 1, None  # from the first copy on
+
+    def writes(self, addresses: Sequence[int]) -> MemoryOperations:
+        """When the stream is done with all before, a value is written to each address."""
+        return MemoryOperations(self._operate, _WRITE, addresses)
+
+    def waits(self, addresses: Sequence[int]) -> MemoryOperations:
+        """The stream goes on when the number at each address is at least a value."""
+        return MemoryOperations(self._operate, _WAIT, addresses)
+
+    def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        """Copy between addresses of any GPUs that reach each other; in any order, as one piece of the stream's work."""
+        numbers = ctypes.c_uint64 * len(sizes_bytes)
+        self._copy(numbers(*targets), numbers(*sources), numbers(*sizes_bytes), len(sizes_bytes), *self._how, stream)
+
+    def record(self, event: int, stream: int) -> None:
+        """The event is what the stream was given so far."""
+        self._record(event, stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What the stream is given next comes after what the event was recorded for."""
+        self._wait(stream, event, 0)
+
+
+def _function(name: str, *arguments: type) -> Callable[..., None]:
+    try:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except AttributeError as error:
+        why = f"its CUDA driver is older than 12.8 and has no {name}"
+        raise Unsupported("the transport peer_copy on this host", why, "use transport='collectives'") from error
+    function.argtypes, function.restype = arguments, ctypes.c_int
+
+    def call(*given: object) -> None:
+        status = function(*given)
+        if status:
+            raise SteplabError(f"the CUDA driver refused {name} with error {status}")
+
+    return call

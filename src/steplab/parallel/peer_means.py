@@ -1,0 +1,56 @@
+"""Means of this rank's gradients and those that landed beside its bucket: one launch of a kernel for several."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from steplab.parallel.peer_memory import Piece
+
+BLOCK = 4096
+"""Numbers of a program."""
+PIECES = 8
+"""Of a launch."""
+UNIT_BYTES = 16
+"""Pieces begin at multiples of it; they are told in these units, so that the compiler knows."""
+
+
+class Means:
+    """The kernel, compiled for what it is given."""
+
+    def __init__(self, device: torch.device, num_others: int) -> None:
+        self._device, self._num_others = device, num_others
+        self._compiled: dict[Any, Any] = {}
+
+    def start(
+        self, stream: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
+    ) -> None:
+        """See peer_memory.PeerMemory.mean."""
+        places = target, others, distance_bytes, *[piece.own for piece in pieces]
+        kind = dtype, not any(place % UNIT_BYTES for place in places)
+        compiled = self._compiled.get(kind) or self._compile(*kind)
+        distance = distance_bytes // dtype.itemsize
+        for begin in range(0, len(pieces), PIECES):
+            arguments, programs = mean_arguments(pieces[begin : begin + PIECES], dtype)
+            compiled[(programs, 1, 1)](target, others, distance, *arguments, self._num_others, BLOCK, stream=stream)
+
+    def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
+        """The kernel for numbers of a type, which all begin at multiples of 16 bytes or not all do."""
+        from steplab.parallel.mean_kernel import mean_kernel
+
+        # A launch through Triton's own way finds out what to compile for: a distance of 64 bits, and numbers that are
+        # multiples of nothing. They count less than nothing, so that nothing is done.
+        numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]
+        arguments = (numbers,) * PIECES, (3,) * PIECES, (-3,) * PIECES
+        compiled = mean_kernel[(1,)](numbers, numbers, 1 << 40, *arguments, OTHERS=self._num_others, BLOCK=BLOCK)
+        self._compiled[dtype, aligned] = compiled
+        return compiled
+
+
+def mean_arguments(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """What the kernel takes of up to PIECES pieces, and how many programs they need."""
+    missing = [0] * (PIECES - len(pieces))
+    owns = (*[piece.own for piece in pieces], *missing)
+    starts = (*[piece.start_bytes // UNIT_BYTES for piece in pieces], *missing)
+    counts = (*[piece.num_bytes // dtype.itemsize for piece in pieces], *missing)
+    return (owns, starts, counts), sum(-(-count // BLOCK) for count in counts)
