@@ -21,7 +21,7 @@ from steplab.records.attention import AttentionRun
 from steplab.store.database import Store
 
 HEAD = """# Measured times of attention implementations, from which `auto` chooses (choice.py). Written by
-# benchmarks/attention_choice.py; a GPU that is not here gets `sdpa`.
+# benchmarks/attention_choice.py; a GPU that is not here gets `sdpa`, and so does a larger head dimension.
 #
 # One [[measured]] a GPU, type, head dimension and causality. A row: tokens of a sequence, then milliseconds of forward
 # and backward together, in the order of the implementations; inf: not run.

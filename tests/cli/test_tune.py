@@ -26,6 +26,7 @@ def test_without_a_gpu_it_says_so(steplab: Program) -> None:
     ("arguments", "said"),
     [
         (("--dim", "wide"), "--dim takes whole numbers, as in 64,128, not 'wide'"),
+        (("--dtype", "fp16"), "tiles are not tuned in 'fp16'; choose bf16, whose tiles serve fp16 too, or fp32"),
         (("--dim", "64,512"), "flash_triton has head dimensions from 1 to 256, not 512"),
         (("--tiles", __file__), "is no table of tiles"),
         (("--tiles", "nowhere/tiles.toml"), "there is no folder nowhere"),
@@ -47,17 +48,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate takes as many milliseconds as it has stages."""
 
     def tuned(study: TuningStudy, on_progress: OnProgress) -> AttentionTuning:
-        assert study == TuningStudy(head_dims=(128,))
+        assert study in (TuningStudy(head_dims=(128,)), TuningStudy(head_dims=(128,), dtype="fp32"))
+        of_type = {"variant": "portable", "bits": 32} if study.dtype == "fp32" else {"variant": "hopper", "bits": 16}
         trials = tuple(
             TileTrial(
-                candidate=TileCandidate(kernel=kernel, variant="hopper", box=128, queries=128, keys=64, stages=stages),
+                candidate=TileCandidate(kernel=kernel, box=128, queries=128, keys=64, stages=stages, **of_type),  # type: ignore[arg-type]
                 shape=shape,
                 device_s=(1e-3 * stages,) * 3,
                 flops=1e12,
             )
             for kernel in KERNELS
             for stages in (2, 3)
-            for shape in timed_shapes(128)
+            for shape in timed_shapes(128, study.dtype)
         )
         found = AttentionTuning(study=study, gpu="NVIDIA H200", environment=ENVIRONMENT)
         return dataclasses.replace(found, trials=trials)
@@ -79,3 +81,16 @@ def test_rows_are_shown_or_written(capsys: pytest.CaptureFixture[str], tmp_path:
     assert [(row.kernel, row.stages) for row in rows] == [(kernel, 2) for kernel in KERNELS]
     others = {row for row in read_table(lab.packaged_table().read_text()) if row.gpu != "NVIDIA H200"}
     assert others <= set(read_table(path.read_text()))
+
+
+@pytest.mark.usefixtures("measured")
+def test_rows_of_32_bits_are_written_for_fp32(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "tiles.toml"
+    assert main(["tune", "attention", "--dim", "128", "--dtype", "fp32", "--tiles", str(path)]) == 0
+    assert "32 bits" in capsys.readouterr().out
+    before = read_table(lab.packaged_table().read_text())
+    new = [row for row in read_table(path.read_text()) if row not in before]
+    assert [(row.kernel, row.gpu, row.bits, row.stages) for row in new] == [
+        (kernel, "NVIDIA H200", 32, 2) for kernel in KERNELS
+    ]
+    assert {row for row in before if row.bits == 16} <= set(read_table(path.read_text()))

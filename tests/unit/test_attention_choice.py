@@ -49,7 +49,7 @@ def chosen(head_dim: int = 64, tokens: float = 512, causal: bool = True, **other
         ({"tokens": 1}, "sdpa_cudnn"),
         ({"head_dim": 80}, "sdpa_cudnn"),
         ({"head_dim": 96}, "flash_triton"),
-        ({"head_dim": 256}, "flash_triton"),
+        ({"head_dim": 128}, "flash_triton"),
         ({"causal": False}, "flash_triton"),
     ],
 )
@@ -67,6 +67,26 @@ def test_what_was_not_measured_is_left_to_torch(fields: dict[str, object]) -> No
     choice = chosen(**fields)  # type: ignore[arg-type]
     assert choice.implementation == "sdpa"
     assert choice.reason.startswith("nothing was measured on GPU")
+
+
+def test_beyond_the_largest_head_dimension_that_was_measured_it_is_left_to_torch() -> None:
+    """There flash_triton's backward pass is another kernel than the one whose times are known."""
+    choice = chosen(head_dim=129)
+    assert choice.implementation == "sdpa"
+    assert choice.reason == "nothing was measured on GPU A for bfloat16, causal, beyond head dimension 128"
+    assert chosen(head_dim=65, causal=False).implementation == "sdpa"  # of which 64 columns alone were measured
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_committed_table_says_nothing_of_head_dimensions_that_it_lacks(dtype: str, causal: bool) -> None:
+    asked: dict[str, object] = SERVED | {"dtype": dtype, "causal": causal}
+    for gpu in {entry.gpu for entry in table()}:
+        widest = max(entry.head_dim for entry in table() if (entry.gpu, entry.dtype) == (gpu, dtype))
+        within, beyond = (choose(device=gpu, **asked | {"head_dim": dim}) for dim in (widest, widest + 8))  # type: ignore[arg-type]
+        assert "fastest of" in within.reason
+        assert beyond.implementation == "sdpa"
+        assert f"beyond head dimension {widest}" in beyond.reason
 
 
 def test_where_nothing_runs_it_is_left_to_torch() -> None:

@@ -18,6 +18,7 @@ tune = App(
 def attention(
     *,
     dim: Annotated[str, Parameter(help="Head dimensions; those of one power of two choose together")] = "64,80,128",
+    dtype: Annotated[str, Parameter(help="bf16, whose tiles serve fp16 too, or fp32")] = "bf16",
     portable: Annotated[
         bool,
         Parameter(help="Try the portable kernels as well, where the GPU has others of its own", negative=""),
@@ -31,12 +32,14 @@ def attention(
 ) -> int:
     """Tune the tiles of attention's flash_triton on a CUDA GPU.
 
-    Some 15 candidates for each of its three kernels are compiled on all cores
-    of the CPU, compared with float64 and timed in turns, in bf16, on short and
-    long sequences, causal and not. One that fails, errs or hangs is named and
+    Some 10 candidates for each of its three kernels are compiled on all cores
+    of the CPU, compared with float64 and timed in turns, on short and long
+    sequences, causal and not. One that fails, errs or hangs is named and
     left out. A few minutes; --tiles keeps the fastest.
 
     For example: steplab tune attention --dim 128 --tiles tiles.toml
+
+    Or for tensors of 32 bits: steplab tune attention --dim 32,64,128 --dtype fp32
     """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
@@ -54,7 +57,12 @@ def attention(
     if not all(part.isascii() and part.isdecimal() for part in parts):
         raise UserError(f"--dim takes whole numbers, as in 64,128, not '{dim}'")
     head_dims = tuple(dict.fromkeys(int(part) for part in parts))
-    study = TuningStudy(head_dims=head_dims, portable=portable, device=device)
+    study = TuningStudy(
+        head_dims=head_dims,
+        dtype=dtype,  # type: ignore[arg-type]  # which it checks
+        portable=portable,
+        device=device,
+    )
     with ProgressLine() as line:
         tuning = tune_attention(study, on_progress=line.within)
     emit(render_tuning(tuning, chosen, color=stdout_color() and out.output is None), out.output)

@@ -11,10 +11,11 @@ from steplab.errors import UserError
 from steplab.measurement.attention_tuning_launch import tuning_in_child
 from steplab.measurement.launch import OnProgress
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles
-from steplab.specs.attention_tuning import KERNELS, LONG, SHORT, TunedKernel, TuningStudy
+from steplab.specs.attention_tuning import KERNELS, TunedKernel, TuningStudy
 
 SHORT_UP_TO = 2048
-"""Tokens for which what was fastest at SHORT holds, where it differs: a little under their geometric mean."""
+"""Tokens for which what was fastest at the shorter of both lengths holds, where it differs: up to about their geometric
+mean."""
 TOLERATED = 1.02
 """A candidate this close to the fastest at both lengths saves a second row."""
 _FIELDS = ("kernel", "gpu", "bits", "box", "tokens", "variant", "queries", "keys", "stages", "warps", "persistent")
@@ -35,7 +36,7 @@ def with_choice(tuning: AttentionTuning) -> AttentionTuning:
 
 
 def _choice(tuning: AttentionTuning, kernel: TunedKernel, box: int) -> Iterator[ChosenTiles]:
-    short, long = (tuning.slowdowns(kernel, box, tokens) for tokens in (SHORT, LONG))
+    short, long = (tuning.slowdowns(kernel, box, tokens) for tokens in tuning.study.lengths)
     # Persistent programs are dealt their tasks beforehand, and how evenly depends on the number of heads: by up to half
     # as much again for few heads of long sequences. Where tasks are short that matters little.
     long = {candidate: slowdown for candidate, slowdown in long.items() if not candidate.persistent}

@@ -80,9 +80,13 @@ def tried(
     """The same with trials, and with the candidates that failed."""
     study = tuning.study
     checks = [
-        CheckTask(device=device, candidate=candidate, shape=dataclasses.replace(_CHECKED, dim=head_dim, causal=causal))
+        CheckTask(
+            device=device,
+            candidate=candidate,
+            shape=dataclasses.replace(_CHECKED, dim=head_dim, causal=causal, dtype=study.dtype),
+        )
         for head_dim in study.head_dims
-        for candidate in candidates(box_of(head_dim), hopper=hopper, portable=study.portable)
+        for candidate in candidates(box_of(head_dim), bits=study.bits, hopper=hopper, portable=study.portable)
         for causal in (True, False)
     ]
     on_stage("compiling tiles and checking them", len(checks))
@@ -94,7 +98,7 @@ def tried(
     tasks = [
         TimeTask(device=device, candidates=of_kernel, shape=shape)
         for head_dim in study.head_dims
-        for shape in timed_shapes(head_dim)
+        for shape in timed_shapes(head_dim, study.dtype)
         for kernel in KERNELS
         if (of_kernel := tuple(c for c in right if (c.kernel, c.box) == (kernel, box_of(head_dim))))
     ]

@@ -11,7 +11,7 @@ from steplab.records.attention_tuning import AttentionTuning, ChosenTiles, TileT
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import Column, figure_column, show_time
 from steplab.report.formats import render_rows
-from steplab.specs.attention_tuning import KERNELS, LONG, SHORT, TileCandidate
+from steplab.specs.attention_tuning import KERNELS, TileCandidate
 
 
 def render_tuning(tuning: AttentionTuning, format: str, *, width: int | None = None, color: bool = False) -> str:
@@ -30,7 +30,7 @@ def tuning_rows(tuning: AttentionTuning) -> list[Row]:
     rows: list[Row] = []
     for box in tuning.boxes:
         for kernel in KERNELS:
-            for tokens in (SHORT, LONG):
+            for tokens in tuning.study.lengths:
                 trials = tuning.of(kernel, box, tokens)
                 slowdowns = tuning.slowdowns(kernel, box, tokens)
                 for candidate in sorted(slowdowns, key=lambda candidate: slowdowns[candidate]):
@@ -59,6 +59,7 @@ def _row(
 ) -> Row:
     return {
         "kernel": candidate.kernel,
+        "bits": candidate.bits,
         "box": candidate.box,
         "tokens": tokens,
         "candidate": candidate.label,
@@ -79,6 +80,7 @@ def _times(value: Scalar) -> str:
 
 _COLUMNS: tuple[Column, ...] = (
     Column(key="kernel", header="kernel", shared=False),
+    Column(key="bits", header="bits", numeric=True, caption="{} bits"),
     Column(key="box", header="box", numeric=True, shared=False),
     Column(key="tokens", header="tokens", numeric=True, shared=False),
     Column(key="candidate", header="queries×keys", shared=False),

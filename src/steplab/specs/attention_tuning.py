@@ -10,12 +10,14 @@ from steplab.specs.attention import AttentionSpec
 TunedKernel = Literal["forward", "backward_kv", "backward_q"]
 KERNELS: tuple[TunedKernel, ...] = get_args(TunedKernel)
 """forward; the backward sweep that sums dK and dV; the one that sums dQ."""
+TunedDtype = Literal["bf16", "fp32"]
+DTYPES: tuple[TunedDtype, ...] = get_args(TunedDtype)
 WIDEST = 256
 """Largest head dimension of these kernels."""
-SHORT, LONG = 1024, 8192
-"""Tokens of the sequences that are timed."""
-TOKENS_OF_ALL = 65_536
-"""Of a batch together."""
+LENGTHS: dict[TunedDtype, tuple[int, int]] = {"bf16": (1024, 8192), "fp32": (1024, 4096)}
+"""Tokens of the sequences that are timed, short and long."""
+TOKENS_OF_ALL: dict[TunedDtype, int] = {"bf16": 65_536, "fp32": 8_192}
+"""Of a batch together; products of fp32 are not made by tensor cores, and take some hundred times as long."""
 HEADS = 4
 """Of each sequence; the kernel is compiled for a number that is no multiple of 16, like most models' (12, 20, 25)."""
 
@@ -57,6 +59,8 @@ class TuningStudy:
 
     head_dims: tuple[int, ...] = (64, 80, 128)
     """Those of one box (80 and 128) choose their tiles together."""
+    dtype: TunedDtype = "bf16"
+    """bf16: tiles of numbers of 16 bits, which serve fp16 too. fp32: of 32 bits, timed with IEEE products."""
     portable: bool = False
     """Whether the portable kernels are tried where the GPU has others of its own as well."""
     device: str = "auto"
@@ -68,6 +72,19 @@ class TuningStudy:
         for head_dim in self.head_dims:
             if not 1 <= head_dim <= WIDEST:
                 raise UserError(f"flash_triton has head dimensions from 1 to {WIDEST}, not {head_dim}")
+        if self.dtype not in DTYPES:
+            known = "bf16, whose tiles serve fp16 too, or fp32"
+            raise UserError(f"tiles are not tuned in '{self.dtype}'; choose {known}")
+
+    @property
+    def bits(self) -> int:
+        """Of a number: 16 or 32."""
+        return 32 if self.dtype == "fp32" else 16
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Tokens of the sequences that are timed, short and long."""
+        return LENGTHS[self.dtype]
 
 
 def box_of(head_dim: int) -> int:
@@ -75,20 +92,23 @@ def box_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def timed_shapes(head_dim: int) -> tuple[AttentionSpec, ...]:
+def timed_shapes(head_dim: int, dtype: TunedDtype = "bf16") -> tuple[AttentionSpec, ...]:
     """Short and long sequences, whole and causal."""
+    batches = {tokens: TOKENS_OF_ALL[dtype] // tokens for tokens in LENGTHS[dtype]}
     return tuple(
-        AttentionSpec(batch=TOKENS_OF_ALL // tokens, heads=HEADS, queries=tokens, dim=head_dim, causal=causal)
-        for tokens in (SHORT, LONG)
+        AttentionSpec(batch=batch, heads=HEADS, queries=tokens, dim=head_dim, causal=causal, dtype=dtype)
+        for tokens, batch in batches.items()
         for causal in (True, False)
     )
 
 
-def candidates(box: int, *, hopper: bool, portable: bool) -> tuple[TileCandidate, ...]:
+def candidates(box: int, *, bits: int = 16, hopper: bool, portable: bool) -> tuple[TileCandidate, ...]:
     """What is tried for a box: `hopper`, the GPU runs the Hopper kernels; `portable`, the others are tried even so.
 
-    Not all will fit: shared memory is the GPU's to know.
+    The Hopper kernels are for 16 bits alone. Not all candidates will fit: shared memory is the GPU's to know.
     """
+    if bits == 32:
+        return tuple(_of_32_bits(box))
     of_hopper = tuple(_of_hopper(box)) if hopper else ()
     served = {candidate.kernel for candidate in of_hopper}
     others = tuple(candidate for candidate in _portable(box) if portable or candidate.kernel not in served)
@@ -135,3 +155,38 @@ def _portable(box: int) -> Iterator[TileCandidate]:
             yield TileCandidate(
                 kernel=kernel, variant="portable", box=box, queries=queries, keys=keys, stages=stages, warps=warps
             )
+
+
+_FORWARD_32 = (
+    *((16, 16, 4), (32, 32, 4), (32, 64, 4), (64, 16, 4), (64, 32, 4)),
+    *((32, 32, 8), (64, 32, 8), (64, 64, 8), (128, 32, 8), (128, 64, 8)),
+)
+_BACKWARD_32 = (
+    *((16, 16, 4), (16, 32, 4), (32, 16, 4), (32, 32, 4)),
+    *((16, 16, 8), (32, 32, 8), (32, 64, 8), (64, 32, 8), (64, 64, 16)),
+)
+_SIZES_32 = {
+    "forward": _FORWARD_32,
+    "backward_kv": (*_BACKWARD_32, (16, 64, 4), (16, 64, 8)),
+    "backward_q": (*_BACKWARD_32, (64, 16, 4), (64, 16, 8)),
+}
+"""Queries, keys, warps."""
+_MOST_OF_A_THREAD = {"forward": 2048, "backward_kv": 512, "backward_q": 512}
+"""Multiply-adds of a thread for one product of tiles. Without tensor cores each is an instruction of its own: with more
+of them a kernel takes the compiler tens of seconds, and keeps most of its sums in memory for want of registers."""
+
+
+def _of_32_bits(box: int) -> Iterator[TileCandidate]:
+    for kernel in KERNELS:
+        for queries, keys, warps in _SIZES_32[kernel]:
+            if queries * keys * box <= _MOST_OF_A_THREAD[kernel] * 32 * warps:
+                yield TileCandidate(
+                    kernel=kernel,
+                    variant="portable",
+                    bits=32,
+                    box=box,
+                    queries=queries,
+                    keys=keys,
+                    stages=1,
+                    warps=warps,
+                )

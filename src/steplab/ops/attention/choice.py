@@ -1,7 +1,8 @@
 """`auto`: which implementation for a device, type and shape, by a committed table of measurements.
 
 The table (attention_choice.toml) has times on the GPUs that it names, of forward and backward together. An unknown GPU
-gets sdpa, torch's own choice, and never another GPU's best.
+gets sdpa, torch's own choice, and never another GPU's best; so does a head dimension beyond the largest that was
+measured, for which implementations have other kernels (flash_triton's backward pass from 129 on).
 """
 
 import math
@@ -58,7 +59,7 @@ class Measured:
 def choose(
     *, device: str, dtype: str, head_dim: int, num_queries: int, num_keys: int, causal: bool, grouped: bool = False
 ) -> Choice:
-    """The implementation that was fastest on this device for the nearest measured shape.
+    """The implementation that was fastest on this device for the nearest measured shape; sdpa where none is near.
 
     `device` is a GPU's name, or cpu, mps, ...; `dtype` is spelled as torch's. `grouped`: several query heads read one
     key head, which torch's memory-efficient kernel does not take. The length that counts is the geometric mean of
@@ -118,12 +119,16 @@ def choose_from(
 ) -> Choice:
     """The same from a table of one's own, and without some of it.
 
-    Nearness is by factors: 96 columns are nearer to 128 than to 64.
+    Nearness is by factors: 96 columns are nearer to 128 than to 64. Beyond the largest head dimension of the table
+    nothing is near.
     """
     of_gpu = [m for m in measured if m.gpu == device and m.dtype == dtype and m.causal == causal]
-    if not of_gpu:
+    widest = max((m.head_dim for m in of_gpu), default=0)
+    if not of_gpu or head_dim > widest:
         kind = "causal" if causal else "full"
-        return Choice(implementation=FALLBACK, reason=f"nothing was measured on {device} for {dtype}, {kind}")
+        beyond = f", beyond head dimension {widest}" if of_gpu else ""
+        reason = f"nothing was measured on {device} for {dtype}, {kind}{beyond}"
+        return Choice(implementation=FALLBACK, reason=reason)
     nearest = min(of_gpu, key=lambda m: abs(math.log(m.head_dim / head_dim)))
     row = min(nearest.rows, key=lambda row: abs(math.log(row[0] / tokens)))
     times = {name: ms for name, ms in zip(nearest.implementations, row[1:], strict=True) if name not in without}
