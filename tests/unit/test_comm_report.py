@@ -1,6 +1,7 @@
 """A benchmark of collectives stored, and shown: every figure comes from the samples of its slowest rank."""
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -9,9 +10,9 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import pytest
-from tests.comm_records import make_comm, make_comm_cell, make_failure
+from tests.comm_records import ALPHA_S, make_comm, make_comm_cell, make_failure
 
-from steplab.lab.comm import profile_of
+from steplab.lab.comm import _Gathered, profile_of
 from steplab.lab.reporting import runs_to_report
 from steplab.records.codec import decode, encode, kind_of
 from steplab.records.comm import CommRun
@@ -110,6 +111,24 @@ def test_a_cpus_times_are_those_of_single_calls() -> None:
     text = render_comm(run, width=160)
     assert " alone " not in text
     assert "calls one by one, each after a barrier" in text
+
+
+def test_the_profile_is_without_a_cell_that_had_not_settled_and_says_so() -> None:
+    lists: dict[str, Sequence[object]] = {"backend": ["gloo"], "collective": ["all_reduce"]}
+    run = make_comm(lists, ranks=2)
+    first = run.cells[0]
+    slow = tuple(4e-3 if index < 6 else seconds for index, seconds in enumerate(first.ranks[1].alone_s))
+    disturbed = make_comm_cell(first.spec, ranks=(first.ranks[0], dataclasses.replace(first.ranks[1], alone_s=slow)))
+    cells = (disturbed, *run.cells[1:])
+    (fit,) = profile_of(cells)
+    assert fit.num_points == 3
+    assert fit.alpha_s == pytest.approx(ALPHA_S["gloo"], rel=0.05)
+    gathered = _Gathered(run.study, "", lambda index, cell: None)
+    for index, cell in enumerate(cells):
+        gathered.on_cell(index, cell)
+    (note,) = gathered.record(None).notes
+    assert re.match(r"all_reduce of 10 kB, gloo, 2 ranks: its calls had not settled \(4.00 ms, 4.00 ms, 3\d\d µs", note)
+    assert profile_of(cells[:2])[0].num_points == 2, "of two points none can be left out"
 
 
 # --- shown ------------------------------------------------------------------------------------------------
