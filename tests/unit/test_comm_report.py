@@ -11,6 +11,8 @@ from statistics import median, quantiles
 
 import pytest
 from tests.comm_records import ALPHA_S, make_comm, make_comm_cell, make_failure
+from tests.ddp_records import make_ddp_run
+from tests.runs import make_run
 
 from steplab.lab.comm import _Gathered, profile_of
 from steplab.lab.reporting import runs_to_report
@@ -75,6 +77,19 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
     selection = runs_to_report(store=tmp_path / "store.db")
     assert (selection.comm, selection.title) == ((gpus,), "Collectives")
     assert runs_to_report((gpus.id,), store=tmp_path / "store.db").comm == (gpus,)
+
+
+def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_path: Path) -> None:
+    before, after = make_run(created_utc="2026-11-21T17:00:00Z"), make_run(created_utc="2026-11-21T19:00:00Z")
+    after = dataclasses.replace(after, id="af7e00000000")
+    swept = make_run(id="5e9700000000", created_utc="2026-11-21T20:00:00Z", study="5e5e5e5e5e5e")
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        told = []
+        for record in (before, gpus, after, swept, make_ddp_run(created_utc="2026-11-21T21:00:00Z")):
+            store.add(record)
+            selection = runs_to_report(store=store.path)
+            told.append((len(selection.runs), len(selection.comm), len(selection.ddp)))
+    assert told == [(1, 0, 0), (0, 1, 0), (2, 0, 0), (1, 0, 0), (0, 0, 1)]
 
 
 # --- figures ----------------------------------------------------------------------------------------------
