@@ -8,8 +8,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import pytest
+from tests.attention_records import make_benchmark
 from tests.comm_records import ALPHA_S, make_comm, make_comm_cell, make_failure
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
@@ -18,9 +20,13 @@ from steplab.lab.comm import _Gathered, profile_of
 from steplab.lab.reporting import runs_to_report
 from steplab.records.codec import decode, encode, kind_of
 from steplab.records.comm import CommRun
+from steplab.records.rows import benchmark_row, ddp_run_row
+from steplab.report.attention_text import render_attention
 from steplab.report.comm_charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm_rows import bandwidth_grid, comm_rows
 from steplab.report.comm_text import comm_cell_line, render_comm
+from steplab.report.ddp_text import render_ddp
+from steplab.report.formats import render_rows
 from steplab.report.html import render_page
 from steplab.store.database import Store
 
@@ -77,6 +83,17 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
     selection = runs_to_report(store=tmp_path / "store.db")
     assert (selection.comm, selection.title) == ((gpus,), "Collectives")
     assert runs_to_report((gpus.id,), store=tmp_path / "store.db").comm == (gpus,)
+
+
+def test_a_listing_tells_benchmarks_apart(gpus: CommRun) -> None:
+    cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
+    text = render_rows([benchmark_row(gpus), benchmark_row(cpu)], "table", width=119)
+    assert re.search(rf"{gpus.id} +4 +nccl +all +48 ", text)
+    assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
+    studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
+    rows = [ddp_run_row(run) for run in studies]
+    assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
+    assert "flat; bucketed" in render_rows(rows, "table", width=119)
 
 
 def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_path: Path) -> None:
@@ -193,6 +210,18 @@ def test_documents_get_the_tables(gpus: CommRun, format: str) -> None:
     for title in ("Every cell", "Communication profile"):
         assert title in text
     assert ("Bus bandwidth" in text) == (format == "md")
+    assert "Notes" not in text
+
+
+@pytest.mark.parametrize(
+    ("render", "run"),
+    [(render_comm, make_comm()), (render_ddp, make_ddp_run(("flat",))), (render_attention, make_benchmark())],
+    ids=["comm", "ddp", "attention"],
+)
+def test_documents_get_the_notes(render: Callable[..., str], run: Any) -> None:
+    noted = dataclasses.replace(run, notes=("of one_thing\nand another",))
+    assert "\n## Notes\n\n- of one\\_thing and another" in render(noted, "md")
+    assert "\n% Notes\n% of one_thing and another" in render(noted, "latex")
 
 
 def test_a_line_of_progress_has_time_and_bandwidth_or_what_went_wrong(gpus: CommRun) -> None:
