@@ -250,6 +250,20 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
 
 
+def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
+    def terms(**records: Any) -> set[str]:
+        page = render_page(records.pop("runs", []), title="Terms", **records).partition('id="method"')[2]
+        return set(re.findall(r"<dt>(.*?)</dt>", page))
+
+    of_comm, of_ddp = terms(comm=[gpus]), terms(ddp=[make_ddp_run(("flat",))])
+    steps = {"step time", "steady", "MFU", "HFU", "peak memory", "compile time"}
+    assert {"algbw, busbw", "α, β, γ", "time of a call"} <= of_comm
+    assert {"exposed communication", "alone, hidden", "bucket", "by formula", "95&nbsp;% interval"} <= of_ddp
+    assert not steps & (of_comm | of_ddp)
+    assert steps <= terms(runs=[make_run()])
+    assert not of_comm & {"bucket"}
+
+
 def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRun) -> None:
     both = make_comm({"backend": ["nccl", "gloo"], "size": ["1MB", "10MB"], "world_size": [2]}, ranks=2)
     chart = backends_side_by_side(both.cells)
