@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _RESAMPLES = 2000
+_FEWEST_FOR_DRIFT = 9
 _STEADY_TOLERANCE = 0.05
 
 
@@ -40,6 +41,20 @@ class Summary:
     """Smallest sample."""
     maximum: float
     """Largest sample."""
+
+
+def medians_of_thirds(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Of the first, the middle and the last third of the samples, in the order they were taken; three at least."""
+    third = len(samples) // 3
+    return median(samples[:third]), median(samples[third:-third]), median(samples[-third:])
+
+
+def drift(samples: Sequence[float]) -> float:
+    """The median over the least of those three: by how much a disturbance that passed, or set in, has moved it.
+
+    1 for fewer samples than tell a change from noise.
+    """
+    return median(samples) / min(medians_of_thirds(samples)) if len(samples) >= _FEWEST_FOR_DRIFT else 1.0
 
 
 def summarize(samples: Sequence[float]) -> Summary:

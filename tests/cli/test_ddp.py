@@ -22,6 +22,9 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
         (("--gpus", "2", "--processes", "2"), "not both"),
         (("--precision", "fp16"), "use --precision bf16"),
         (("--transport", "peer_copy"), "transport peer_copy on a CPU is not supported"),
+        (("--transport", "magic"), "transport 'magic' is not known; choose some of collectives, peer_copy"),
+        (("--contenders", "flat,torch_ddp", "--transport", "collectives"), "add bucketed to --contenders"),
+        (("--contenders", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no say in flat, bucketed:5"),
         (("--microbatches", "2"), "Unknown option"),
     ],
 )

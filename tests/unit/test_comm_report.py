@@ -1,23 +1,32 @@
 """A benchmark of collectives stored, and shown: every figure comes from the samples of its slowest rank."""
 
 import csv
+import dataclasses
 import io
 import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import pytest
-from tests.comm_records import make_comm, make_comm_cell, make_failure
+from tests.attention_records import make_benchmark
+from tests.comm_records import ALPHA_S, make_comm, make_comm_cell, make_failure
+from tests.ddp_records import make_ddp_run
+from tests.runs import make_run
 
-from steplab.lab.comm import profile_of
+from steplab.lab.comm import _Gathered, profile_of
 from steplab.lab.reporting import runs_to_report
 from steplab.records.codec import decode, encode, kind_of
 from steplab.records.comm import CommRun
+from steplab.records.rows import benchmark_row, ddp_run_row
+from steplab.report.attention_text import render_attention
 from steplab.report.comm_charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm_rows import bandwidth_grid, comm_rows
 from steplab.report.comm_text import comm_cell_line, render_comm
+from steplab.report.ddp_text import render_ddp
+from steplab.report.formats import render_rows
 from steplab.report.html import render_page
 from steplab.store.database import Store
 
@@ -76,6 +85,30 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
     assert runs_to_report((gpus.id,), store=tmp_path / "store.db").comm == (gpus,)
 
 
+def test_a_listing_tells_benchmarks_apart(gpus: CommRun) -> None:
+    cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
+    text = render_rows([benchmark_row(gpus), benchmark_row(cpu)], "table", width=119)
+    assert re.search(rf"{gpus.id} +4 +nccl +all +48 ", text)
+    assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
+    studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
+    rows = [ddp_run_row(run) for run in studies]
+    assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
+    assert "flat; bucketed" in render_rows(rows, "table", width=119)
+
+
+def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_path: Path) -> None:
+    before, after = make_run(created_utc="2026-11-21T17:00:00Z"), make_run(created_utc="2026-11-21T19:00:00Z")
+    after = dataclasses.replace(after, id="af7e00000000")
+    swept = make_run(id="5e9700000000", created_utc="2026-11-21T20:00:00Z", study="5e5e5e5e5e5e")
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        told = []
+        for record in (before, gpus, after, swept, make_ddp_run(created_utc="2026-11-21T21:00:00Z")):
+            store.add(record)
+            selection = runs_to_report(store=store.path)
+            told.append((len(selection.runs), len(selection.comm), len(selection.ddp)))
+    assert told == [(1, 0, 0), (0, 1, 0), (2, 0, 0), (1, 0, 0), (0, 0, 1)]
+
+
 # --- figures ----------------------------------------------------------------------------------------------
 
 
@@ -110,6 +143,24 @@ def test_a_cpus_times_are_those_of_single_calls() -> None:
     text = render_comm(run, width=160)
     assert " alone " not in text
     assert "calls one by one, each after a barrier" in text
+
+
+def test_the_profile_is_without_a_cell_that_had_not_settled_and_says_so() -> None:
+    lists: dict[str, Sequence[object]] = {"backend": ["gloo"], "collective": ["all_reduce"]}
+    run = make_comm(lists, ranks=2)
+    first = run.cells[0]
+    slow = tuple(4e-3 if index < 6 else seconds for index, seconds in enumerate(first.ranks[1].alone_s))
+    disturbed = make_comm_cell(first.spec, ranks=(first.ranks[0], dataclasses.replace(first.ranks[1], alone_s=slow)))
+    cells = (disturbed, *run.cells[1:])
+    (fit,) = profile_of(cells)
+    assert fit.num_points == 3
+    assert fit.alpha_s == pytest.approx(ALPHA_S["gloo"], rel=0.05)
+    gathered = _Gathered(run.study, "", lambda index, cell: None)
+    for index, cell in enumerate(cells):
+        gathered.on_cell(index, cell)
+    (note,) = gathered.record(None).notes
+    assert re.match(r"all_reduce of 10 kB, gloo, 2 ranks: its calls had not settled \(4.00 ms, 4.00 ms, 3\d\d µs", note)
+    assert profile_of(cells[:2])[0].num_points == 2, "of two points none can be left out"
 
 
 # --- shown ------------------------------------------------------------------------------------------------
@@ -159,6 +210,18 @@ def test_documents_get_the_tables(gpus: CommRun, format: str) -> None:
     for title in ("Every cell", "Communication profile"):
         assert title in text
     assert ("Bus bandwidth" in text) == (format == "md")
+    assert "Notes" not in text
+
+
+@pytest.mark.parametrize(
+    ("render", "run"),
+    [(render_comm, make_comm()), (render_ddp, make_ddp_run(("flat",))), (render_attention, make_benchmark())],
+    ids=["comm", "ddp", "attention"],
+)
+def test_documents_get_the_notes(render: Callable[..., str], run: Any) -> None:
+    noted = dataclasses.replace(run, notes=("of one_thing\nand another",))
+    assert "\n## Notes\n\n- of one\\_thing and another" in render(noted, "md")
+    assert "\n% Notes\n% of one_thing and another" in render(noted, "latex")
 
 
 def test_a_line_of_progress_has_time_and_bandwidth_or_what_went_wrong(gpus: CommRun) -> None:
@@ -185,6 +248,20 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     over_ranks = time_over_ranks(gpus.cells)
     assert over_ranks is not None
     assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
+
+
+def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
+    def terms(**records: Any) -> set[str]:
+        page = render_page(records.pop("runs", []), title="Terms", **records).partition('id="method"')[2]
+        return set(re.findall(r"<dt>(.*?)</dt>", page))
+
+    of_comm, of_ddp = terms(comm=[gpus]), terms(ddp=[make_ddp_run(("flat",))])
+    steps = {"step time", "steady", "MFU", "HFU", "peak memory", "compile time"}
+    assert {"algbw, busbw", "α, β, γ", "time of a call"} <= of_comm
+    assert {"exposed communication", "alone, hidden", "bucket", "by formula", "95&nbsp;% interval"} <= of_ddp
+    assert not steps & (of_comm | of_ddp)
+    assert steps <= terms(runs=[make_run()])
+    assert not of_comm & {"bucket"}
 
 
 def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRun) -> None:

@@ -48,7 +48,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float =
         device.phase("call", [(LAUNCH_S, WORK_S)]).run()
 
     study = CommStudy(
-        cells=(CommSpec(),), num_processes=2, warmup_s=90.0, measured_s=120.0, least_repeats=4, most_repeats=30
+        cells=(CommSpec(),), num_processes=2, warmup_s=85.0, measured_s=120.0, least_repeats=4, most_repeats=30
     )
     collectives = Alone(device, others_s)
     times = time_calls(call, Together(device=device, collectives=collectives), study)  # type: ignore[arg-type]
@@ -72,8 +72,30 @@ def test_calls_go_back_to_back_after_one_barrier_and_then_one_by_one(monkeypatch
 
 def test_the_slowest_rank_says_how_many_calls_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     times, calls = timed(monkeypatch, FakeDevice(), others_s=40.0)
-    assert calls == 5 + (4 + 1) + 4  # 40 s a call: warm at once, and the least number of repeats
+    assert calls == 5 + 2 + (4 + 1) + 4  # 40 s a call: warm when two batches agree, and the least number of repeats
     assert len(times.alone_s) == 4
+
+
+def test_a_call_is_warm_when_it_no_longer_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(asynchronous=False)
+    clocked(monkeypatch, device)
+    costs = [100.0] * 5 + [40.0] * 2 + [10.0] * 500  # first calls, then two processes on one core, then settled
+
+    def call() -> None:
+        device.host_s += costs.pop(0)
+
+    study = CommStudy(cells=(CommSpec(),), num_processes=2, warmup_s=400.0, measured_s=100.0, most_repeats=50)
+    times = time_calls(call, Together(device=device, collectives=Alone(device)), study)  # type: ignore[arg-type]
+    assert set(times.alone_s) == {10.0}
+    assert len(times.alone_s) == 10
+
+    never = iter(range(1, 10**6))  # each call twice as long, or half as long, as the one before it
+
+    def restless() -> None:
+        device.host_s += 10.0 if next(never) & 64 else 30.0
+
+    time_calls(restless, Together(device=device, collectives=Alone(device)), study)  # type: ignore[arg-type]
+    assert next(never) < 600, "it is given up after ten times the warm-up"
 
 
 def test_a_host_that_is_the_device_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,9 @@ def test_a_report_without_any_run_is_of_the_newest_study_and_ids_take_any(run: D
 
 def test_computation_and_exposed_communication_are_the_step(run: DdpRun) -> None:
     for cell in run.cells:
-        parts = parts_of_step(cell)
+        parts = parts_of_step(run, cell)
         assert parts is not None
-        assert sum(parts) == figures.step_s(cell)
+        assert sum(parts) == (figures.usual_baseline_s(run) if cell is run.baseline else figures.step_s(cell))
         assert min(parts) >= 0
         exposed_s = figures.exposed_s(cell)
         if exposed_s is not None and exposed_s > 0:
@@ -110,6 +110,45 @@ def test_the_model_finds_the_link_the_study_was_made_with(run: DdpRun) -> None:
     assert run.model.curve[-1].num_buckets == pytest.approx(8e3 / run.model.curve[-1].bucket_mb, rel=1e-6)
 
 
+def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRun) -> None:
+    baseline = run.cells[0]
+    first = dataclasses.replace(
+        baseline, ranks=tuple(dataclasses.replace(r, phases=_slower(r.phases, 1.2 + r.rank)) for r in baseline.ranks)
+    )
+    unsettled = dataclasses.replace(run, cells=(first, *run.cells[1:]))
+    row, bar = ddp_rows(unsettled)[0], parts_of_step(unsettled, first)
+    beside = {
+        phase: median(seconds for cell in run.cells[1:] if (seconds := figures.phase_s(cell, phase, baseline=True)))
+        for phase in ("step", "forward", "optimizer")
+    }
+    assert (row["step_s"], row["forward_s"], row["optimizer_s"]) == tuple(beside.values())
+    assert row["tokens_per_s"] == pytest.approx(run.study.tokens / beside["step"])
+    assert float(str(row["rank_spread"])) < 0.02
+    assert bar == (beside["step"], 0.0)
+    failed = dataclasses.replace(run, cells=(make_ddp_run(broken=("none",)).cells[0], *run.cells[1:]))
+    assert ddp_rows(failed)[0]["step_s"] is None
+
+
+def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -> None:
+    cell = cell_of(run, "flat")
+
+    def beside(step_s: float, noise: float) -> DdpCell:
+        times = tuple(step_s * (1 + noise * (index % 3 - 1)) for index in range(12))
+        ranks = [
+            dataclasses.replace(r, phases=(PhaseSamples(phase="step", device_s=times),), alone_s=(0.010,) * 3,
+                                baseline=(PhaseSamples(phase="step", device_s=(0.100,) * 12),)) for r in cell.ranks
+        ]  # fmt: skip
+        return dataclasses.replace(cell, ranks=tuple(ranks))
+
+    assert figures.hidden(beside(0.104, 0.0)) == pytest.approx(0.6)
+    assert figures.hidden(beside(0.115, 0.0)) == pytest.approx(-0.5), "it costs more than it takes by itself"
+    assert figures.hidden(beside(0.099, 0.0)) == 1.0, "a step cannot hide more than there is"
+    assert figures.hidden(beside(0.104, 0.1)) is None, "10 ms to either side, of 10 ms"
+    noisy = dataclasses.replace(run, cells=(run.cells[0], beside(0.104, 0.1)), model=None)
+    assert "4.00 ms of it exposed (-6.40 ms to 14.4 ms), 4.0 % of the step without it" in render_ddp(noisy, "md")
+    assert "at least" in render_ddp(noisy, width=150)
+
+
 def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(run: DdpRun) -> None:
     rows = {str(row["contender"]): row for row in ddp_rows(run)}
     assert rows["no communication"]["exposed_s"] is None
@@ -117,7 +156,9 @@ def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(ru
     for row in rows.values():
         if row["exposed_s"] is not None:
             assert row["of_best_ddp"] == pytest.approx(row["exposed_s"] / best)  # type: ignore[operator]
-            assert row["hidden"] == pytest.approx(1 - row["exposed_s"] / row["alone_s"])  # type: ignore[operator]
+            if row["hidden"] is not None:
+                whole_s = float(row["alone_s"])  # type: ignore[arg-type]
+                assert row["hidden"] == pytest.approx(1 - max(float(row["exposed_s"]), 0) / whole_s)
     assert rows["sharded 25 MB"]["after_step_optimizer_bytes"] == BYTES
     assert rows["sharded 25 MB"]["after_step_formula_bytes"] == 3 * BYTES
     assert rows["FSDP2"]["after_step_formula_bytes"] == 2 * BYTES

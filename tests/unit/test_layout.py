@@ -8,6 +8,7 @@ import torch
 from tests.runs import make_run
 
 from steplab.errors import Unsupported, UserError
+from steplab.lab.processes import fields_here
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.device import open_device
 from steplab.measurement.step import ModelStep, make_step
@@ -97,6 +98,17 @@ def test_a_number_of_processes_is_a_layout_and_a_device() -> None:
     assert with_processes({}, 4, None) == {"layout": "dp=4", "device": "cuda"}
     assert with_processes({"layout": "fsdp=2"}, None, 2) == {"layout": "fsdp=2", "device": "cpu"}
     assert process_count(None, 3, "cpu") == (3, "cpu")
+
+
+def test_without_a_layout_the_fields_are_those_of_the_processes_that_torchrun_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert fields_here({"data_parallel": "flat"}) == {"data_parallel": "flat"}
+    started = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_step(fields_here({"data_parallel": "flat"})).layout == Layout(dp=4)
+    assert fields_here({"layout": "fsdp=4"}) == {"layout": "fsdp=4"}
 
 
 def test_more_gpus_than_there_are_is_refused() -> None:

@@ -2,11 +2,15 @@
 
 import re
 
+import msgspec
 import pytest
 
 from steplab.errors import Unsupported, UserError
+from steplab.specs.layout import Layout
 from steplab.specs.layout_fit import num_microbatches
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+from steplab.specs.study import study_from_grids
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,48 @@ from steplab.specs.resolve import resolve_step
 def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         resolve_step(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layout": "fsdp=2", "data_parallel": "naive"}, "data_parallel has no say here: .* use --layout dp=2"),
+        ({"layout": "dp=2,tp=2", "data_parallel": "flat"}, "FSDP2 averages the gradients of layout dp=2,tp=2"),
+        ({"layout": "tp=2", "bucket_size_mb": 25}, "no data-parallel ranks .* use --layout dp=2"),
+        ({"data_parallel": "bucketed"}, "one process's; leave it out, or give --gpus N"),
+        ({"layout": "dp=2", "data_parallel": "flat", "bucket_size_mb": "5"}, "use --data-parallel bucketed"),
+        ({"layout": "dp=2", "microbatches": 2}, "layout dp=2 has no pipeline; .* --layout pp=2"),
+        ({"pipeline_schedule": "1f1b"}, "a step of one process has no pipeline"),
+        ({"layout": "dp=2", "reshard_after_forward": "auto"}, "use a layout with fsdp, as --layout fsdp=2"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value),
+)
+def test_a_field_that_changes_nothing_is_refused_even_with_the_value_it_has(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve_step(fields)
+
+
+def test_a_record_of_a_step_that_would_be_refused_now_can_be_read() -> None:
+    spec = StepSpec(model=resolve_step({}).model, layout=Layout(fsdp=2), data_parallel="naive", microbatches=2)
+    assert msgspec.convert(msgspec.to_builtins(spec), StepSpec) == spec
+
+
+def test_a_sweep_leaves_a_field_out_of_the_cells_in_which_it_has_no_say() -> None:
+    strategies: dict[str, list[object]] = {
+        "layout": ["dp=2"],
+        "data_parallel": ["flat", "bucketed"],
+        "bucket_size_mb": [1, 10],
+    }
+    cells = study_from_grids("sweep", "", [strategies]).cells
+    assert [(cell.data_parallel, cell.bucket_mb) for cell in cells] == [
+        ("flat", None),
+        ("bucketed", 1),
+        ("bucketed", 10),
+    ]
+    with pytest.raises(UserError, match="flat has no buckets"):
+        study_from_grids("sweep", "", [strategies | {"data_parallel": ["flat", "naive"]}])
 
 
 @pytest.mark.parametrize(

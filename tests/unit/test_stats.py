@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steplab.stats import bootstrap_interval, steady_from, summarize
+from steplab.stats import bootstrap_interval, drift, steady_from, summarize
 
 SAMPLES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40)
 ROUNDING = np.finfo(np.float64).eps
@@ -182,3 +182,10 @@ def test_the_tolerance_is_relative_to_the_settled_time() -> None:
     curve = [11.0, *[10.0] * 9]
     assert steady_from(curve, tolerance=0.25) == 0
     assert steady_from(curve, tolerance=0.05) == 1
+
+
+def test_a_drift_is_told_from_a_disturbance_that_the_median_bears() -> None:
+    assert drift([3.0] * 10 + [1.0] * 5) == 3.0
+    assert drift([1.0] * 8 + [3.0] * 12) == 3.0
+    assert drift([1.0] * 10 + [3.0] * 5) == 1.0
+    assert drift([3.0] * 5 + [1.0] * 3) == 1.0, "too few to tell"

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.runs import make_run
 from tests.traces import AUTOGRAD, HandTrace
 
 from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Profile
+from steplab.report.profile_figures import passes
 from steplab.traces.digest import MOST_STEPS, digest
 from steplab.traces.trace import Inputs, Trace
 
@@ -61,6 +63,24 @@ def test_phases_tile_the_window_and_idle_time_is_split_by_the_launch() -> None:
     assert backward.host_bound_s == pytest.approx(17 * US)
     assert backward.idle_s == pytest.approx(8 * US)
     assert backward.num_kernels == 1
+
+
+def test_the_wait_for_gradients_is_a_phase_between_backward_and_the_update() -> None:
+    trace = HandTrace()
+    trace.range("step", 0, 260)
+    for name, start in {"forward": 0, "backward": 100, "gradient sync": 200, "optimizer": 240}.items():
+        trace.range(name, start, start + 20)
+    trace.kernel(GEMM, 10, 30, (1, 3))
+    trace.kernel(GEMM, 110, 130, (101, 103))
+    trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 210, 230, (202, 204))
+    trace.kernel(ADD, 245, 255, (241, 242))
+    profile = digest(trace.build())
+    phases = [phase.phase for phase in profile.phases]
+    assert phases == ["forward", "backward", "gradient sync", "optimizer"]
+    assert profile.phases[2].categories == pytest.approx({"communication": 20 * US})
+    assert {kernel.range for kernel in profile.kernels if kernel.phase == "gradient sync"} == {""}
+    told = [name for name, _ in passes(make_run(), profile)]
+    assert told == ["forward", "forward + backward", "forward + backward + gradient sync", "train"]
 
 
 def test_a_backward_kernel_has_the_range_of_its_forward_operator() -> None:

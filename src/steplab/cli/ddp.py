@@ -60,12 +60,13 @@ def ddp(
         ),
     ] = None,
     transport: Annotated[
-        str,
+        str | None,
         Parameter(
-            help="How the gradients of bucketed travel: collectives, peer_copy (between GPUs of one host), or both",
+            help="How the gradients of bucketed travel: collectives, peer_copy (between GPUs of one host), or both "
+            "[default: collectives]",
             group=_CONTENDERS,
         ),
-    ] = "collectives",
+    ] = None,
     profiled_steps: Annotated[int, Parameter(help="Steps traced of each, for its timeline; 0: none")] = 2,
     traces: Annotated[Path | None, Parameter(help="Keep the traces in this folder, a file a contender")] = None,
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
@@ -98,7 +99,7 @@ def ddp(
         compile=compiled,
         contenders=contenders.split(","),
         bucket_sizes_mb=parsed_sizes(bucket_sizes) if bucket_sizes else None,
-        transports=tuple(part.strip() for part in transport.split(",")),
+        transports=tuple(part.strip() for part in transport.split(",")) if transport else None,
         profiled_steps=profiled_steps,
     )
     with ProgressLine() as line:

@@ -44,12 +44,12 @@ def memory(
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory import predicted_memory
     from steplab.lab.memory_references import memory_references
-    from steplab.specs.layout import with_processes
+    from steplab.lab.processes import fields_here
     from steplab.specs.model import refuse_planning_only
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    spec = resolve_step(with_processes(step.fields(), processes.gpus, processes.processes))
+    spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out.output)
     prediction = None
     if predict:

@@ -36,13 +36,13 @@ def profile(
     """
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
+    from steplab.lab.processes import fields_here
     from steplab.lab.profiling import is_recorded_elsewhere
     from steplab.lab.profiling import profile as measure_and_profile
-    from steplab.specs.layout import with_processes
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    spec = resolve_step(with_processes(step.fields(), processes.gpus, processes.processes))
+    spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         record = measure_and_profile(

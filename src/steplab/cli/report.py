@@ -26,8 +26,8 @@ def report(
 ) -> None:
     """Report runs as tables, or as one self-contained page with pictures.
 
-    Without ids or a study: the study that the newest run belongs to, or, if it belongs to none, all such runs. Ids may
-    be those of benchmarks of attention or of collectives, and of data-parallel studies.
+    Without ids, a study or a name: what was measured last, with the study that it belongs to. A run that belongs to
+    none is reported with all such runs; a benchmark (of attention, of collectives, of data parallelism) by itself.
 
     For example: steplab report --output page.html
     """

@@ -25,15 +25,14 @@ def run(
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.measuring import measure
-    from steplab.lab.processes import is_first_rank, is_told_here
+    from steplab.lab.processes import fields_here, is_first_rank, is_told_here
     from steplab.records.rows import run_row
     from steplab.report.formats import render_rows
     from steplab.report.run_text import render_run
-    from steplab.specs.layout import with_processes
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    spec = resolve_step(with_processes(step.fields(), processes.gpus, processes.processes))
+    spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out.output)
     with ProgressLine() as line:
         record = measure(

@@ -18,10 +18,14 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.environment import Environment
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
 from steplab.specs.layout import process_count
-from steplab.units import counted
+from steplab.units import counted, format_time
 
 DEFAULT_TIMEOUT_S = 300.0
 _FEWEST = 2
+_FEWEST_POINTS = 2
+"""For a line."""
+_SETTLED = 1.5
+"""Up to which ratio a cell's median may exceed that of its quietest third."""
 
 
 def comm_study(
@@ -137,8 +141,16 @@ class _Gathered:
             libraries=said.libraries if said else {},
             cells=cells,
             profile=profile_of(cells),
-            notes=notes,
+            notes=(*notes, *map(_why_left_out, left_out(cells))),
         )
+
+
+def _why_left_out(cell: CommCell) -> str:
+    thirds_s = cell.slowest.thirds_s if cell.slowest else ()
+    return (
+        f"{cell.spec.label}: its calls had not settled ({', '.join(map(format_time, thirds_s))}: "
+        "medians of the first, middle and last third), and the communication profile is without it"
+    )
 
 
 def went_well(run: CommRun) -> bool:
@@ -149,11 +161,12 @@ def went_well(run: CommRun) -> bool:
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
     """Lines through the median times: one for each collective, backend, type and world size, and where there are
-    several world sizes, one with a term a rank for all of them."""
+    several world sizes, one with a term a rank for all of them; without the cells that are `left_out`."""
     by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
     over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}
+    unsettled = left_out(cells)
     for cell in cells:
-        if cell.slowest is not None:
+        if cell.slowest is not None and cell not in unsettled:
             spec = cell.spec
             point = Point(wire_bytes=wire_bytes(spec), world_size=spec.world_size, time_s=cell.slowest.median_s)
             by_world.setdefault((spec.collective, spec.way, spec.dtype, spec.world_size), []).append(point)
@@ -165,6 +178,23 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
             kind = {"collective": collective, "way": way, "dtype": dtype, "world_size": world_size}
             fits.append(CommFit(**kind, **dataclasses.asdict(line)))  # type: ignore[arg-type]
     return tuple(fits)
+
+
+def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
+    """The cells that something disturbed for most of the time, and not all of it: their medians say what it cost.
+
+    Only where the others of the same line are enough for it.
+    """
+    groups: dict[tuple[str, str, str, int], list[CommCell]] = {}
+    for cell in cells:
+        spec = cell.spec
+        groups.setdefault((spec.collective, spec.way, spec.dtype, spec.world_size), []).append(cell)
+    found = []
+    for group in groups.values():
+        timed = [(cell, cell.slowest.drift) for cell in group if cell.slowest is not None]
+        if sum(drift <= _SETTLED for _, drift in timed) >= _FEWEST_POINTS:
+            found += [cell for cell, drift in timed if drift > _SETTLED]
+    return found
 
 
 def predict_comm_s(profile: Sequence[CommFit], spec: CommSpec) -> float | None:

@@ -18,7 +18,15 @@ from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.ddp import DdpCell, DdpFacts, DdpRun, TracedSteps
 from steplab.records.environment import Environment
-from steplab.specs.ddp import COLLECTIVES, KINDS, SMALL_BUCKETS_MB, STUDY_BUCKETS_MB, DdpStudy, contenders_of
+from steplab.specs.ddp import (
+    COLLECTIVES,
+    KINDS,
+    SMALL_BUCKETS_MB,
+    STUDY_BUCKETS_MB,
+    DdpStudy,
+    contenders_of,
+    refuse_what_none_uses,
+)
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -52,22 +60,24 @@ def ddp_study(
     compile: str = "off",
     contenders: Sequence[str] = KINDS,
     bucket_sizes_mb: Sequence[float] | None = None,
-    transports: Sequence[str] = (COLLECTIVES,),
+    transports: Sequence[str] | None = None,
     profiled_steps: int = 2,
 ) -> DdpStudy:
-    """The study of a step; without bucket sizes, of those that suit the device.
+    """The study of a step; without bucket sizes, of those that suit the device; without transports, by collectives.
 
     Raises UserError naming what is wrong with it, and what is valid; Unsupported for a transport that needs GPUs.
     """
     small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
-    if small and "peer_copy" in transports:
+    if small and transports and "peer_copy" in transports:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     sizes_mb = bucket_sizes_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
+    found = contenders_of(contenders, sizes_mb, transports or (COLLECTIVES,))
+    refuse_what_none_uses(contenders, bucket_sizes_mb, transports)
     return DdpStudy(
         step=step,
         processes=processes,
         compile=compile,  # type: ignore[arg-type]
-        contenders=contenders_of(contenders, sizes_mb, transports),
+        contenders=found,
         profiled_steps=profiled_steps,
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
-from steplab.lab.processes import is_first_rank, let_the_first_store, spread_here
+from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import OnProgress, measure_in_child
 from steplab.records.run import Run
@@ -37,7 +37,8 @@ def measure(
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
     for a request that cannot be served, and SteplabError where the store cannot be written.
     """
-    asked, name = spread_here(asked_step("measure", spec, fields)), checked_name(name)
+    given = fields if isinstance(spec, StepSpec) else fields_here(fields)
+    asked, name = spread_here(asked_step("measure", spec, given)), checked_name(name)
     if not is_first_rank():
         run = measure_in_child(asked, timeout_s=timeout_s)
         if run.failure:
@@ -57,4 +58,5 @@ def asked_step(caller: str, spec: StepSpec | str | None, fields: Mapping[str, ob
             raise UserError(f"{caller} takes a whole StepSpec or fields, not both; leave out {', '.join(fields)}")
         return spec
     named = {"model": spec} if spec is not None else {}
-    return resolve_step({**named, **{("pass" if name == "pass_name" else name): v for name, v in fields.items()}})
+    given = {("pass" if name == "pass_name" else name): value for name, value in fields.items()}
+    return resolve_step({**named, **given})

@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from steplab.errors import UserError
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.run import Failure
-from steplab.specs.layout import SINGLE, Layout
+from steplab.specs.layout import SINGLE, Layout, with_processes
 from steplab.specs.step import StepSpec
 
 _FIRST_STORES_S = 5.0
@@ -19,6 +20,17 @@ def is_first_rank() -> bool:
     """
     around = torchrun_around()
     return around is None or around.is_first
+
+
+def fields_here(
+    fields: Mapping[str, object], gpus: int | None = None, processes: int | None = None
+) -> dict[str, object]:
+    """The fields of a step with the layout that `--gpus` or `--processes` stand for, or torchrun where it names none.
+
+    Raises UserError where layout, device and number do not go together.
+    """
+    given, around = with_processes(fields, gpus, processes), torchrun_around()
+    return given if around is None or "layout" in given else {**given, "layout": f"dp={around.size}"}
 
 
 def spread_here(spec: StepSpec) -> StepSpec:

@@ -7,15 +7,16 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.records.attention import AttentionRun
-from steplab.records.codec import Record
+from steplab.records.codec import Record, kind_of
 from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
+from steplab.store.database import Store
 
 _MOST_SINGLE_RUNS = 60
-_BENCHMARKS = ("attention", "comm", "ddp")
-"""Kinds of records that are reported where there is no run."""
+_KINDS = ("run", "numerics", "attention", "comm", "ddp")
+"""Of records that can be reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +42,10 @@ class Selection:
 def runs_to_report(
     ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
 ) -> Selection:
-    """The runs with these ids; else those of a name; else the study's; else the newest run's study; else the newest
-    runs of no study; and where there is no run at all, the newest benchmark, of attention or of collectives, or the
-    newest data-parallel study.
+    """The records with these ids; else those of a name; else the study's; else those of what was measured last.
+
+    That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
+    runs, or audits, that belong to none.
 
     Raises UserError where there is nothing to report.
     """
@@ -55,30 +57,36 @@ def runs_to_report(
         if name is not None:
             nothing = f"no run is called '{name}'; `steplab list` shows the names there are"
             return _selected(opened.iterate(name=name), nothing, title=name)
-        newest = next(iter(opened.rows(limit=1)), None)
-        benchmarks = [row for kind in _BENCHMARKS for row in opened.rows(kind=kind, limit=1)]
-        if newest is None and study is None and benchmarks:
-            latest = max(benchmarks, key=lambda row: str(row["created_utc"]))
-            return _selected([opened.get(str(latest["id"]))], "")
-        if newest is None:
-            raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
-        if study is None:
-            first = opened.get(str(newest["id"]))
-            study_id = first.study if isinstance(first, Run) else None
-        else:
-            study_id = opened.study_id(study)
-        if study_id is not None:
-            row = next((row for row in opened.studies() if row["id"] == study_id), {})
-            return Selection(
-                runs=_runs(opened.iterate(kind="run", study=study_id)),
-                title=str(row.get("name") or "Study"),
-                description=str(row.get("description") or ""),
-                numerics=tuple(
-                    record for record in opened.iterate(kind="numerics", study=study_id) if isinstance(record, Numerics)
-                ),
-            )
-        single = [run for run in _runs(opened.iterate(kind="run")) if run.study is None]
-        return Selection(runs=tuple(single[-_MOST_SINGLE_RUNS:]), title="Measured steps", description="")
+        if study is not None:
+            return _of_study(opened, opened.study_id(study))
+        newest = _newest(opened)
+        if isinstance(newest, (Run, Numerics)) and newest.study is not None:
+            return _of_study(opened, newest.study)
+        if not isinstance(newest, (Run, Numerics)):
+            return _selected([newest], "")
+        alike = opened.iterate(kind=kind_of(newest))
+        single = [record for record in alike if isinstance(record, type(newest)) and record.study is None]
+        return _selected(single[-_MOST_SINGLE_RUNS:], "")
+
+
+def _newest(opened: Store) -> Record:
+    """The newest record that can be reported. Raises UserError where there is none."""
+    rows = [row for kind in _KINDS for row in opened.rows(kind=kind, limit=1)]
+    if not rows:
+        raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
+    return opened.get(str(max(rows, key=lambda row: str(row["created_utc"]))["id"]))
+
+
+def _of_study(opened: Store, study_id: str) -> Selection:
+    row = next((row for row in opened.studies() if row["id"] == study_id), {})
+    return Selection(
+        runs=_runs(opened.iterate(kind="run", study=study_id)),
+        title=str(row.get("name") or "Study"),
+        description=str(row.get("description") or ""),
+        numerics=tuple(
+            record for record in opened.iterate(kind="numerics", study=study_id) if isinstance(record, Numerics)
+        ),
+    )
 
 
 def _selected(records: Iterable[Record], nothing: str, title: str | None = None) -> Selection:

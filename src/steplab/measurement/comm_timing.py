@@ -25,6 +25,10 @@ from steplab.specs.comm import CommStudy
 from steplab.units import NS_PER_S
 
 _LEAST_WARMUP_CALLS = 5
+_LONGEST_WARMUP = 10
+"""Times the warm-up asked for, after which calls that have not settled are timed as they are."""
+_SETTLED = 1.5
+"""Up to which ratio two batches of calls agree."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +56,7 @@ def time_calls(
     """Warm a call up and time it; every rank of the group has to be here."""
     device = together.device
     on_begin("warm-up")
-    call_s = _batch_s(call, together, _LEAST_WARMUP_CALLS)
-    more = min(math.ceil(study.warmup_s / call_s) - _LEAST_WARMUP_CALLS, study.most_repeats)
-    if more > 0:
-        call_s = _batch_s(call, together, more)
+    call_s = _warmed_up(call, together, study.warmup_s)
     repeats = int(min(max(study.measured_s / call_s, study.least_repeats), study.most_repeats))
     device_s, host_s = None, None
     if device.asynchronous:
@@ -69,6 +70,22 @@ def time_calls(
     assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
     rank = together.collectives.rank
     return RankTimes(rank=rank, device_s=device_s, host_call_s=host_s, alone_s=alone.host_s)
+
+
+def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
+    """Call until the time has passed and calls no longer change; gives the seconds that one takes by then.
+
+    The first calls are among the slowest: so batches of half the time follow until two in a row agree, or the longest
+    time has passed.
+    """
+    call_s, agree = _batch_s(call, together, _LEAST_WARMUP_CALLS), False
+    spent_s = _LEAST_WARMUP_CALLS * call_s
+    while spent_s < (warmup_s if agree else _LONGEST_WARMUP * warmup_s):
+        before_s, count = call_s, math.ceil(warmup_s / 2 / call_s)
+        call_s = _batch_s(call, together, count)
+        spent_s += count * call_s
+        agree = max(before_s, call_s) <= _SETTLED * min(before_s, call_s)
+    return call_s
 
 
 def back_to_back(call: Call, together: Together, repeats: int) -> tuple[tuple[float, ...], float]:

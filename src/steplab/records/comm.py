@@ -6,6 +6,7 @@ from statistics import median
 from steplab.records.environment import Environment
 from steplab.records.run import Failure
 from steplab.specs.comm import CommSpec, CommStudy
+from steplab.stats import drift, medians_of_thirds
 
 COMM_SCHEMA = "steplab.comm/1"
 
@@ -44,6 +45,16 @@ class RankTimes:
     def median_s(self) -> float:
         """Of the better samples."""
         return median(self.best_s)
+
+    @property
+    def thirds_s(self) -> tuple[float, float, float]:
+        """Of the first, the middle and the last third of those."""
+        return medians_of_thirds(self.best_s)
+
+    @property
+    def drift(self) -> float:
+        """The median over the least of these: by how much a disturbance that passed, or set in, has moved it."""
+        return drift(self.best_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

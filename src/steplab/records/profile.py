@@ -6,9 +6,10 @@ as step time. Totals are over all profiled steps.
 
 from dataclasses import dataclass
 
-PHASES = ("forward", "backward", "optimizer")
+PHASES = ("forward", "backward", "gradient sync", "optimizer")
+"""In their order; gradient sync: the wait for gradients that data-parallel ranks average."""
 OUTSIDE = "outside"
-"""Phase of what belongs to none of the three."""
+"""Phase of what belongs to none of those."""
 
 CATEGORIES = (
     "matmul",
@@ -36,7 +37,7 @@ class KernelStats:
     category: str
     """One of CATEGORIES."""
     phase: str
-    """forward, backward, optimizer or outside: that of the host call that launched it."""
+    """One of PHASES, or outside: that of the host call that launched it."""
     range: str
     """Where in the model, layer numbers left out ('blocks.*.attention.scores'); a backward kernel has the range of the
     forward operator it belongs to. '' where nothing says it."""

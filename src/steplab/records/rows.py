@@ -8,6 +8,7 @@ from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
+from steplab.specs.comm import COLLECTIVES
 
 Scalar = str | int | float | None
 Row = dict[str, Scalar]
@@ -82,11 +83,20 @@ def numerics_row(numerics: Numerics) -> Row:
 
 def benchmark_row(run: AttentionRun | CommRun) -> Row:
     """One row that names a benchmark of attention or of collectives."""
-    return {
+    row: Row = {
         "id": run.id,
         "created_utc": run.created_utc,
         "name": run.name,
         "description": run.study.name,
+    }
+    if isinstance(run, CommRun):
+        collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
+        row |= {
+            "num_ranks": run.study.num_processes,
+            "backend": ", ".join(dict.fromkeys(cell.way for cell in run.study.cells)),
+            "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
+        }
+    return row | {
         "num_cells": len(run.study.cells),  # of those, an interrupted one has the first
         "num_ok": sum(cell.failure is None for cell in run.cells),
         "num_failed": sum(cell.failure is not None for cell in run.cells),
@@ -108,6 +118,8 @@ def ddp_run_row(run: DdpRun) -> Row:
         "precision": step.precision,
         "compile": run.study.compile,
         "num_ranks": run.study.processes,
+        "backend": run.facts.backend if run.facts else None,
+        "contenders": "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none")),
         "num_cells": len(run.study.contenders),
         "num_ok": sum(cell.failure is None for cell in run.cells),
         "num_failed": sum(cell.failure is not None for cell in run.cells),

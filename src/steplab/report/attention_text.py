@@ -19,7 +19,7 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
 from steplab.report.terminal import draw, plain, terminal_width
-from steplab.report.titled_table import draw_table, headed, write_table
+from steplab.report.titled_table import draw_table, headed, write_notes, write_table
 from steplab.specs.attention import PASSES
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def render_attention(
         parts += [headed(title, markdown(grid), format) for title, grid in _at_a_glance(run, peer)]
     for table in attention_tables(run.cells, peer):
         parts.append(write_table(table, format))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *write_notes(_notes(run), format)])
 
 
 def cell_line(cell: AttentionCell) -> str:
@@ -75,10 +75,13 @@ def _terminal(run: AttentionRun, peer: str | None, width: int, color: bool) -> s
     if run.environment:
         pairs = [*environment_pairs(run.environment), *condition_pairs([run.environment])]
         rest += section("Environment", *(Text(plain(f"{name}: {value}")) for name, value in pairs))
-    notes = [*run.notes, *notes_of(run.cells)]
-    if notes:
+    if notes := _notes(run):
         rest += section("Notes", *(Text(f"- {plain(note)}") for note in notes))
     return "\n\n".join(texts) + ("\n" + draw(*rest, width=width, color=color) if rest else "")
+
+
+def _notes(run: AttentionRun) -> list[str]:
+    return [*run.notes, *notes_of(run.cells)]
 
 
 def _at_a_glance(run: AttentionRun, peer: str | None) -> Iterator[tuple[str, Grid]]:

@@ -12,7 +12,7 @@ from steplab.report.comm_rows import bandwidth_grid, bus_bandwidth, comm_rows, c
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.formats import render_rows
 from steplab.report.terminal import draw, plain, terminal_width
-from steplab.report.titled_table import draw_table, headed, write_table
+from steplab.report.titled_table import draw_table, headed, write_notes, write_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,7 +30,7 @@ def render_comm(run: CommRun, format: str = "table", *, width: int | None = None
     parts = [headed(_GLANCE, markdown(glance), format)] if glance else []
     for table in comm_tables(run):
         parts.append(write_table(table, format))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *write_notes(run.notes, format)])
 
 
 def comm_cell_line(cell: CommCell) -> str:

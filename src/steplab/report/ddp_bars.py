@@ -24,44 +24,47 @@ _WORDS = {"optimizer": "optimizer state"}
 
 def step_bars(run: DdpRun) -> Chart | None:
     """A bar a contender: the step without communication, and what communication adds to it."""
-    cells = [cell for cell in run.cells if figures.step_s(cell) is not None or cell.failure]
-    longest = max((figures.step_s(cell) or 0.0 for cell in cells), default=0.0)
+    bars = [(cell, parts_of_step(run, cell)) for cell in run.cells]
+    bars = [(cell, parts) for cell, parts in bars if parts or cell.failure]
+    longest = max((sum(parts) for _, parts in bars if parts), default=0.0)
     if not longest:
         return None
     scale = ax.time_scale([0.0, longest])
-    with drawing(_WIDTH, 10 + _ROW_PX * len(cells) + _BELOW, "step time by contender") as picture:
-        axes = _frame(picture, [cell.contender.label for cell in cells], scale)
-        for index, cell in enumerate(cells):
-            if cell.failure:
-                _failed(picture, axes, index, cell)
+    with drawing(_WIDTH, 10 + _ROW_PX * len(bars) + _BELOW, "step time by contender") as picture:
+        axes = _frame(picture, [cell.contender.label for cell, _ in bars], scale)
+        for index, (cell, parts) in enumerate(bars):
+            if parts:
+                _step_bar(picture, axes, index, cell.contender.label, parts)
             else:
-                _step_bar(picture, axes, index, cell)
+                _failed(picture, axes, index, cell)
         svg = picture.to_svg()
     note = (
-        "Median step of the slowest rank. Computation: the same step without communication, measured in turns with it; "
+        "Median step of the slowest rank. Computation: the same step without communication, measured in turns with it "
     )
+    note += "(its own bar: the median of those); "
     note += "exposed communication: what is left of the step."
     legend = ((1, "■", "computation"), (2, "■", "exposed communication"))
     return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=note)
 
 
-def parts_of_step(cell: DdpCell) -> tuple[float, float] | None:
+def parts_of_step(run: DdpRun, cell: DdpCell) -> tuple[float, float] | None:
     """Computation and exposed communication, which sum to the step; None where it was not timed.
 
-    A step that is shorter than the one without communication, by noise, is computation alone.
+    A step that is shorter than the one without communication, by noise, is computation alone; so is the one without, as
+    it was beside the others.
     """
     whole_s, without_s = figures.step_s(cell), figures.baseline_s(cell)
+    if cell.contender.kind == "none" and whole_s is not None:
+        whole_s = figures.usual_baseline_s(run)
     if whole_s is None:
         return None
     computed_s = whole_s if without_s is None else min(without_s, whole_s)
     return computed_s, whole_s - computed_s
 
 
-def _step_bar(picture: Drawing, axes: "Axes", index: int, cell: DdpCell) -> None:
-    parts = parts_of_step(cell)
-    assert parts is not None
+def _step_bar(picture: Drawing, axes: "Axes", index: int, name: str, parts: tuple[float, float]) -> None:
     computed_s, exposed_s = parts
-    name, show = cell.contender.label, units.format_time
+    show = units.format_time
     (bar,) = axes.barh(index, computed_s, 0.68, color=COMPUTED)
     picture.tip(bar, f"{name}: computation {show(computed_s)}")
     if exposed_s > 0:

@@ -4,11 +4,14 @@ A step of several ranks is as long as its slowest rank's: the figure of a conten
 medians, and so is the baseline's, so that waiting for a slow device is not taken for communication.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 from steplab import stats
 from steplab.records.ddp import DdpCell, DdpRun, StateMemory
+
+_WIDEST = 0.5
+"""Distance of the bounds of what is exposed, over the communication by itself, up to which a share of it is told."""
 
 
 def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
@@ -27,15 +30,24 @@ def baseline_s(cell: DdpCell) -> float | None:
     return phase_s(cell, "step", baseline=True)
 
 
-def usual_baseline_s(run: DdpRun) -> float | None:
-    """Time of the step without communication: the median of what it took beside each contender.
+def usual_baseline_s(run: DdpRun, phase: str = "step") -> float | None:
+    """Time of the step without communication, or of a phase of it: the median of what it took beside each contender.
 
     Measured by itself it comes first, when a machine may not have settled; that is taken where there is no other.
     """
-    beside = [seconds for cell in run.cells if (seconds := baseline_s(cell)) is not None]
+    return _usual(run, lambda cell, beside: phase_s(cell, phase, baseline=beside))
+
+
+def usual_spread(run: DdpRun) -> float | None:
+    """`spread_over_ranks` of the step without communication, from the same samples."""
+    return _usual(run, lambda cell, beside: spread_over_ranks(cell, baseline=beside))
+
+
+def _usual(run: DdpRun, figure: Callable[[DdpCell, bool], float | None]) -> float | None:
+    beside = [value for cell in run.cells if (value := figure(cell, True)) is not None]
     if beside:
         return median(beside)
-    return step_s(run.baseline) if run.baseline else None
+    return figure(run.baseline, False) if run.baseline else None
 
 
 def baseline_range_s(run: DdpRun) -> tuple[float, float] | None:
@@ -60,14 +72,25 @@ def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
     return low, max(summary.high for summary in own) - max(summary.low for summary in other)
 
 
+def hidden(cell: DdpCell) -> float | None:
+    """Share of its communication by itself that the step does not show; below zero, it costs more than that.
+
+    None where the bounds of what is exposed are so far apart that the share would be off by a quarter either way.
+    """
+    added_s, bounds, whole_s = exposed_s(cell), exposed_range_s(cell), alone_s(cell)
+    if added_s is None or bounds is None or not whole_s or bounds[1] - bounds[0] > _WIDEST * whole_s:
+        return None
+    return 1 - max(added_s, 0.0) / whole_s
+
+
 def alone_s(cell: DdpCell) -> float | None:
     """Median time of its communication by itself, on the slowest rank."""
     return max((median(rank.alone_s) for rank in cell.ranks if rank.alone_s), default=None)
 
 
-def spread_over_ranks(cell: DdpCell) -> float | None:
-    """How much longer the slowest rank's median step is than the fastest's, as a share; None for a failure."""
-    medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step"))]
+def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
+    """How much longer the slowest rank's median step is than the fastest's, as a share; None where it was not timed."""
+    medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=baseline))]
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 
 

@@ -13,14 +13,15 @@ PHASES = {"forward": "forward", "backward": "backward", "gradient sync": "sync",
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:
-    """A row a contender."""
+    """A row a contender; of the step without communication, as it was beside the others."""
     best_s = figures.best_ddp_s(run.cells)
     return [_row(cell, run, best_s) for cell in run.cells]
 
 
 def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
-    step_s, exposed_s, range_s = figures.step_s(cell), figures.exposed_s(cell), figures.exposed_range_s(cell)
-    alone_s, traced = figures.alone_s(cell), cell.traced
+    is_baseline = cell.contender.kind == "none" and cell.failure is None
+    step_s = figures.usual_baseline_s(run) if is_baseline else figures.step_s(cell)
+    exposed_s, range_s, traced = figures.exposed_s(cell), figures.exposed_range_s(cell), cell.traced
     row: Row = {
         "contender": cell.contender.label,
         "kind": cell.contender.kind,
@@ -38,13 +39,15 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "exposed_low_s": range_s[0] if range_s else None,
         "exposed_high_s": range_s[1] if range_s else None,
         "of_best_ddp": exposed_s / best_ddp_s if exposed_s is not None and best_ddp_s else None,
-        "alone_s": alone_s,
-        "hidden": 1 - exposed_s / alone_s if exposed_s is not None and alone_s else None,
-        "rank_spread": figures.spread_over_ranks(cell),
+        "alone_s": figures.alone_s(cell),
+        "hidden": figures.hidden(cell),
+        "rank_spread": figures.usual_spread(run) if is_baseline else figures.spread_over_ranks(cell),
         "tokens_per_s": run.study.tokens / step_s if step_s else None,
         "first_step_s": cell.first_step_s,
     }
-    row |= {f"{name.replace(' ', '_')}_s": figures.phase_s(cell, name) for name in PHASES}
+    for name in PHASES:
+        phase_s = figures.usual_baseline_s(run, name) if is_baseline else figures.phase_s(cell, name)
+        row[f"{name.replace(' ', '_')}_s"] = phase_s
     row |= {
         "traced_step_s": traced.step_s if traced else None,
         "traced_communication_s": traced.communication_s if traced and traced.communication_s else None,
@@ -84,6 +87,8 @@ TIME_COLUMNS = (
     figure_column("step_s", "step", show_time, 0),
     figure_column("baseline_s", "without", show_time, 1),
     figure_column("exposed_s", "exposed", show_time, 0),
+    figure_column("exposed_low_s", "at least", show_time, 1),
+    figure_column("exposed_high_s", "at most", show_time, 1),
     figure_column("of_best_ddp", "of torch DDP's best", _times, 1),
     figure_column("alone_s", "alone", show_time, 1),
     figure_column("hidden", "hidden", _share, 2),
@@ -115,10 +120,11 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
             title="Time and communication",
             columns=TIME_COLUMNS,
             rows=rows,
-            caption="Medians of the slowest rank. Without: the same step without communication, in turns with it. "
-            "Exposed: the step less that. Alone: its messages with nothing beside them. Hidden: 1 - exposed / alone; "
-            "below zero, communication slows what it runs beside by more than is hidden. In trace: time of messages "
-            "with no computation beside them, under a profiler.",
+            caption="Medians of the slowest rank. Without: the same step without communication, in turns with it; in "
+            "its own row the median of those. Exposed: the step less that, with bounds by the 95 % intervals of both. "
+            "Alone: its messages with nothing beside them. Hidden: 1 - exposed / alone, where those bounds are less "
+            "than half of alone apart; below zero, communication slows what it runs beside by more than is hidden. In "
+            "trace: time of messages with no computation beside them, under a profiler.",
         )
     ]
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]

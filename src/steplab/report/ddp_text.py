@@ -12,7 +12,7 @@ from steplab.report.ddp_words import asked, model_words, ranks_words, told_of
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.formats import render_rows
 from steplab.report.terminal import draw, plain, terminal_width
-from steplab.report.titled_table import draw_table, write_table
+from steplab.report.titled_table import draw_table, write_notes, write_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,7 +31,7 @@ def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None, 
     )
     for table in ddp_tables(run):
         parts.append(write_table(table, format))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *write_notes(notes_of(run), format)])
 
 
 def cell_line(cell: DdpCell) -> str:

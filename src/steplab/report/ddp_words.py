@@ -62,10 +62,13 @@ def told_of(run: DdpRun) -> Iterator[str]:
 
 
 def _added(cell: DdpCell) -> str:
-    without_s, added_s = figures.baseline_s(cell), figures.exposed_s(cell) or 0.0
-    share = f", {units.format_percent(added_s / without_s)} of the step without it" if without_s and added_s > 0 else ""
-    exposed = f"{units.format_time(added_s)} of it exposed" if added_s > 0 else "nothing exposed above the noise"
-    return f"{units.format_time(figures.step_s(cell) or 0.0)}, {exposed}{share}"
+    whole, show = units.format_time(figures.step_s(cell) or 0.0), units.format_time
+    without_s, added_s, bounds = figures.baseline_s(cell), figures.exposed_s(cell), figures.exposed_range_s(cell)
+    if not without_s or not added_s or added_s <= 0 or bounds is None:
+        return f"{whole}, nothing exposed above the noise"
+    share = units.format_percent(added_s / without_s)
+    between = f"{show(bounds[0])} to {show(bounds[1])}"
+    return f"{whole}, {show(added_s)} of it exposed ({between}), {share} of the step without it"
 
 
 def model_words(run: DdpRun) -> Iterator[str]:

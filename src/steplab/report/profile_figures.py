@@ -11,6 +11,7 @@ from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, Ph
 from steplab.records.run import Run
 from steplab.report.figures import phase_median
 
+_TRAINING = {"forward", "backward", "optimizer"}
 TOLERANCE = 0.03
 """Relative difference up to which profiled busy time and unprofiled time are said to agree."""
 
@@ -20,7 +21,7 @@ class Span:
     """Device time of one phase, or of all, a step."""
 
     phase: str
-    """forward, backward, optimizer, outside, or step for all of them."""
+    """One of PHASES, outside, or step for all of them."""
     window_s: float
     """On the device's timeline; busy + host-bound + idle."""
     busy_s: float
@@ -81,7 +82,8 @@ def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
     told = []
     for count in range(1, len(marked) + 1):
         parts = marked[:count]
-        name = " + ".join(part.phase for part in parts) if count < len(PHASES) else "train"
+        names = [part.phase for part in parts]
+        name = "train" if _TRAINING.issubset(names) else " + ".join(names)
         told.append((name, _span(run, profile, name, parts)))
     outside = profile.phase(OUTSIDE)
     if outside is not None and outside.busy_s > 0:

@@ -22,7 +22,13 @@ _LEAST_SHARE = 0.001  # of the operators' time; a point below it is a speck
 _AREA = 1600  # square pixels of a point with half the time
 _LABELLED = 9
 _LETTER_PX = 6.5
-_MARKERS = {"forward": ("o", "●"), "backward": ("s", "■"), "optimizer": ("^", "▲"), "outside": ("D", "◆")}
+_MARKERS = {
+    "forward": ("o", "●"),
+    "backward": ("s", "■"),
+    "gradient sync": ("v", "▼"),
+    "optimizer": ("^", "▲"),
+    "outside": ("D", "◆"),
+}
 _LOW_INTENSITY, _HIGH_INTENSITY = 0.05, 200.0
 
 

@@ -1,5 +1,6 @@
 """Tables of a study with a title and a caption: in a text, on a terminal, on the page."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steplab.records.rows import Row
@@ -36,6 +37,15 @@ def write_table(table: TitledTable, format: str) -> str:
     text = render_rows(table.rows, format, columns=table.columns, empty=_NO_ROWS)
     remark = f"\n\n{escape_markdown(table.caption)}" if format == "md" else f"\n% {table.caption}"
     return headed(table.title, text + remark, format)
+
+
+def write_notes(notes: Sequence[str], format: str) -> list[str]:
+    """What is to be said beside the tables, as one text in md or latex; none without notes."""
+    if not notes:
+        return []
+    if format == "latex":
+        return ["\n".join(f"% {' '.join(line.split())}" for line in ("Notes", *notes))]
+    return [headed("Notes", "\n".join(f"- {escape_markdown(note)}" for note in notes), format)]
 
 
 def draw_table(table: TitledTable, width: int, color: bool) -> str:

@@ -18,6 +18,10 @@ OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
 """Those whose gradients steplab.parallel.DataParallel averages."""
 COLLECTIVES = "collectives"
 """The transport that works everywhere."""
+TRANSPORTS = (COLLECTIVES, "peer_copy")
+"""Ways that gradients travel, by DataParallel's names for them."""
+_SIZED = ("bucketed", "torch_ddp")
+"""Those that stand once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
@@ -65,6 +69,8 @@ class Contender:
                 )
         elif self.transport is None:
             object.__setattr__(self, "transport", COLLECTIVES)
+        elif self.transport not in TRANSPORTS:
+            raise UserError(f"transport '{self.transport}' is not known; choose some of {', '.join(TRANSPORTS)}")
 
     @property
     def family(self) -> str:
@@ -128,6 +134,20 @@ class DdpStudy:
         return self.step.tokens * self.processes
 
 
+def refuse_what_none_uses(
+    names: Sequence[str], bucket_sizes_mb: Sequence[float] | None, transports: Sequence[str] | None
+) -> None:
+    """Raise UserError for sizes or transports that are given and that none of the contenders has a use for."""
+    kinds, whose = [name.strip().partition(":")[0] for name in names], ", ".join(map(str.strip, names))
+    if bucket_sizes_mb is not None and not any(name.strip() in _SIZED for name in names):
+        raise UserError(
+            f"bucket sizes have no say in {whose}; leave --bucket-sizes out, or add {' or '.join(_SIZED)} to "
+            "--contenders"
+        )
+    if transports is not None and "bucketed" not in kinds:
+        raise UserError(f"a transport has no say in {whose}; leave --transport out, or add bucketed to --contenders")
+
+
 def contenders_of(
     names: Sequence[str], bucket_sizes_mb: Sequence[float], transports: Sequence[str] = (COLLECTIVES,)
 ) -> tuple[Contender, ...]:
@@ -141,7 +161,7 @@ def contenders_of(
         kind, _, size = name.strip().partition(":")
         if size:
             sizes: Sequence[float | None] = [_megabytes(size)]
-        elif kind in ("bucketed", "torch_ddp"):
+        elif kind in _SIZED:
             sizes = bucket_sizes_mb
         else:
             sizes = [None]

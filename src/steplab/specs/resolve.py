@@ -6,10 +6,12 @@ gets the same message everywhere.
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 from steplab.errors import UserError
 from steplab.specs.layout import Layout, parse_layout
+from steplab.specs.layout_options import without_a_say
 from steplab.specs.model import TransformerShape, model_spec
 from steplab.specs.step import STEP_FIELDS, StepSpec, internal_name
 
@@ -25,8 +27,36 @@ DEFAULT_MODEL = "tiny"
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
     """Build the spec that `fields` describe; what they leave out takes its default.
 
-    Raises UserError naming the field, what was wrong with it and what is valid.
+    Raises UserError naming the field, what was wrong with it and what is valid; also for a field that is given and
+    changes nothing of the step.
     """
+    spec = _built(fields)
+    for name, why in _idle(fields, spec).items():
+        raise UserError(f"{name} has no say here: {why}")
+    return spec
+
+
+def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
+    """The product of the lists, the first field varying slowest.
+
+    Fields that have a say in some cells alone are left out of the others, so that cells may be alike. Raises UserError
+    as resolve_step does.
+    """
+    products = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    idle = [_idle(fields, _built(fields)) for fields in products]
+    of_no_use = set(grid).intersection(*idle)
+    return [
+        resolve_step({name: value for name, value in fields.items() if name in of_no_use or name not in said})
+        for fields, said in zip(products, idle, strict=True)
+    ]
+
+
+def _idle(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
+    """Those of the fields that have no say in the step they describe, each with why."""
+    return {name: why for name, why in without_a_say(spec).items() if name in fields}
+
+
+def _built(fields: Mapping[str, object]) -> StepSpec:
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)

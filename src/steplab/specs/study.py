@@ -9,7 +9,6 @@ In TOML, each `[[grid]]` is one product; a single value stands for a list of one
     precision = ["fp32", "bf16"]
 """
 
-import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.specs.resolve import resolve_step
+from steplab.specs.resolve import resolve_grid
 from steplab.specs.step import StepSpec
 
 Grid = Mapping[str, Sequence[object]]
@@ -39,8 +38,7 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
     """Expand grids into cells; the first field varies slowest. Raises UserError for an empty study."""
     cells: list[StepSpec] = []
     for grid in grids:
-        for values in itertools.product(*grid.values()):
-            cell = resolve_step(dict(zip(grid, values, strict=True)))
+        for cell in resolve_grid(grid):
             if cell not in cells:
                 cells.append(cell)
     if not cells:

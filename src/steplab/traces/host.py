@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from steplab.records.profile import OUTSIDE
+from steplab.records.profile import OUTSIDE, PHASES
 from steplab.traces.nesting import Nesting
 from steplab.traces.steps import STEP, step_ranges
 from steplab.traces.trace import NONE, Column, Trace
@@ -19,6 +19,7 @@ _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 _PHASES = (
     (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
     (re.compile(r"^\W*backward\W*$", re.I), "backward"),
+    (re.compile(r"^gradient sync$"), "gradient sync"),
     (re.compile(r"^\W*optimi[sz]er( step)?\W*$|^Optimizer\.(step|zero_grad)#", re.I), "optimizer"),
 )
 
@@ -94,7 +95,7 @@ class Host:
 
     def _phases(self) -> tuple[list[str], Column]:
         """The names of phases, and the phase each range marks (NONE: it marks none)."""
-        names = ["forward", "backward", "optimizer", OUTSIDE]
+        names = [*PHASES, OUTSIDE]
         by_name = np.full(len(self._trace.names) or 1, NONE)
         for number, text in enumerate(self._trace.names):
             found = next((phase for pattern, phase in _PHASES if pattern.match(text)), None)
