@@ -3,9 +3,9 @@
     python benchmarks/ddp_study.py STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
 
 A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. `eager` and `compiled` set bucketed
-beside torch's DDP at six bucket sizes each, in one run; `eager-others` and `compiled-others` have the remaining
-contenders. Each takes a few minutes, which is why they are apart: a machine may be lent for ten. A short table of all
-that STORE holds is printed last, and the pages are beside STORE.
+beside torch's DDP at five bucket sizes each and at DDP's own 25 MB, in one run; `eager-others` and `compiled-others`
+have the remaining contenders. Each takes two to three minutes, which is why they are apart: a machine may be lent for
+ten. A short table of all that STORE holds is printed last, and the pages are beside STORE.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from steplab.report.ddp_rows import ddp_rows
 from steplab.store.database import Store
 from steplab.units import format_time
 
-STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--steps", "15"]
-BUCKETS = ["--contenders", "bucketed,torch_ddp,flat", "--bucket-sizes", "1,10,25,100,400,1000"]
-OTHERS = ["--contenders", "naive,flat,overlap,bucketed:100,sharded:100,fsdp2"]
+STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--warmup", "3", "--steps", "10"]
+BUCKETS = ["--contenders", "bucketed,torch_ddp,torch_ddp:25", "--bucket-sizes", "1,10,100,400,1000"]
+OTHERS = ["--contenders", "naive,flat,overlap,sharded:100,fsdp2"]
 BLOCK = ["--compile", "block"]
 PIECES = {
     "eager": BUCKETS,
@@ -35,14 +35,16 @@ def main() -> None:
     parser.add_argument("store", type=Path)
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=", ".join(PIECES))
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--transport", default="collectives", help="a list, as of steplab ddp")
+    parser.add_argument("--transport", default="collectives,peer_copy", help="a list, as of steplab ddp")
     options = parser.parse_args()
     if unknown := set(options.pieces) - set(PIECES):
         parser.error(f"no piece {min(unknown)}; there are {', '.join(PIECES)}")
     for piece in options.pieces or PIECES:
         print(piece, flush=True)
         command = [sys.executable, "-m", "steplab", "ddp", "--gpus", str(options.gpus), *STEP, *PIECES[piece]]
-        command += ["--transport", options.transport, "--profiled-steps", "1"]
+        if "others" not in piece:  # these have no buckets to send by another way
+            command += ["--transport", options.transport]
+        command += ["--profiled-steps", "1"]
         command += ["--name", f"{piece}, {options.gpus} GPUs", "--store", str(options.store), "--format", "md"]
         command += ["--output", str(options.store.with_name(f"ddp_{piece}_{options.gpus}.md"))]
         subprocess.run(command, check=False)  # a study in which a contender fails is a result as well

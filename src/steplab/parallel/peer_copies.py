@@ -25,8 +25,8 @@ The n-th launch of a step is the n-th on every rank, so counters hold numbers of
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -42,12 +42,11 @@ _PAGE = 256
 """Bytes at whose multiples buckets and landing places begin."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
+class _Overlap(NamedTuple):
     """Where a rank's part of a bucket and a gradient overlap, in bytes."""
 
-    index: int
-    """Of the gradient."""
+    gradient: int
+    """Its number in the bucket."""
     in_gradient: int
     """Where it begins there."""
     in_part: int
@@ -91,21 +90,29 @@ class PeerCopies:
         self.tell_of_gradients = tuple((rank, _gradients_told_by(memory.rank)) for rank in everyone)
         self.tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
 
-    def landing(self, on_rank: int, of_rank: int, start: int) -> int:
-        """The address where bytes of one rank land on another; those of all ranks lie a ring apart."""
+    def landing(self, on_rank: int, of_rank: int) -> int:
+        """The address where the ring on one rank begins in which another's gradients land; rings lie side by side."""
         ring = (of_rank - on_rank - 1) % self.memory.size
-        return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes + start
+        return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
     def make_room(self, num_bytes: int) -> int:
         """A start in the rings for so many bytes, where nothing is under way any longer: the same on all ranks."""
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
-        while any(bucket.landing[0] < self._cursor and start < bucket.landing[1] for bucket in self.under_way):
+        while self._are_met(start, self._cursor):
             bucket = self.under_way.popleft()
             self._await(bucket.number)
             bucket.drop()
         return start
+
+    def _are_met(self, start: int, end: int) -> bool:
+        """Whether anything under way lies between these places of the rings."""
+        for bucket in self.under_way:
+            first, last = bucket.landing
+            if first < end and start < last:
+                return True
+        return False
 
     def await_all(self) -> None:
         """What the current stream is given next comes when all that was launched has come home."""
@@ -124,12 +131,9 @@ class PeerBucket:
     def __init__(self, copies: PeerCopies, parameters: Sequence[nn.Parameter], buffer: Tensor, start: int) -> None:
         self._copies = copies
         self._parameters = tuple(parameters)
-        self._start = start  # the same on every rank
         self._averages = views_of(buffer.view(self._parameters[0].dtype), self._parameters)
         self._part_bytes = _part(buffer.numel(), copies.memory.size)
-        ends = [min(rank * self._part_bytes, buffer.numel()) for rank in range(copies.memory.size + 1)]
-        self._bounds = list(pairwise(ends))
-        self._overlaps = [_overlaps(self._parameters, *bounds) for bounds in self._bounds]
+        self._plan(start, buffer.numel())
         self._dtype = self._averages[0].dtype
         self._strides = [average.stride() for average in self._averages]
         self._sources: list[Tensor] = []
@@ -138,6 +142,22 @@ class PeerBucket:
         """Of the last launch, from 1; 0: there was none."""
         self.landing = (0, 0)
         """Its place in the rings."""
+
+    def _plan(self, start: int, num_bytes: int) -> None:
+        """What is the same in every launch, when the host has no time: of a bucket that begins there on all ranks."""
+        copies, rank = self._copies, self._copies.memory.rank
+        begins = [min(owner * self._part_bytes, num_bytes) for owner in range(copies.memory.size + 1)]
+        overlaps = [_overlaps(self._parameters, *bounds) for bounds in pairwise(begins)]
+        sent = [(copies.landing(peer, rank), overlap) for peer in copies.peers for overlap in overlaps[peer]]
+        self._landings = [landing + overlap.in_part for landing, overlap in sent]
+        self._sent = [(overlap.gradient, overlap.in_gradient) for _, overlap in sent]
+        self._sizes = [overlap.num_bytes for _, overlap in sent]
+        self._kept = overlaps[rank]
+        self._landed = copies.landing(rank, copies.peers[0])
+        parts = [base + start + begins[rank] for base in copies.bases]
+        self._mine = parts[rank]
+        self._homes = [parts[peer] for peer in copies.peers] if self._kept else []
+        self._home_bytes = begins[rank + 1] - begins[rank]
 
     @property
     def shared_bytes(self) -> int:
@@ -183,33 +203,22 @@ class PeerBucket:
         self._sources = []
 
     def _send(self) -> None:
-        copies, memory = self._copies, self._copies.memory
-        targets, sources, sizes = [], [], []
-        for peer in copies.peers:
-            landing = copies.landing(peer, memory.rank, self.landing[0])
-            for overlap in self._overlaps[peer]:
-                targets.append(landing + overlap.in_part)
-                sources.append(self._addresses[overlap.index] + overlap.in_gradient)
-                sizes.append(overlap.num_bytes)
-        if sizes:
-            memory.copy(OUTWARD, targets, sources, sizes)
+        copies, memory, room, addresses = self._copies, self._copies.memory, self.landing[0], self._addresses
+        if self._sent:
+            targets = [landing + room for landing in self._landings]
+            sources = [addresses[index] + skipped for index, skipped in self._sent]
+            memory.copy(OUTWARD, targets, sources, self._sizes)
         memory.signal(OUTWARD, copies.tell_of_gradients, self.number)
 
     def _return(self) -> None:
-        copies, memory = self._copies, self._copies.memory
-        begin, end = self._bounds[memory.rank]
+        copies, memory, addresses = self._copies, self._copies.memory, self._addresses
         memory.await_signals(HOMEWARD, copies.gradients_told, self.number)
-        if begin < end:
-            parts = [base + self._start + begin for base in copies.bases]
-            mine = parts[memory.rank]
-            pieces = [
-                Piece(self._addresses[overlap.index] + overlap.in_gradient, overlap.in_part, overlap.num_bytes)
-                for overlap in self._overlaps[memory.rank]
-            ]
-            landed = copies.landing(memory.rank, copies.peers[0], self.landing[0])
-            memory.mean(HOMEWARD, pieces, mine, landed, copies.ring_bytes, self._dtype)
-            count = len(copies.peers)
-            memory.copy(HOMEWARD, [parts[peer] for peer in copies.peers], [mine] * count, [end - begin] * count)
+        if self._kept:
+            pieces = [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
+            landed = self._landed + self.landing[0]
+            memory.mean(HOMEWARD, pieces, self._mine, landed, copies.ring_bytes, self._dtype)
+            count = len(self._homes)
+            memory.copy(HOMEWARD, self._homes, [self._mine] * count, [self._home_bytes] * count)
         memory.signal(HOMEWARD, copies.tell_of_means, self.number)
 
 
