@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=", ".join(PIECES))
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--transport", default="collectives,peer_copy", help="a list, as of steplab ddp")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # pieces may follow the options
     if unknown := set(options.pieces) - set(PIECES):
         parser.error(f"no piece {min(unknown)}; there are {', '.join(PIECES)}")
     for piece in options.pieces or PIECES:

@@ -13,7 +13,7 @@ import torch
 from tests.runs import ENVIRONMENT
 from torch import Tensor
 
-from steplab.measurement import attention_session
+from steplab.measurement import attention_repeats, attention_session
 from steplab.measurement.attention_contender import make_attention, make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_launch import CellListener, attention_in_children
@@ -165,32 +165,61 @@ class Queue(FakeClock):
     def synchronize(self) -> None:
         self.host_s = max(self.host_s, self.time_s)
 
+    def has_passed(self, mark: float) -> bool:  # type: ignore[override]
+        return mark <= self.host_s
+
+
+@pytest.fixture
+def queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    device = bench.device = Queue()
+    monkeypatch.setattr(attention_repeats, "flush_buffer", lambda device: device)
+    monkeypatch.setattr(attention_repeats, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    return device
+
 
 @pytest.mark.parametrize(
     ("start_s", "num_flushes", "waited_s"), [(2e-5, 1, 0.0), (9e-4, 14, 0.0), (9e-3, 40, 9e-3 - 40 * Queue.flush_s)]
 )
 def test_the_device_is_busy_until_python_has_started_the_pass_or_the_cell_says_that_it_was_not(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, start_s: float, num_flushes: int, waited_s: float
+    bench: Bench, queue: Queue, monkeypatch: pytest.MonkeyPatch, start_s: float, num_flushes: int, waited_s: float
 ) -> None:
-    device = bench.device = Queue()
-    monkeypatch.setattr(attention_session, "flush_buffer", lambda device: device)
-    monkeypatch.setattr(attention_session, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
-
     def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-        device.start(start_s, device.work_s)
+        queue.start(start_s, queue.work_s)
         return plain_attention(q, k, v, causal=causal)
 
     bench.functions = {"plain": function}
     before: list[int] = []
-    monkeypatch.setattr(device, "reserve_marks", lambda number: before.append(device.flushes))
+    monkeypatch.setattr(queue, "reserve_marks", lambda number: before.append(queue.flushes))
     assert bench.run(study_of("plain", passes=("forward",), errors=False))
     cell = bench.results[0]
     first, *others = cell.samples("forward")
-    assert first == pytest.approx(device.work_s + waited_s)
+    assert first == pytest.approx(queue.work_s + waited_s)
     # The host did not wait for the repeat before: what the device still had to do of it is a head start as well.
-    assert others == pytest.approx([device.work_s + max(waited_s - device.work_s, 0)] * 3)
-    assert device.flushes - before[0] == 4 * num_flushes
-    assert any("waited for Python" in note for note in cell.notes) == (waited_s > 0)
+    assert others == pytest.approx([queue.work_s + max(waited_s - queue.work_s, 0)] * 3)
+    assert queue.flushes - before[0] == 4 * num_flushes
+    waits = "forward: in 4 of 4 repeats the device was done with all before it"
+    assert any(note.startswith(waits) for note in cell.notes) == (waited_s > 0)
+
+
+def test_a_repeat_that_the_device_may_have_waited_in_is_made_again_with_more_to_do_before_it(
+    bench: Bench, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python starts a pass five times as slowly from when the timing begins as it did in the warm-up."""
+    start_s = [1e-4]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        queue.start(start_s[0], queue.work_s)
+        return plain_attention(q, k, v, causal=causal)
+
+    def slower(number: int) -> None:
+        start_s[0] *= 5
+
+    bench.functions = {"plain": function}
+    monkeypatch.setattr(queue, "reserve_marks", slower)
+    assert bench.run(study_of("plain", passes=("forward",), errors=False))
+    cell = bench.results[0]
+    assert cell.samples("forward") == pytest.approx([queue.work_s] * 4)
+    assert cell.notes == ()
 
 
 def test_out_of_memory_in_forward_is_a_cell_and_the_others_go_on(bench: Bench) -> None:

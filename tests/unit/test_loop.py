@@ -37,6 +37,9 @@ class FakeDevice:
             return self.host_s
         return max(self.free_from_s, self.host_s)
 
+    def has_passed(self, mark: float) -> bool:
+        return mark <= self.host_s
+
     def seconds_between(self, start: float, end: float) -> float:
         return end - start
 

@@ -64,6 +64,8 @@ class Contender:
     """Seconds, a repeat each."""
     num_flushes: int = 1
     """How often the cache is written over before a repeat."""
+    num_waits: int = 0
+    """Of the repeats that are being timed, those in which the device may have waited for the host."""
     interleaved: tuple[str, ...] = ()
     failure: Failure | None = None
     first_call_s: float | None = None
@@ -95,6 +97,14 @@ class Contender:
             message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
             self.failure = Failure(kind="error", message=message, phase=stage)
         self.failure = self.failure or failure_of(error, stage)
+
+    def note_waiting(self, name: AttentionPass, repeats: int) -> None:
+        """Say of a pass in how many of its repeats the device may have waited for the host."""
+        if self.num_waits:
+            self.notes.append(
+                f"{name}: in {self.num_waits} of {repeats} repeats the device was done with all before it while Python "
+                "still started its kernels, and waited for Python"
+            )
 
     def cell(self, device: Device) -> AttentionCell:
         """The result as it is recorded."""

@@ -5,15 +5,12 @@ other cell is undone here: after a failure its frames are released and the memor
 does not succeed, or the device answers no more, the process ends and another goes on (attention_launch.py).
 
 The implementations of one shape take turns, repeat by repeat, each round beginning with another: whatever the machine
-does meanwhile, it does to all of them. Before each repeat the cache is written over (on a CUDA device), and what
-backward needs is made anew: a graph that is kept would not let all of them have the device's memory in turn.
+does meanwhile, it does to all of them. How a repeat is made is in attention_repeats.py.
 """
 
 import dataclasses
 import gc
-import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,6 +28,7 @@ from steplab.measurement.attention_contender import (
 )
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_memory import allocated_bytes
+from steplab.measurement.attention_repeats import Repeats
 from steplab.measurement.device import Device, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of, refused_memory
@@ -43,12 +41,6 @@ from steplab.units import MIB
 
 T = TypeVar("T")
 
-_LEAST_FLUSH_BYTES = 256 * MIB
-_LEAST_WARMUP_CALLS = 3
-_HEAD_START = 1.5
-"""Of the time that starting a pass takes, how much the device is kept busy before it."""
-_MOST_FLUSHES = 40
-_FLUSHES_TIMED = 20
 _TOLERATED_BYTES = 256 * MIB
 """So much more memory may be held after a failure: what libraries take once, and keep."""
 
@@ -99,8 +91,7 @@ class _Session:
 
     def __init__(self, study: AttentionStudy, device: Device, observer: AttentionObserver, make: MakeAttention) -> None:
         self.study, self.device, self.observer, self.make = study, device, observer, make
-        self._flush = flush_buffer(device)
-        self._flush_s = _seconds_of(self._flush, device)
+        self._repeats = Repeats(device)
         self._idle_bytes: int | None = None
 
     def measure(self, group: Sequence[int]) -> None:
@@ -221,7 +212,6 @@ class _Session:
         call_s = 0.0
         for contender in list(contenders):
             self.observer.on_cells([contender.index])
-            contender.num_flushes = 1
             call_s += self._attempt(name, contender, contenders, self._warm_up) or 0.0
         if not contenders:
             return
@@ -236,7 +226,7 @@ class _Session:
         for repeat in range(repeats):
             first = repeat % len(contenders) if contenders else 0
             for contender in contenders[first:] + contenders[:first]:
-                span = self._attempt(name, contender, contenders, self._run)
+                span = self._attempt(name, contender, contenders, self._repeats.run_ahead)
                 if span:
                     marks[contender.index].append(span)
             self.observer.on_step(repeat)
@@ -244,6 +234,7 @@ class _Session:
         for contender in contenders:
             spans = marks[contender.index]
             contender.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
+            contender.note_waiting(name, len(spans))
 
     def _attempt(
         self,
@@ -260,56 +251,11 @@ class _Session:
         # Not in the clause above: there the failure's frames would still be alive, and what they hold.
         contenders.remove(contender)
         contender.ready.clear()
-        self._after_failure(contender, contenders if work == self._run else ())
+        self._after_failure(contender, contenders if work == self._repeats.run_ahead else ())
         return None
 
     def _warm_up(self, name: AttentionPass, contender: Contender) -> float:
-        """Run a pass until the device is up to speed; gives the seconds a call took at the end, all included."""
-        calls, batch = 0, 1
-        self.device.synchronize()
-        started = time.perf_counter()
-        while True:
-            batch_started = time.perf_counter()
-            for _ in range(batch):
-                self._run(name, contender)
-            self.device.synchronize()
-            calls += batch
-            now = time.perf_counter()
-            if calls >= _LEAST_WARMUP_CALLS and now - started >= self.study.warmup_s:
-                break
-            batch *= 2
-        contender.num_flushes = self._enough_flushes(name, contender)
-        return (now - batch_started) / batch + (contender.num_flushes - 1) * self._flush_s
-
-    def _enough_flushes(self, name: AttentionPass, contender: Contender) -> int:
-        """So many that the device is busy with them for longer than Python takes to start the pass behind them: what is
-        timed is the device's work, and not its wait for the host."""
-        if self._flush is None:
-            return 1
-        issued_s = []
-        for _ in range(_LEAST_WARMUP_CALLS):
-            self.device.synchronize()
-            started = time.perf_counter()
-            self._run(name, contender)
-            issued_s.append(time.perf_counter() - started)
-        self.device.synchronize()
-        enough = math.ceil(_HEAD_START * min(issued_s) / self._flush_s)
-        if enough > _MOST_FLUSHES:
-            contender.notes.append(f"{name}: the device waited for Python to start its kernels, and its time has that")
-        return max(1, min(enough, _MOST_FLUSHES))
-
-    def _run(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
-        """One repeat, with cold caches; gives its marks."""
-        output = contender.forward_for_backward() if name == "backward" else None
-        if self._flush is not None:
-            for _ in range(contender.num_flushes):
-                self._flush.zero_()
-        start = self.device.mark()
-        if name == "forward":
-            contender.forward()
-        else:
-            contender.backward(contender.forward_for_backward() if output is None else output)
-        return start, self.device.mark()
+        return self._repeats.warm_up(name, contender, self.study.warmup_s)
 
     def _begin(self, stage: str, num_steps: int) -> None:
         self.observer.on_stage(stage, num_steps)
@@ -317,23 +263,3 @@ class _Session:
     @staticmethod
     def _label(contenders: Sequence[Contender]) -> str:
         return contenders[0].spec.label if contenders else "nothing"
-
-
-def flush_buffer(device: Device) -> torch.Tensor | None:
-    """What is written before each repeat so that the last one's data are in no cache; None where none is flushed."""
-    if device.torch_device.type != "cuda":
-        return None
-    cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))
-    return torch.empty(max(_LEAST_FLUSH_BYTES, 2 * cache_bytes), dtype=torch.uint8, device=device.torch_device)
-
-
-def _seconds_of(flush: torch.Tensor | None, device: Device) -> float:
-    """How long one flush takes; 0 without one."""
-    if flush is None:
-        return 0.0
-    device.synchronize()
-    started = time.perf_counter()
-    for _ in range(_FLUSHES_TIMED):
-        flush.zero_()
-    device.synchronize()
-    return (time.perf_counter() - started) / _FLUSHES_TIMED

@@ -28,6 +28,9 @@ class Device(Protocol):
     def mark(self) -> Any:
         """A point on the device's timeline, after all work given to it so far."""
 
+    def has_passed(self, mark: Any) -> bool:
+        """Whether the device is done with all that it was given before a mark."""
+
     def seconds_between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to a later one; the device must have been synchronised since."""
 
@@ -60,6 +63,9 @@ class CudaDevice:
         event.record()
         return event
 
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return start.elapsed_time(end) / 1e3
 
@@ -91,6 +97,9 @@ class HostClockDevice:
     def mark(self) -> int:
         self.synchronize()
         return time.perf_counter_ns()
+
+    def has_passed(self, mark: int) -> bool:
+        return True
 
     def seconds_between(self, start: int, end: int) -> float:
         return (end - start) / NS_PER_S
