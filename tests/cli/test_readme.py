@@ -152,6 +152,8 @@ def check_without_running(program: Program, piece: Piece) -> None:
             pytest.fail(f"{piece}\n{error}")
         if words[1] == "run":  # a run's fields are those of a sweep of one cell
             fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store", "--gpus"))
+            if "--gpus" in words and "--layout" not in words:  # what run takes from --gpus
+                fields += ["--layout", f"dp={words[words.index('--gpus') + 1]}"]
             result = program("sweep", *fields, "--dry-run")
             assert result.code == 0, f"{piece}\n{result.stderr}"
 
