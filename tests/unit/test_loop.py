@@ -153,9 +153,9 @@ def test_back_to_back_samples_are_what_the_device_took(device: Make) -> None:
     )
     # The first mark is reached at once; the device waits for the first launch, a second, and never again.
     assert samples == (
-        PhaseSamples(phase="forward", device_s=(9.0, 4.0, 2.0)),
-        PhaseSamples(phase="backward", device_s=(16.0, 32.0, 64.0)),
-        PhaseSamples(phase="step", device_s=(25.0, 36.0, 66.0)),
+        PhaseSamples(phase="forward", device_s=(9.0, 4.0, 2.0), lead_s=(8.0, 26.0, 58.0)),
+        PhaseSamples(phase="backward", device_s=(16.0, 32.0, 64.0), lead_s=(23.0, 57.0, 121.0)),
+        PhaseSamples(phase="step", device_s=(25.0, 36.0, 66.0), lead_s=(8.0, 26.0, 58.0)),
     )
     assert host_s == 25.0 + 36.0 + 66.0
 
@@ -163,7 +163,7 @@ def test_back_to_back_samples_are_what_the_device_took(device: Make) -> None:
 def test_a_device_that_waits_for_launches_is_timed_with_the_waiting(device: Make) -> None:
     fake = device()
     samples, host_s = run_back_to_back([fake.phase("step", [(7, 2)] * 3)], fake, 3, fake.on_step)
-    assert samples == (PhaseSamples(phase="step", device_s=(9.0, 7.0, 7.0)),)
+    assert samples == (PhaseSamples(phase="step", device_s=(9.0, 7.0, 7.0), lead_s=(2.0, 2.0, 2.0)),)
     assert host_s == 3 * 7 + 2
 
 
@@ -182,7 +182,7 @@ def test_where_the_host_is_the_device_its_clock_gives_the_samples(device: Make) 
 def test_a_whole_step_that_is_one_phase_is_reported_once(device: Make) -> None:
     fake = device()
     samples, _ = run_back_to_back([fake.phase("step", [(0, 3), (0, 5)])], fake, 2, fake.on_step)
-    assert samples == (PhaseSamples(phase="step", device_s=(3.0, 5.0)),)
+    assert samples == (PhaseSamples(phase="step", device_s=(3.0, 5.0), lead_s=(3.0, 8.0)),)
 
 
 def test_no_iterations_give_no_samples_and_still_reach_the_drain(device: Make) -> None:

@@ -8,13 +8,16 @@ from steplab.records.timing import PhaseSamples
 
 Samples = tuple[PhaseSamples, ...]
 
+_UNCOUNTED = 3
+"""Steps at the start of a turn: in training the host runs ahead of the device, and here it has to get there first."""
+
 
 def run_turns(
     contenders: Sequence[Sequence[Phase]], world: World, steps: int, turn: int, on_step: Callable[[int], None]
 ) -> list[Samples]:
     """At least `steps` samples of each contender, `turn` in a row; every rank calls it.
 
-    Each turn begins with the ranks together and a step that is not counted: the device's queue is empty then, and ranks
+    Each turn begins with the ranks together and steps that are not counted: the device's queue is empty then, and ranks
     wait for one another. Rounds begin with another contender each, so that none always comes after the same one.
     """
     found: list[list[Samples]] = [[] for _ in contenders]
@@ -26,31 +29,32 @@ def run_turns(
         for number in order:
             world.device.synchronize()
             world.collectives.host_gather(None)
-            samples, _ = run_back_to_back(contenders[number], world.device, turn + 1, lambda iteration: None)
-            found[number].append(tuple(_without_first(column) for column in samples))
+            samples, _ = run_back_to_back(contenders[number], world.device, turn + _UNCOUNTED, lambda iteration: None)
+            found[number].append(tuple(map(_counted, samples)))
         done += turn
         on_step(min(done, steps) - 1)
     return [joined(turns) for turns in found]
 
 
-def _without_first(column: PhaseSamples) -> PhaseSamples:
+def _counted(samples: PhaseSamples) -> PhaseSamples:
     return PhaseSamples(
-        phase=column.phase,
-        device_s=column.device_s[1:] if column.device_s is not None else None,
-        host_s=column.host_s[1:] if column.host_s is not None else None,
+        phase=samples.phase,
+        device_s=samples.device_s[_UNCOUNTED:] if samples.device_s is not None else None,
+        host_s=samples.host_s[_UNCOUNTED:] if samples.host_s is not None else None,
+        lead_s=samples.lead_s[_UNCOUNTED:] if samples.lead_s is not None else None,
     )
 
 
 def joined(turns: Sequence[Samples]) -> Samples:
     """The samples of several turns of one contender, phase by phase."""
-    columns_of_all = []
-    for index, first in enumerate(turns[0]):
-        columns = [turn[index] for turn in turns]
-        on_device = first.device_s is not None
-        seconds = tuple(second for column in columns for second in column.best_s)
-        columns_of_all.append(
-            PhaseSamples(
-                phase=first.phase, device_s=seconds if on_device else None, host_s=None if on_device else seconds
-            )
-        )
-    return tuple(columns_of_all)
+    return tuple(_one_after_another(phase) for phase in zip(*turns, strict=True))
+
+
+def _one_after_another(turns: Samples) -> PhaseSamples:
+    def column(name: str) -> tuple[float, ...] | None:
+        parts = [getattr(samples, name) for samples in turns]
+        return None if any(part is None for part in parts) else tuple(second for part in parts for second in part)
+
+    return PhaseSamples(
+        phase=turns[0].phase, device_s=column("device_s"), host_s=column("host_s"), lead_s=column("lead_s")
+    )

@@ -39,31 +39,41 @@ def run_back_to_back(
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
-    Gives the samples of each phase and of the whole step, and the host's seconds for the whole loop.
+    Gives the samples of each phase and of the whole step, and the host's seconds for the whole loop. As the device is
+    idle when its first mark is made, both clocks begin together there: so it is known how far the host was ahead.
     `before_drain` is called when the last step was given to the device and may still be running there.
     """
     device.reserve_marks(iterations * len(phases) + 1)
     device.synchronize()
     started = time.perf_counter()
-    marks = [device.mark()]
+    marks, given_s = [device.mark()], [0.0]
     for iteration in range(iterations):
         for phase in phases:
             phase.run()
             marks.append(device.mark())
+            given_s.append(time.perf_counter() - started)
         on_step(iteration)
     before_drain()
     device.synchronize()
     host_s = time.perf_counter() - started
 
-    def column(start: int, end: int) -> tuple[float, ...]:
-        """Seconds from one border of a step to another; a step begins where the one before it ends."""
-        first_marks = range(0, iterations * len(phases), len(phases))
-        return tuple(device.seconds_between(marks[first + start], marks[first + end]) for first in first_marks)
+    def column(start: int, end: int) -> PhaseSamples:
+        """Of what lies between two borders of a step; a step begins where the one before it ends."""
+        firsts = range(0, iterations * len(phases), len(phases))
+        seconds = tuple(device.seconds_between(marks[first + start], marks[first + end]) for first in firsts)
+        name = phases[start].name if end == start + 1 else "step"
+        if not device.asynchronous:
+            return PhaseSamples(phase=name, host_s=seconds)
+        leads = tuple(min(leads_s[first + start + 1 : first + end + 1]) for first in firsts)
+        return PhaseSamples(phase=name, device_s=seconds, lead_s=leads)
 
-    columns = {phase.name: column(index, index + 1) for index, phase in enumerate(phases)}
-    if "step" not in columns:
-        columns["step"] = column(0, len(phases))
-    return tuple(_samples(name, seconds, device) for name, seconds in columns.items()), host_s
+    leads_s = [
+        max(device.seconds_between(marks[0], mark) - given, 0.0) for mark, given in zip(marks, given_s, strict=True)
+    ]
+    columns = [column(index, index + 1) for index in range(len(phases))]
+    if all(samples.phase != "step" for samples in columns):
+        columns.append(column(0, len(phases)))
+    return tuple(columns), host_s
 
 
 def run_synchronised(
@@ -95,9 +105,3 @@ def run_synchronised(
         PhaseSamples(phase=name, device_s=tuple(device_s[name]), host_s=tuple(host_s[name])) for name in host_s
     )
     return samples, tuple(peaks.values())
-
-
-def _samples(name: str, seconds: tuple[float, ...], device: Device) -> PhaseSamples:
-    if device.asynchronous:
-        return PhaseSamples(phase=name, device_s=seconds)
-    return PhaseSamples(phase=name, host_s=seconds)

@@ -14,6 +14,11 @@ class PhaseSamples:
     host_s: tuple[float, ...] | None = None
     """On the host's clock with the device synchronised at both ends, in seconds; None where that was not done."""
 
+    lead_s: tuple[float, ...] | None = None
+    """How far the host was ahead when it had started all of the phase: from then until the device was done with it, in
+    seconds. Near zero, the device had nothing more to do. Of a step, the least of its phases; None where the host is
+    the device, or waited for it."""
+
     @property
     def best_s(self) -> tuple[float, ...]:
         """The device's own samples where there are any, else the host's."""

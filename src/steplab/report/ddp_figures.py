@@ -9,6 +9,7 @@ from statistics import median
 
 from steplab import stats
 from steplab.records.ddp import DdpCell, DdpRun, StateMemory
+from steplab.report import host_lead
 
 _WIDEST = 0.5
 """Distance of the bounds of what is exposed, over the communication by itself, up to which a share of it is told."""
@@ -28,6 +29,16 @@ def step_s(cell: DdpCell) -> float | None:
 def baseline_s(cell: DdpCell) -> float | None:
     """Time of the same step without communication, in turns with it."""
     return phase_s(cell, "step", baseline=True)
+
+
+def host_lead_s(cell: DdpCell) -> float | None:
+    """How far Python was ahead of the device at the least of a step's phase ends, on the rank where it was least."""
+    return min((found for rank in cell.ranks if (found := host_lead.lead_s(rank.phases)) is not None), default=None)
+
+
+def waits_for_host(cell: DdpCell) -> bool:
+    """Whether Python was hardly ahead on some rank, for whose messages the others wait."""
+    return any(host_lead.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
 def usual_baseline_s(run: DdpRun, phase: str = "step") -> float | None:

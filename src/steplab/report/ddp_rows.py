@@ -42,6 +42,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "alone_s": figures.alone_s(cell),
         "hidden": figures.hidden(cell),
         "rank_spread": figures.usual_spread(run) if is_baseline else figures.spread_over_ranks(cell),
+        "host_lead_s": figures.host_lead_s(cell),
         "tokens_per_s": run.study.tokens / step_s if step_s else None,
         "first_step_s": cell.first_step_s,
     }
@@ -96,6 +97,7 @@ TIME_COLUMNS = (
     figure_column("num_calls", "calls", str, 2),
     figure_column("sent_bytes", "sent", _size, 4),
     *(figure_column(f"{name.replace(' ', '_')}_s", header, show_time, 5) for name, header in PHASES.items()),
+    figure_column("host_lead_s", "host ahead", show_time, 3),
     figure_column("rank_spread", "spread over ranks", _share, 6),
     figure_column("first_step_s", "first step", show_time, 7),
     _RESULT,
@@ -124,7 +126,8 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
             "its own row the median of those. Exposed: the step less that, with bounds by the 95 % intervals of both. "
             "Alone: its messages with nothing beside them. Hidden: 1 - exposed / alone, where those bounds are less "
             "than half of alone apart; below zero, communication slows what it runs beside by more than is hidden. In "
-            "trace: time of messages with no computation beside them, under a profiler.",
+            "trace: time of messages with no computation beside them, under a profiler. Host ahead: by how much Python "
+            "was ahead of the device at the end of the phase where it was least.",
         )
     ]
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]

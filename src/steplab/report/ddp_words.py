@@ -56,6 +56,11 @@ def told_of(run: DdpRun) -> Iterator[str]:
             f"The step without communication took {units.format_time(least)} beside one contender and "
             f"{units.format_time(most)} beside another: something disturbed it, and figures of what is exposed with it."
         )
+    if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
+        yield (
+            f"Python was hardly ahead of the device in {', '.join(late)}: what is exposed there has the device's waits "
+            "for Python in it, and not communication alone."
+        )
     for cell in run.cells:
         if cell.failure:
             yield f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"

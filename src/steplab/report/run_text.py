@@ -14,6 +14,7 @@ from steplab.report.columns import ABSENT, reason, show_bucket
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
+from steplab.report.host_lead import lead_s, waiting_words
 from steplab.report.memory_text import memory_parts
 from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.ranks_text import rank_parts
@@ -66,7 +67,8 @@ def _parts(run: Run, references: MemoryReferences | None, width: int) -> "Iterat
     if run.timing and step_median(run) is not None:
         yield Text()
         yield from _headline(run, run.timing)
-        yield from section("Phases", _phases(run, run.timing))
+        waiting = waiting_words(run.timing.back_to_back)
+        yield from section("Phases", _phases(run, run.timing), *([Text(waiting)] if waiting else []))
         yield from section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
     if run.ranks:
         yield from section("Ranks", *rank_parts(run.ranks))
@@ -184,14 +186,16 @@ def _phases(run: Run, timing: Timing) -> "Table":
     """Medians of every phase: as training runs them, then, where they were also timed alone, by both clocks."""
     # Nothing is timed alone where the host is the device: each phase has then ended when the next begins.
     headers = ("alone, device", "alone, host") if timing.synchronised else ()
-    table = figure_table("phase", "back to back", "share", *headers)
+    known = lead_s(timing.back_to_back) is not None
+    table = figure_table("phase", "back to back", "share", *(["host ahead"] if known else []), *headers)
     whole = step_median(run)
     for name in (*phase_names(run), "step"):
         together, alone = timing.phase(name), find_phase(timing.synchronised, name)
         time_s = _median(together.best_s if together else None)
         share = format_share(time_s / whole) if time_s is not None and whole else ABSENT
         device, host = (alone.device_s, alone.host_s) if alone else (None, None)
-        table.add_row(name, _time(time_s), share, *(_time(_median(s)) for s in (device, host)[: len(headers)]))
+        ahead = [_time(lead_s(timing.back_to_back, name))] if known else []
+        table.add_row(name, _time(time_s), share, *ahead, *(_time(_median(s)) for s in (device, host)[: len(headers)]))
     return table
 
 

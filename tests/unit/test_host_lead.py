@@ -1,0 +1,84 @@
+"""What is said of steps that wait for Python, from how far it was ahead of the device."""
+
+import dataclasses
+
+import pytest
+from tests.ddp_records import make_ddp_run
+from tests.runs import make_run
+
+from steplab.records.ddp import DdpCell
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.ddp_rows import ddp_rows
+from steplab.report.ddp_words import told_of
+from steplab.report.host_lead import lead_s, waiting_words
+from steplab.report.run_text import render_run
+
+
+def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:
+    """Of two steps of a second, with these leads at the ends of their halves."""
+    least = min(forward_s, backward_s)
+    return (
+        PhaseSamples(phase="forward", device_s=(0.5, 0.5), lead_s=(forward_s, forward_s)),
+        PhaseSamples(phase="backward", device_s=(0.5, 0.5), lead_s=(backward_s, backward_s)),
+        PhaseSamples(phase="step", device_s=(1.0, 1.0), lead_s=(least, least)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("leads", "words"),
+    [
+        ((0.5, 0.4), None),
+        ((0.011, 0.011), None),
+        ((0.4, 0.009), "At the end of backward Python was hardly ahead of the device (9.00 ms)"),
+        ((0.001, 0.002), "At the end of forward and backward Python was hardly ahead of the device (1.00 ms)"),
+    ],
+)
+def test_a_lead_below_a_hundredth_of_the_step_is_told_with_its_phases(
+    leads: tuple[float, float], words: str | None
+) -> None:
+    told = waiting_words(phases(*leads))
+    assert told is None if words is None else told is not None and told.startswith(words)
+
+
+def test_where_no_lead_was_taken_nothing_is_said_and_no_column_is_shown() -> None:
+    run = make_run()
+    assert run.timing is not None
+    assert lead_s(run.timing.back_to_back) is None
+    assert waiting_words(run.timing.back_to_back) is None
+    assert "host ahead" not in render_run(run, width=160)
+
+
+def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
+    run = dataclasses.replace(make_run(), timing=Timing(warmup=(), back_to_back=phases(0.25, 0.002)))
+    shown = render_run(run, width=160)
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.split()}
+    assert "250 ms" in rows["forward"]
+    assert "2.00 ms" in rows["backward"]
+    assert "At the end of backward Python was hardly ahead" in shown
+    assert "hardly ahead" not in render_run(
+        dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
+    )
+
+
+def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> None:
+    run = make_ddp_run()
+    late = next(cell for cell in run.cells if cell.contender.kind == "bucketed")
+
+    def with_leads(cell: DdpCell) -> DdpCell:
+        last = len(cell.ranks) - 1
+        ranks = tuple(
+            dataclasses.replace(rank, phases=phases(0.3, 0.004 if cell is late and rank.rank == last else 0.2))
+            for rank in cell.ranks
+        )
+        return dataclasses.replace(cell, ranks=ranks)
+
+    measured = dataclasses.replace(run, cells=tuple(map(with_leads, run.cells)))
+    said = [sentence for sentence in told_of(measured) if "hardly ahead" in sentence]
+    assert said == [
+        f"Python was hardly ahead of the device in {late.contender.label}: what is exposed there has the device's "
+        "waits for Python in it, and not communication alone."
+    ]
+    found = {row["contender"]: row["host_lead_s"] for row in ddp_rows(measured)}
+    assert found[late.contender.label] == 0.004
+    assert set(found.values()) == {0.2, 0.004}
+    assert not [sentence for sentence in told_of(run) if "hardly ahead" in sentence]
