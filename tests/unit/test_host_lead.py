@@ -7,10 +7,13 @@ from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
 
 from steplab.records.ddp import DdpCell
+from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.cells import cells_of
 from steplab.report.ddp_rows import ddp_rows
 from steplab.report.ddp_words import told_of
 from steplab.report.host_lead import lead_s, waiting_words
+from steplab.report.narrative import facts
 from steplab.report.run_text import render_run
 
 
@@ -58,6 +61,23 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     assert "hardly ahead" not in render_run(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
+
+
+def test_a_page_says_which_cells_wait_and_nothing_where_none_does() -> None:
+    late, early = (
+        dataclasses.replace(
+            make_run({"precision": precision}), timing=Timing(warmup=(), back_to_back=phases(0.3, lead))
+        )
+        for precision, lead in (("fp32", 0.001), ("bf16", 0.2))
+    )
+
+    def said(*runs: Run) -> list[str]:
+        return [fact.text for fact in facts(cells_of(runs)) if "hardly ahead" in fact.text]
+
+    (told,) = said(late, early)
+    assert "fp32" in told
+    assert "bf16" not in told
+    assert said(early) == []
 
 
 def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> None:

@@ -8,6 +8,7 @@ from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.report.cells import FIELDS, Cell, label, said, varying
 from steplab.report.figures import never_steady, step_median, step_samples
+from steplab.report.host_lead import waits_for_host
 from steplab.report.memory_facts import memory_facts
 from steplab.report.shares import format_share
 
@@ -42,7 +43,7 @@ def facts(cells: Sequence[Cell]) -> list[Fact]:
     fields = varying(cells)
     told = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
     memory = [Fact(figure=fact.figure, text=fact.text, wide=True) for fact in memory_facts(cells, fields)]
-    return told + _gains(cells, fields) + memory + _failures(cells, fields)
+    return told + _gains(cells, fields) + _waiting(cells, fields) + memory + _failures(cells, fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +187,17 @@ def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
             text=f"Largest peak of allocated memory: {label(cell, fields)}{of_total}.",
         )
     ]
+
+
+def _waiting(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+    """Cells whose device waits for Python: their times are the host's, and a faster kernel would change nothing."""
+    late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
+    if not late:
+        return []
+    names = "; ".join(label(cell, fields) for cell in late[:_MOST_NAMED])
+    more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
+    text = f"Steps in which Python was hardly ahead of the device, which waits for it: {names}{more}."
+    return [Fact(figure=f"{len(late)} of {len(cells)}", text=text, wide=True)]
 
 
 def _failures(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
