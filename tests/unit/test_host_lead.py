@@ -68,7 +68,7 @@ def test_a_page_says_which_cells_wait_and_nothing_where_none_does() -> None:
         dataclasses.replace(
             make_run({"precision": precision}), timing=Timing(warmup=(), back_to_back=phases(0.3, lead))
         )
-        for precision, lead in (("fp32", 0.001), ("bf16", 0.2))
+        for name, lead in (("fp32", 0.001), ("bf16", 0.2))
     )
 
     def said(*runs: Run) -> list[str]:
