@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+_NOTICEABLY = 1.02
+"""Phases that together take so many times their step: rounded shares no longer sum to 100 %."""
+
 
 def render_run(
     run: Run, *, references: MemoryReferences | None = None, width: int | None = None, color: bool = False
@@ -66,7 +69,7 @@ def _parts(run: Run, references: MemoryReferences | None, width: int) -> "Iterat
     if run.timing and step_median(run) is not None:
         yield Text()
         yield from _headline(run, run.timing)
-        yield from section("Phases", _phases(run, run.timing))
+        yield from section("Phases", _phases(run, run.timing), *_about_medians(run, run.timing))
         yield from section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
     if run.ranks:
         yield from section("Ranks", *rank_parts(run.ranks))
@@ -193,6 +196,16 @@ def _phases(run: Run, timing: Timing) -> "Table":
         device, host = (alone.device_s, alone.host_s) if alone else (None, None)
         table.add_row(name, _time(time_s), share, *(_time(_median(s)) for s in (device, host)[: len(headers)]))
     return table
+
+
+def _about_medians(run: Run, timing: Timing) -> "Iterator[RenderableType]":
+    """Where phases seem to take longer than their step: the steps in the middle differ from phase to phase."""
+    from rich.text import Text
+
+    parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
+    whole_s = step_median(run)
+    if whole_s and sum(map(median, parts_s)) > _NOTICEABLY * whole_s:
+        yield Text("medians, each over the steps by itself: with steps this uneven they add up to more than the step")
 
 
 def _median(samples: tuple[float, ...] | None) -> float | None:
