@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.cli.program import Program
 from tests.comm_records import make_comm, make_comm_cell
-from tests.runs import ENVIRONMENT
+from tests.runs import ENVIRONMENT, make_run
 
 from steplab.cli.app import main
 from steplab.lab import comm as lab
@@ -146,3 +146,24 @@ def test_a_stored_benchmark_is_listed_shown_reported_and_exported(
     assert "Time over size" in (tmp_path / "page.html").read_text()
     assert main(["export", "--output", str(tmp_path / "records.jsonl"), *store]) == 0
     assert main(["import", str(tmp_path / "records.jsonl"), "--store", str(tmp_path / "other.db")]) == 0
+
+
+def test_every_record_that_is_named_is_reported_or_the_format_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, benchmark, store = make_run(), make_comm(), ["--store", str(tmp_path / "store.db")]
+    with Store.open(tmp_path / "store.db", write=True) as opened:
+        opened.add(run)
+        opened.add(benchmark)
+    both = [run.id, benchmark.id, *store]
+    assert main(["report", *both]) == 0
+    told = capsys.readouterr().out
+    assert run.id in told
+    assert "Bus bandwidth" in told
+    for command, kind in (("report", "json"), ("report", "csv"), ("export", "csv")):
+        assert main([command, "--format", kind, *both]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"{kind} " in captured.err
+    assert main(["report", "--format", "json", run.id, *store]) == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [run.id]

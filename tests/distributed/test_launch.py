@@ -170,6 +170,14 @@ def test_a_rank_that_dies_is_named_by_the_first_of_the_joined(steplab: Program) 
     assert failure.rank == 1
 
 
+def test_more_processes_than_memory_holds_are_refused_before_any_is_started(steplab: Program) -> None:
+    result = steplab("run", "--processes", "1000000")
+    assert result.code == 2
+    assert result.stderr.startswith("steplab: 1000000 processes do not fit: each takes 128 MiB at the least, and ")
+    assert len(result.stderr.splitlines()) == 1
+    assert steplab.rows() == []
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -23,7 +23,7 @@ from steplab.records.comm import CommRun
 from steplab.records.rows import benchmark_row, ddp_run_row
 from steplab.report.attention_text import render_attention
 from steplab.report.comm_charts import backends_side_by_side, time_over_ranks, time_over_size
-from steplab.report.comm_rows import bandwidth_grid, comm_rows
+from steplab.report.comm_rows import bandwidth_grid, comm_rows, comm_tables
 from steplab.report.comm_text import comm_cell_line, render_comm
 from steplab.report.ddp_text import render_ddp
 from steplab.report.formats import render_rows
@@ -290,3 +290,10 @@ def test_failures_are_marked_in_pictures_and_tables() -> None:
     assert "<svg" not in render_page([], title="Nothing", comm=[nothing])
     assert "out of memory" in render_comm(nothing)
     assert render_comm(make_comm(cells=(), profile=(), environment=None, libraries={}))
+
+
+@pytest.mark.parametrize(("sizes", "told"), [(["1MB", "10MB"], False), (["1MB", "10MB", "100MB"], True)])
+def test_a_residual_is_explained_where_there_is_one(sizes: Sequence[object], told: bool) -> None:
+    run = make_comm({"size": sizes, "world_size": [2]}, ranks=2)
+    run = dataclasses.replace(run, profile=profile_of(run.cells))
+    assert any("Residual" in table.caption for table in comm_tables(run)) == told

@@ -20,7 +20,7 @@ from steplab.records.timing import PhaseSamples
 from steplab.report import ddp_figures as figures
 from steplab.report.ddp_bars import memory_bars, parts_of_step, step_bars
 from steplab.report.ddp_curve import bucket_curve
-from steplab.report.ddp_rows import ddp_rows
+from steplab.report.ddp_rows import ddp_rows, ddp_tables
 from steplab.report.ddp_text import cell_line, render_ddp
 from steplab.report.ddp_timelines import timelines
 from steplab.report.html import render_page
@@ -144,6 +144,9 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     assert figures.hidden(beside(0.115, 0.0)) == pytest.approx(-0.5), "it costs more than it takes by itself"
     assert figures.hidden(beside(0.099, 0.0)) == 1.0, "a step cannot hide more than there is"
     assert figures.hidden(beside(0.104, 0.1)) is None, "10 ms to either side, of 10 ms"
+    for noise, explained in ((0.0, True), (0.1, False)):
+        times = ddp_tables(dataclasses.replace(run, cells=(beside(0.104, noise),)))[0]
+        assert ("Hidden: " in times.caption) == explained
     noisy = dataclasses.replace(run, cells=(run.cells[0], beside(0.104, 0.1)), model=None)
     assert "4.00 ms of it exposed (-6.40 ms to 14.4 ms), 4.0 % of the step without it" in render_ddp(noisy, "md")
     assert "at least" in render_ddp(noisy, width=150)

@@ -65,9 +65,7 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
 
 def test_a_page_says_which_cells_wait_and_nothing_where_none_does() -> None:
     late, early = (
-        dataclasses.replace(
-            make_run({"precision": precision}), timing=Timing(warmup=(), back_to_back=phases(0.3, lead))
-        )
+        dataclasses.replace(make_run({"precision": name}), timing=Timing(warmup=(), back_to_back=phases(0.3, lead)))
         for name, lead in (("fp32", 0.001), ("bf16", 0.2))
     )
 

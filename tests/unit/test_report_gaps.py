@@ -8,6 +8,7 @@ from tests.runs import make_run, out_of_memory, recorder_run
 
 from steplab.records.rows import run_row
 from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.columns import make_sheet
 from steplab.report.formats import render_rows
 from steplab.report.gaps import choices, doubts, gaps
@@ -127,3 +128,13 @@ def test_what_was_chosen_stands_with_the_run_and_not_among_what_was_not_measured
     runs = page[page.index('<section id="runs">') :]
     assert runs.index("attention auto: flash_triton") < runs.index('<section id="missing">')
     assert page.count("attention auto: flash_triton") == 1
+
+
+@pytest.mark.parametrize(("slow_forward", "told"), [((1.0, 1.0, 3.0), False), ((3.0, 3.0, 1.0), True)])
+def test_phases_that_add_up_to_more_than_the_step_say_why(slow_forward: tuple[float, ...], told: bool) -> None:
+    backward = (3.0, 1.0, 1.0) if not told else (1.0, 3.0, 3.0)
+    samples = {"forward": slow_forward, "backward": backward}
+    samples["step"] = tuple(map(sum, zip(*samples.values(), strict=True)))
+    phases = tuple(PhaseSamples(phase=phase, host_s=seconds) for phase, seconds in samples.items())
+    text = " ".join(render_run(recorder_run(timing=Timing(warmup=(), back_to_back=phases)), width=100).split())
+    assert ("they add up to more than the step" in text) == told

@@ -10,7 +10,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report import axes as ax
-from steplab.report.cells import arrange, cells_of, label, varying
+from steplab.report.cells import FIELDS, arrange, axis_name, cells_of, label, varying
 from steplab.report.columns import make_sheet
 from steplab.report.html import render_page
 from steplab.report.labels import fitted, shortened, text_width, wrap
@@ -137,6 +137,11 @@ def test_names_that_differ_read_differently_under_the_axes(copies: int, sized: b
     if found.slanted:  # the first one ends under its mark and must not begin left of the picture
         reach = text_width(found.texts[0], 11) * math.cos(math.radians(35))
         assert reach < ax.LEFT + 0.6 * place.position_px
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_the_name_of_an_axis_fits_beside_it(field: str) -> None:
+    assert text_width(axis_name(field), 11) <= ax.LEFT - 8
 
 
 def test_group_names_stay_within_their_groups() -> None:

@@ -349,3 +349,20 @@ def test_a_cpus_window_is_busy_or_between_operators(real: tuple[Profile, dict[st
         assert phase.idle_s == 0
         assert sum(phase.categories.values()) == pytest.approx(phase.busy_s)
     assert np.sum([phase.window_s for phase in profile.phases]) == pytest.approx(profile.window_s)
+
+
+def test_on_a_cpu_communication_is_what_the_threads_that_send_say() -> None:
+    trace = HandTrace()
+    trace.range("step", 0, 100)
+    trace.range("backward", 0, 50)
+    trace.op("aten::mm", 10, 30)
+    trace.op("c10d::allreduce_", 30, 32)  # asks for it, and returns
+    trace.range("gloo:all_reduce", 20, 90, thread=20)
+    profile = digest(trace.build())
+    assert profile.communication is not None
+    assert profile.communication.total_s == pytest.approx(70 * US)
+    assert profile.communication.overlapped_s == pytest.approx(10 * US)
+    unmarked = HandTrace()
+    unmarked.range("step", 0, 100)
+    unmarked.op("c10d::allreduce_", 30, 32)
+    assert digest(unmarked.build()).communication is None

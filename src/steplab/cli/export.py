@@ -28,6 +28,7 @@ def export(
     For example: steplab export --format perfetto ID --output step.json
     """
     from steplab.cli.output import chosen_format, emit
+    from steplab.errors import UserError
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode
     from steplab.records.rows import run_row
@@ -44,7 +45,14 @@ def export(
         if chosen == "jsonl":
             emit("".join(encode(record).decode() + "\n" for record in records), output)
         else:
-            emit(render_rows([run_row(record) for record in records if isinstance(record, Run)], "csv"), output)
+            every = list(records)
+            runs = [record for record in every if isinstance(record, Run)]
+            if ids and len(runs) < len(every):
+                raise UserError(
+                    f"csv is a row a run, and {len(every) - len(runs)} of these records are none: `steplab report ID "
+                    "--format csv` has the figures of one; jsonl holds every kind"
+                )
+            emit(render_rows([run_row(run) for run in runs], "csv"), output)
 
 
 def _only(ids: tuple[str, ...]) -> str:

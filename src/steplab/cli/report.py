@@ -1,11 +1,14 @@
 """steplab report"""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from steplab.cli.options import StoreOptions
+
+if TYPE_CHECKING:
+    from steplab.lab.reporting import Selection
 
 
 def report(
@@ -31,16 +34,10 @@ def report(
 
     For example: steplab report --output page.html
     """
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
-    from steplab.cli.precision import render_audits
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit
     from steplab.cli.progress import ProgressLine
     from steplab.lab.reporting import runs_to_report
     from steplab.measurement.launch import Progress
-    from steplab.records.rows import run_row
-    from steplab.report.attention_text import render_attention
-    from steplab.report.comm_text import render_comm
-    from steplab.report.ddp_text import render_ddp
-    from steplab.report.formats import render_rows
 
     selection = runs_to_report(ids, study=study, name=name, store=store.store)
     chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
@@ -64,14 +61,35 @@ def report(
                 ddp=selection.ddp,
             )
         emit(page, output)
-    elif not selection.runs and (selection.attention or selection.comm or selection.ddp):
-        color = stdout_color() and output is None
-        texts = [render_attention(run, chosen, color=color) for run in selection.attention]
-        texts += [render_comm(run, chosen, color=color) for run in selection.comm]
-        texts += [render_ddp(run, chosen, color=color) for run in selection.ddp]
-        emit("\n\n".join(texts), output)
-    elif not selection.runs:
-        emit(render_audits(selection.numerics, chosen, to_file=output is not None), output)
     else:
-        color = stdout_color() and output is None
-        emit(render_rows([run_row(run) for run in selection.runs], chosen, color=color), output)
+        emit(_tables(selection, chosen, named=bool(ids), to_file=output is not None), output)
+
+
+def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) -> str:
+    """Runs as rows, and each benchmark after them. Raises UserError where a format that programs read takes one alone.
+
+    Audits beside runs stand on the page alone, unless they were asked for by their ids.
+    """
+    from steplab.cli.output import stdout_color
+    from steplab.cli.precision import render_audits
+    from steplab.errors import UserError
+    from steplab.records.rows import run_row
+    from steplab.report.attention_text import render_attention
+    from steplab.report.comm_text import render_comm
+    from steplab.report.ddp_text import render_ddp
+    from steplab.report.formats import render_rows
+
+    color = stdout_color() and not to_file
+    audits = bool(selection.numerics) and (named or not selection.runs)
+    benchmarks = len(selection.attention) + len(selection.comm) + len(selection.ddp)
+    if format in ("json", "csv") and bool(selection.runs) + audits + benchmarks > 1:
+        raise UserError(
+            f"{format} holds runs alone, or one benchmark: these records are of several tables; name fewer, or take "
+            "--format table, md, latex or html"
+        )
+    texts = [render_rows([run_row(run) for run in selection.runs], format, color=color)] if selection.runs else []
+    texts += [render_audits(selection.numerics, format, to_file=to_file)] if audits else []
+    texts += [render_attention(run, format, color=color) for run in selection.attention]
+    texts += [render_comm(run, format, color=color) for run in selection.comm]
+    texts += [render_ddp(run, format, color=color) for run in selection.ddp]
+    return "\n\n".join(text.rstrip("\n") for text in texts)

@@ -16,6 +16,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil  # type: ignore[import-untyped]
+
 from steplab.errors import UserError
 from steplab.measurement import elastic
 from steplab.measurement.child import Request
@@ -26,12 +28,15 @@ from steplab.measurement.rank import Order, Verdict
 from steplab.measurement.torchrun import Torchrun
 from steplab.records.codec import encode
 from steplab.records.run import Failure
+from steplab.units import format_bytes
 
 if TYPE_CHECKING:
     from steplab.measurement.launch import Listener
 
 _EXIT_S = 10.0
 """How long processes may take to end once all is said."""
+_PROCESS_BYTES = 128 * 2**20
+"""Memory of a process's own that has done no more than load torch."""
 
 
 def converse_with_ranks(
@@ -47,6 +52,8 @@ def converse_with_ranks(
             f"torchrun started {around.size} processes and the layout takes "
             f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
         )
+    if around is None:
+        refuse_too_many(request.processes)
     with _started(request, around) as (hub, child, logs):
         hearing = Hearing(hub, request, listener, timeout_s, child, logs, is_joined=around is not None)
         with _told_to_end(hearing.end_soon) if around is not None else nullcontext():
@@ -60,6 +67,19 @@ def converse_with_ranks(
     if refusal is not None:
         raise refusal
     return failure
+
+
+def refuse_too_many(processes: int) -> None:
+    """Raise UserError where torch alone, loaded by each, is more than the memory that is free.
+
+    A machine that swaps takes minutes to find that out, and is of no use to anybody meanwhile.
+    """
+    available = psutil.virtual_memory().available
+    if processes * _PROCESS_BYTES > available:
+        raise UserError(
+            f"{processes} processes do not fit: each takes {format_bytes(_PROCESS_BYTES)} at the least, and "
+            f"{format_bytes(available)} of memory are free: {available // _PROCESS_BYTES} at the very most"
+        )
 
 
 @contextmanager

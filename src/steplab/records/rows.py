@@ -49,6 +49,7 @@ def run_row(run: Run) -> Row:
         "step_time_s": step_s,
         "forward_s": _median(find_phase(phases, "forward")),
         "backward_s": _median(find_phase(phases, "backward")),
+        "gradient_sync_s": _median(find_phase(phases, "gradient sync")),
         "optimizer_s": _median(find_phase(phases, "optimizer")),
         "compile_s": timing.first_step_s - step_s if timing and timing.first_step_s and step_s else None,
         "tokens_per_s": run.tokens_per_step / step_s if run.tokens_per_step and step_s else None,

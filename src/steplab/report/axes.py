@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import units
-from steplab.report.cells import Layout
+from steplab.report.cells import Layout, axis_name
 from steplab.report.labels import LINE, fit_all, fitted, text_width, wrap
 from steplab.report.shares import format_share
 from steplab.report.svg import BAD, GRID, INK, MUTED, PX_PER_INCH, Drawing
@@ -242,7 +242,7 @@ def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axe
 def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
     """What a row of labels is about, in the left margin beside it."""
     if name:
-        axes.annotate(name, (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
+        axes.annotate(axis_name(name), (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
                       ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip
 
 

@@ -61,6 +61,7 @@ _SAID = {
     "torch": "torch {}",
     "repeat": "run {}",
 }
+_AXIS_NAMES = {"data_parallel": "strategy", "bucket_size_mb": "bucket", "checkpointing": "checkp."}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +159,11 @@ def said(field: str, value: Scalar) -> str:
     """A value that must explain itself: 'context 1024', 'compiled (default)'."""
     word = _WORDS.get((field, value))
     return _SAID.get(field, "{}").format(value, s="" if value == 1 else "s") if word is None else word
+
+
+def axis_name(field: str) -> str:
+    """What values of a field are called on an axis, where there is little room: as in tables."""
+    return _AXIS_NAMES.get(field, field)
 
 
 def label(cell: Cell, fields: Sequence[str]) -> str:

@@ -108,6 +108,7 @@ COLUMNS: tuple[Column, ...] = (
     figure_column("step_time_s", "step", show_time, 0),
     figure_column("forward_s", "forward", show_time, 5),
     figure_column("backward_s", "backward", show_time, 5),
+    figure_column("gradient_sync_s", "sync", show_time, 5),
     figure_column("optimizer_s", "opt. step", show_time, 5),
     figure_column("compile_s", "compile time", show_time, 6),
     figure_column("tokens_per_s", "tokens/s", _tokens, 3),

@@ -151,14 +151,20 @@ def comm_tables(run: CommRun) -> list[TitledTable]:
         )
     ]
     if run.profile:
+        fitted = fit_rows(run.profile)
+        residual = (
+            " Residual: root mean square of the relative differences; worst: the largest of them, above zero where "
+            "the fit is too long."
+            if any(row["rms_relative"] is not None for row in fitted)
+            else ""
+        )
         tables.append(
             TitledTable(
                 title="Communication profile",
                 columns=FIT_COLUMNS,
-                rows=fit_rows(run.profile),
-                caption="Time of a call = α + β · bytes on the wire (+ γ · ranks, fitted over all world sizes). "
-                "Residual: root mean square of the relative differences; worst: the largest of them, above zero where "
-                "the fit is too long.",
+                rows=fitted,
+                caption="Time of a call = α + β · bytes on the wire (+ γ · ranks, fitted over all world sizes)."
+                + residual,
             )
         )
     return tables

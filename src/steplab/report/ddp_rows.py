@@ -117,6 +117,12 @@ MEMORY_COLUMNS = (
 def ddp_tables(run: DdpRun) -> list[TitledTable]:
     """Time and communication; memory, where anybody looked."""
     rows = ddp_rows(run)
+    hidden = (
+        "Hidden: 1 - exposed / alone, where those bounds are less than half of alone apart; below zero, communication "
+        "slows what it runs beside by more than is hidden. "
+        if any(row["hidden"] is not None for row in rows)
+        else ""
+    )
     tables = [
         TitledTable(
             title="Time and communication",
@@ -124,10 +130,9 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
             rows=rows,
             caption="Medians of the slowest rank. Without: the same step without communication, in turns with it; in "
             "its own row the median of those. Exposed: the step less that, with bounds by the 95 % intervals of both. "
-            "Alone: its messages with nothing beside them. Hidden: 1 - exposed / alone, where those bounds are less "
-            "than half of alone apart; below zero, communication slows what it runs beside by more than is hidden. In "
-            "trace: time of messages with no computation beside them, under a profiler. Host ahead: by how much Python "
-            "was ahead of the device at the end of the phase where it was least.",
+            f"Alone: its messages with nothing beside them. {hidden}In trace: time of messages with no computation "
+            "beside them, under a profiler. Host ahead: by how much Python was ahead of the device at the end of the "
+            "phase where it was least.",
         )
     ]
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+_NOTICEABLY = 1.02
+"""Phases that together take so many times their step: rounded shares no longer sum to 100 %."""
+
 
 def render_run(
     run: Run, *, references: MemoryReferences | None = None, width: int | None = None, color: bool = False
@@ -67,8 +70,7 @@ def _parts(run: Run, references: MemoryReferences | None, width: int) -> "Iterat
     if run.timing and step_median(run) is not None:
         yield Text()
         yield from _headline(run, run.timing)
-        waiting = waiting_words(run.timing.back_to_back)
-        yield from section("Phases", _phases(run, run.timing), *([Text(waiting)] if waiting else []))
+        yield from section("Phases", _phases(run, run.timing), *_about_phases(run, run.timing))
         yield from section("Warm-up", _warmup(run.timing), Text(steady_words(curve(run.timing))))
     if run.ranks:
         yield from section("Ranks", *rank_parts(run.ranks))
@@ -197,6 +199,20 @@ def _phases(run: Run, timing: Timing) -> "Table":
         ahead = [_time(lead_s(timing.back_to_back, name))] if known else []
         table.add_row(name, _time(time_s), share, *ahead, *(_time(_median(s)) for s in (device, host)[: len(headers)]))
     return table
+
+
+def _about_phases(run: Run, timing: Timing) -> "Iterator[RenderableType]":
+    """Whether the step waits for Python; and where phases seem to take longer than their step, that the steps in the
+    middle differ from phase to phase."""
+    from rich.text import Text
+
+    if waiting := waiting_words(timing.back_to_back):
+        yield Text(waiting)
+
+    parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
+    whole_s = step_median(run)
+    if whole_s and sum(map(median, parts_s)) > _NOTICEABLY * whole_s:
+        yield Text("medians, each over the steps by itself: with steps this uneven they add up to more than the step")
 
 
 def _median(samples: tuple[float, ...] | None) -> float | None:

@@ -84,6 +84,14 @@ def traced_steps(trace: Trace) -> TracedSteps:
     )
 
 
+def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
+    """Starts and ends of the messages on a CPU, within steps: what the threads that carry them out say."""
+    names = [number for number, name in enumerate(trace.names) if _MESSAGE_RANGES.match(name)]
+    ranges = trace.ranges
+    chosen = np.flatnonzero(np.isin(ranges.name, names) & (host.step_at(ranges.start_ns) != NONE))
+    return ranges.start_ns[chosen], ranges.start_ns[chosen] + ranges.duration_ns[chosen]
+
+
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
     """Messages; what is computed; and what is drawn as such, copies and fills among it."""
     sends = activity.category == _COMMUNICATION
@@ -111,15 +119,8 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
     """The same, operators being what is computed; asking for a message is neither."""
-    names = [number for number, name in enumerate(trace.names) if _MESSAGE_RANGES.match(name)]
-    ranges = trace.ranges
-    chosen = np.flatnonzero(np.isin(ranges.name, names) & (host.step_at(ranges.start_ns) != NONE))
-    start_ns = ranges.start_ns[chosen]
-    sent = _Pieces(
-        start_ns=start_ns,
-        end_ns=start_ns + ranges.duration_ns[chosen],
-        category=np.full(len(chosen), _COMMUNICATION),
-    )
+    start_ns, end_ns = messages_of_host(trace, host)
+    sent = _Pieces(start_ns=start_ns, end_ns=end_ns, category=np.full(len(start_ns), _COMMUNICATION))
     computed = _of(activity, activity.category != _COMMUNICATION)
     return sent, computed, computed
 

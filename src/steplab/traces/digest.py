@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Communication, HostCallStats, KernelStats, OpStats, Profile, Timeline
 from steplab.traces.activity import Activity, cpu_activity, device_activity
+from steplab.traces.communication import messages_of_host
 from steplab.traces.host import Host
 from steplab.traces.intervals import length, overlap
 from steplab.traces.op_costs import OpCosts, computed_in, describe
@@ -58,7 +59,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
         kernels=tuple(sorted(_kernels(activity, trace, host, on_host=on_host), key=lambda k: -k.total_s)),
         ops=tuple(sorted(_ops(activity, trace, host), key=lambda op: -op.device_s)),
         host_calls=tuple(sorted(_host_calls(trace, host), key=lambda call: -call.total_s)),
-        communication=_communication(activity, trace),
+        communication=_communication(activity, trace, host if on_host else None),
         timeline=_timeline(activity, windows, trace, host),
         num_launches=len(np.unique(activity.call[activity.call != NONE])),
         file=file,
@@ -173,8 +174,17 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
         )
 
 
-def _communication(activity: Activity, trace: Trace) -> Communication | None:
+def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Communication | None:
+    """Of a trace without a GPU's work, by its host: an operator there asks for a message, and threads carry it out."""
     collective = activity.category == CATEGORIES.index("communication")
+    if cpu is not None:
+        inside, computed = messages_of_host(trace, cpu), activity.where(np.flatnonzero(~collective))
+        if not len(inside[0]):
+            return None
+        return Communication(
+            total_s=length(*inside) / 1e9,
+            overlapped_s=overlap(inside, (computed.start_ns, computed.end_ns)) / 1e9,
+        )
     if not collective.any():
         return None
     transfers = [number for number, name in enumerate(trace.names) if name.startswith(("Memcpy", "Memset"))]
