@@ -1,12 +1,13 @@
 """The kernel that averages what peers sent, in Triton's interpreter, against sums in float64."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from steplab.parallel.peer_means import BLOCK, PIECES, UNIT_BYTES, mean_arguments
+from steplab.parallel.peer_means import BLOCK, PIECES, UNIT_BYTES, Means, mean_arguments
 from steplab.parallel.peer_memory import Piece
 
 pytestmark = [
@@ -42,6 +43,36 @@ def test_each_piece_is_averaged_where_it_belongs_and_nothing_else_is_written(
         expected[begin : begin + len(mine)] = mean_of(mine, *rows[:, begin : begin + len(mine)])
     one_rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(target.double(), expected, rtol=one_rounding, atol=one_rounding)
+
+
+@pytest.mark.parametrize("skipped", [0, 4])
+def test_more_pieces_than_a_launch_takes_are_several_launches(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
+    """Of the kernel that knows how they lie: all at multiples of 16 bytes, or one gradient not."""
+    launched: list[Any] = []
+
+    class Compiled:
+        def __init__(self, *kind: object) -> None:
+            self.kind = kind
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, stream: launched.append((self.kind, grid, given[:3], given[3:-2], given[-2:], stream))
+
+    monkeypatch.setattr(Means, "_compile", Compiled)
+    size_bytes = 4 * (BLOCK + 1)
+    pieces = [Piece(1 << 20 | index << 8, 64 * index, size_bytes) for index in range(PIECES)]
+    pieces.append(Piece((1 << 30) + skipped, 64 * PIECES, size_bytes))
+    Means(torch.device("cpu"), 3).start(9, pieces, 1 << 40, 1 << 41, 1 << 12, torch.float32)
+    kinds, grids, places, arguments, constants, streams = zip(*launched, strict=True)
+    assert set(kinds) == {(torch.float32, skipped == 0)}
+    assert grids == ((2 * PIECES, 1, 1), (2, 1, 1))
+    assert set(places) == {(1 << 40, 1 << 41, (1 << 12) // 4)}
+    owns, starts, counts = ([value for launch in arguments for value in launch[which]] for which in range(3))
+    unused = [0] * (PIECES - 1)
+    assert owns == [piece.own for piece in pieces] + unused
+    assert starts == [4 * index for index in range(PIECES + 1)] + unused
+    assert counts == [BLOCK + 1] * (PIECES + 1) + unused
+    assert set(constants) == {(3, BLOCK)}
+    assert set(streams) == {9}
 
 
 def mean_of(*rows: Tensor) -> Tensor:
