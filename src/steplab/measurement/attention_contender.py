@@ -103,7 +103,7 @@ class Contender:
         if self.num_waits:
             self.notes.append(
                 f"{name}: in {self.num_waits} of {repeats} repeats the device was done with all before it while Python "
-                "still started its kernels, and waited for Python"
+                "still started its kernels, and may have waited for it"
             )
 
     def cell(self, device: Device) -> AttentionCell:
