@@ -13,7 +13,7 @@ import numpy as np
 
 from steplab.errors import SteplabError
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
-from steplab.records.profile import CATEGORIES, Timeline
+from steplab.records.profile import CATEGORIES, PHASES, Timeline
 from steplab.traces.activity import Activity, cpu_activity, device_activity
 from steplab.traces.host import Host
 from steplab.traces.intervals import length, overlap
@@ -21,7 +21,6 @@ from steplab.traces.trace import NONE, Column, Trace
 from steplab.traces.windows import cut
 
 _MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
-_PHASE_RANGES = ("forward", "backward", "gradient sync", "optimizer")
 _TRANSFERS = ("Memcpy", "Memset")
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 """Copies, and the kernel of parallel.mean_kernel."""
@@ -136,7 +135,7 @@ def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[st
     found = []
     for index in np.flatnonzero((ranges.start_ns >= begins_ns) & (ranges.start_ns < ends_ns)):
         name, start_ns = trace.names[ranges.name[index]], int(ranges.start_ns[index])
-        if name in _PHASE_RANGES:
+        if name in PHASES:
             found.append((name, start_ns, start_ns + int(ranges.duration_ns[index])))
     return found
 
