@@ -119,7 +119,7 @@ class CommStudy:
     num_processes: int
     """Ranks that are started; those that a cell does not need are idle meanwhile."""
     warmup_s: float = 0.1
-    """Each cell runs at least so long before it is timed (and five times), ten times as long at most."""
+    """Each cell runs at least so long before it is timed (and five times), about ten times as long at most."""
     measured_s: float = 0.3
     """Time that the repeats of a cell may take, between least and most repeats."""
     least_repeats: int = 10

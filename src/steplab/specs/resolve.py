@@ -28,7 +28,7 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
     """Build the spec that `fields` describe; what they leave out takes its default.
 
     Raises UserError naming the field, what was wrong with it and what is valid; also for a field that is given and
-    changes nothing of the step.
+    says how the step is spread over processes where that changes nothing.
     """
     spec = _built(fields)
     for name, why in _idle(fields, spec).items():
