@@ -185,6 +185,14 @@ def test_a_whole_step_that_is_one_phase_is_reported_once(device: Make) -> None:
     assert samples == (PhaseSamples(phase="step", device_s=(3.0, 5.0), lead_s=(3.0, 8.0)),)
 
 
+def test_a_step_of_one_phase_is_that_phase_and_a_step(device: Make) -> None:
+    """Inference has a forward pass alone."""
+    for asynchronous in (True, False):
+        fake = device(asynchronous=asynchronous)
+        samples, _ = run_back_to_back([fake.phase("forward", [(0, 3), (0, 5)])], fake, 2, fake.on_step)
+        assert [(column.phase, column.best_s) for column in samples] == [("forward", (3, 5)), ("step", (3, 5))]
+
+
 def test_no_iterations_give_no_samples_and_still_reach_the_drain(device: Make) -> None:
     fake = device()
     samples, host_s = run_back_to_back(

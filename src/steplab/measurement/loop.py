@@ -57,11 +57,10 @@ def run_back_to_back(
     device.synchronize()
     host_s = time.perf_counter() - started
 
-    def column(start: int, end: int) -> PhaseSamples:
+    def column(name: str, start: int, end: int) -> PhaseSamples:
         """Of what lies between two borders of a step; a step begins where the one before it ends."""
         firsts = range(0, iterations * len(phases), len(phases))
         seconds = tuple(device.seconds_between(marks[first + start], marks[first + end]) for first in firsts)
-        name = phases[start].name if end == start + 1 else "step"
         if not device.asynchronous:
             return PhaseSamples(phase=name, host_s=seconds)
         leads = tuple(min(leads_s[first + start + 1 : first + end + 1]) for first in firsts)
@@ -70,9 +69,9 @@ def run_back_to_back(
     leads_s = [
         max(device.seconds_between(marks[0], mark) - given, 0.0) for mark, given in zip(marks, given_s, strict=True)
     ]
-    columns = [column(index, index + 1) for index in range(len(phases))]
+    columns = [column(phase.name, index, index + 1) for index, phase in enumerate(phases)]
     if all(samples.phase != "step" for samples in columns):
-        columns.append(column(0, len(phases)))
+        columns.append(column("step", 0, len(phases)))
     return tuple(columns), host_s
 
 
