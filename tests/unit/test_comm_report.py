@@ -90,6 +90,10 @@ def test_a_listing_tells_benchmarks_apart(gpus: CommRun) -> None:
     text = render_rows([benchmark_row(gpus), benchmark_row(cpu)], "table", width=119)
     assert re.search(rf"{gpus.id} +4 +nccl +all +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
+    older = {key: value for key, value in benchmark_row(gpus).items() if key not in ("backend", "collectives")}
+    text = render_rows([older, benchmark_row(cpu)], "table", width=119)  # of which nobody knows that it was gloo's
+    assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
+    assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
     rows = [ddp_run_row(run) for run in studies]
     assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]

@@ -196,9 +196,12 @@ def _cell(column: Column, row: Row) -> str:
 
 
 def _is_shared(column: Column, rows: Sequence[Row]) -> bool:
-    """One value in all rows; a row that failed before it could say (its device, its peak) does not count."""
+    """One value in all rows; a row that failed before it could say (its device, its peak) does not count.
+
+    A row without a status is of many results, or older than the column: what it does not say is not known.
+    """
     known = [row for row in rows if row.get(column.key) is not None]
-    silent_failures = all(row.get("status") != "ok" for row in rows if row.get(column.key) is None)
+    silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
     return len({column.text(row) for row in known}) == 1 and silent_failures
 
 
