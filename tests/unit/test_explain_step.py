@@ -384,6 +384,25 @@ def test_exposed_communication_is_what_hiding_it_could_save() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"data_parallel": "naive"}, "--data-parallel bucketed"),
+        ({"data_parallel": "bucketed", "bucket_size_mb": 25.0}, "--bucket-size-mb 100"),
+    ],
+)
+def test_what_to_change_is_an_option_where_the_gradients_are_averaged_by_steplab(
+    fields: dict[str, object], option: str
+) -> None:
+    seen = profile([MODEL], communication=Communication(total_s=20 * MS, overlapped_s=8 * MS))
+    run = make_run({"layout": "dp=2", **fields})
+    found = communication_exposed(case(dataclasses.replace(run, profile=seen)))
+    assert found is not None
+    assert option in found.change
+    assert "--layout dp=2" in found.change
+    assert found.change.count("--data-parallel") + found.change.count("--bucket-size-mb") == 1
+
+
+@pytest.mark.parametrize(
     "communication",
     [None, Communication(total_s=20 * MS, overlapped_s=19 * MS)],
     ids=["none", "hidden"],

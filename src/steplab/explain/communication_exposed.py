@@ -1,11 +1,15 @@
 """Collectives that nothing runs beside."""
 
 from steplab.explain.case import Case
+from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
+from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
 """Least share of the step: what cannot overlap (the last bucket of gradients) is a few per cent."""
+_FURTHER = 4
+"""Times as large buckets to try: their number is what costs, and the best of them lie far apart."""
 
 
 def communication_exposed(case: Case) -> Finding | None:
@@ -26,14 +30,14 @@ def communication_exposed(case: Case) -> Finding | None:
             f"({format_percent(seen.exposed_s / seen.total_s)}) with no computation beside them."
         ),
         why=(
-            "GPUs that train together exchange gradients or weights, over links far slower than their memory. What is "
-            "sent while something is computed costs little; what the GPU waits for is lost."
+            "Processes that train together exchange gradients or weights, over links far slower than their memory. "
+            "What is sent while something is computed costs little; what is waited for is lost."
         ),
-        change="DistributedDataParallel(model, bucket_cap_mb=100)",
+        change=_change(case.spec),
         note=(
-            "gradients are sent as they arise: larger buckets if there are many, smaller ones if the last is late; "
-            "FSDP2 has set_modules_to_forward_prefetch; fewer bytes with bf16 gradients, less often with gradient "
-            "accumulation"
+            "gradients are best sent as they arise: in larger buckets if there are many, smaller ones if the last is "
+            "late (`steplab ddp` compares them, and other ways to send); FSDP2 has set_modules_to_forward_prefetch; "
+            "fewer bytes with bf16 gradients, less often with gradient accumulation"
         ),
         evidence=(
             Evidence(what="collectives", value=total_s, unit="s"),
@@ -43,7 +47,16 @@ def communication_exposed(case: Case) -> Finding | None:
         saves_s=exposed_s,
         at_most=True,
         prediction=(
-            "At most: all of it hidden. Collectives under computation slow it, by the SMs and the memory bandwidth "
+            "At most: all of it hidden. Collectives under computation slow it, by the cores and the memory bandwidth "
             "they take, and a rank that is late makes the others' collectives look long."
         ),
     )
+
+
+def _change(spec: StepSpec | None) -> str:
+    """For steplab's own data parallelism as an option of its run; for a step of other code in that."""
+    if spec is None or spec.strategy is None:
+        return "DistributedDataParallel(model, bucket_cap_mb=100)"
+    if spec.strategy != "bucketed":
+        return command(spec, {"data_parallel": "bucketed"})
+    return command(spec, {"bucket_size_mb": f"{_FURTHER * spec.bucket_size_mb:g}"})

@@ -68,7 +68,8 @@ class CudaDriver:
         self._record = _function("cuEventRecord", pointer, pointer)
         self._wait = _function("cuStreamWaitEvent", pointer, pointer, number)
         self._attributes = _CopyAttributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTATION)
-        self._how = ctypes.byref(self._attributes), ctypes.byref(ctypes.c_size_t(0)), 1, None  # from the first copy on
+        from_the_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._how = ctypes.byref(self._attributes), ctypes.byref(from_the_first), 1, ctypes.byref(failed)
 
     def writes(self, addresses: Sequence[int]) -> MemoryOperations:
         """When the stream is done with all before, a value is written to each address."""
