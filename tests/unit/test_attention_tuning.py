@@ -226,6 +226,36 @@ def test_candidates_take_turns_and_each_gets_its_own_time(monkeypatch: pytest.Mo
     assert {turns[i] for i in range(0, len(turns), 3)} == {2, 3, 4}  # who begins changes
 
 
+def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes four times as long to start it as one write over the cache keeps the device busy."""
+    work_s, start_s, flush_s = 3.0, 4.0, 1.0
+
+    class Queue(FakeClock):
+        host_s = 0.0
+
+        def has_passed(self, mark: float) -> bool:  # type: ignore[override]
+            return mark <= self.host_s
+
+        def synchronize(self) -> None:
+            self.host_s = max(self.host_s, self.time_s)
+
+        def zero_(self) -> None:
+            self.time_s = max(self.time_s, self.host_s) + flush_s
+
+    queue = Queue(torch.device("cpu"))
+
+    def run() -> tuple[Tensor, ...]:
+        queue.host_s += start_s
+        queue.time_s = max(queue.time_s, queue.host_s) + work_s
+        return ()
+
+    monkeypatch.setattr(attention_trial, "open_device", lambda name: queue)
+    monkeypatch.setattr(attention_trial, "_flush", lambda name: queue)
+    monkeypatch.setattr(attention_trial, "launcher", lambda *given: run)
+    (times,) = time_candidates(TimeTask(device="cpu", candidates=(tile(),), shape=SMALL))
+    assert set(times) == {work_s}
+
+
 # --- all of them --------------------------------------------------------------------------------------------------
 
 

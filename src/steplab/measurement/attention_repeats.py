@@ -20,7 +20,8 @@ _LEAST_FLUSH_BYTES = 256 * MIB
 _LEAST_WARMUP_CALLS = 3
 _HEAD_START = 1.5
 """Of the time that starting a pass takes, how much the device is kept busy before it."""
-_MOST_FLUSHES = 40
+MOST_FLUSHES = 40
+"""Some milliseconds, within which Python starts all but passes of hundreds of kernels."""
 _FLUSHES_TIMED = 20
 
 
@@ -58,10 +59,10 @@ class Repeats:
             span = self._run(name, contender)
             if self._flush is None or not self._device.has_passed(span[0]):
                 return span
-            if contender.num_flushes == _MOST_FLUSHES:
+            if contender.num_flushes == MOST_FLUSHES:
                 contender.num_waits += 1
                 return span
-            contender.num_flushes = min(2 * contender.num_flushes, _MOST_FLUSHES)
+            contender.num_flushes = min(2 * contender.num_flushes, MOST_FLUSHES)
 
     def _enough_flushes(self, name: AttentionPass, contender: Contender) -> int:
         """So many that the device is busy with them for longer than Python takes to start the pass behind them."""
@@ -74,7 +75,7 @@ class Repeats:
             self._run(name, contender)
             issued_s.append(time.perf_counter() - started)
         self._device.synchronize()
-        return max(1, min(math.ceil(_HEAD_START * min(issued_s) / self._flush_s), _MOST_FLUSHES))
+        return max(1, min(math.ceil(_HEAD_START * min(issued_s) / self._flush_s), MOST_FLUSHES))
 
     def _run(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
         """One repeat, with cold caches; gives its marks."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from steplab.measurement.attention_contender import make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
-from steplab.measurement.attention_repeats import flush_buffer
+from steplab.measurement.attention_repeats import MOST_FLUSHES, flush_buffer
 from steplab.measurement.device import Device, open_device
 from steplab.measurement.failures import failure_of
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward
@@ -121,13 +121,21 @@ def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
     flush = _flush(task.device)
     problem = _timed(task.device, task.shape)
     marks: list[list[tuple[object, object]]] = [[] for _ in task.candidates]
+    num_flushes = 1
 
     def once(run: Callable[[], tuple[Tensor, ...]]) -> tuple[object, object]:
-        if flush is not None:
-            flush.zero_()
-        start = device.mark()
-        run()
-        return start, device.mark()
+        """With the device busy until Python has started the kernel, as in attention_repeats.py."""
+        nonlocal num_flushes
+        while True:
+            if flush is not None:
+                for _ in range(num_flushes):
+                    flush.zero_()
+            start = device.mark()
+            run()
+            span = start, device.mark()
+            if flush is None or num_flushes == MOST_FLUSHES or not device.has_passed(start):
+                return span
+            num_flushes = min(2 * num_flushes, MOST_FLUSHES)
 
     with torch.no_grad():
         runs = [launcher(candidate, task.shape, problem) for candidate in task.candidates]
