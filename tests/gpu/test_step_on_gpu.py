@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 from statistics import median
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.measurement.device import open_device
+from steplab.measurement.loop import Phase, run_back_to_back
 from steplab.measurement.session import Observer, measure_here
 from steplab.ops.attention.api import attention
 from steplab.records.run import Run
@@ -49,6 +51,28 @@ def test_phases_sum_to_the_step() -> None:
     assert step is not None
     for index, whole in enumerate(step.best_s):
         assert sum(part.best_s[index] for part in parts if part) == pytest.approx(whole, rel=1e-3)
+
+
+def test_the_host_is_ahead_by_what_it_has_given_the_device() -> None:
+    """A kernel that spins, given in no time, and a host that sleeps before it gives a short one."""
+    device = open_device("cuda")
+    sleep_s = 0.02
+    spin = Phase(name="spin", run=lambda: torch.cuda._sleep(100_000_000))  # clocks: some 50 ms
+
+    def late() -> None:
+        torch.cuda.synchronize()
+        time.sleep(sleep_s)
+        torch.cuda._sleep(1000)
+
+    (spinning, *_), _ = run_back_to_back([spin], device, 3, lambda step: None)
+    assert spinning.lead_s is not None
+    assert spinning.device_s is not None
+    # The first lead is the kernel's own length, and each further one is that of one kernel more.
+    totals = list(itertools.accumulate(spinning.device_s))
+    assert spinning.lead_s == pytest.approx(totals, rel=0.1)
+    (waiting, *_), _ = run_back_to_back([Phase(name="late", run=late)], device, 3, lambda step: None)
+    assert waiting.lead_s is not None
+    assert max(waiting.lead_s) < sleep_s / 10
 
 
 def test_a_phase_alone_takes_no_longer_on_the_device_than_on_the_host() -> None:
