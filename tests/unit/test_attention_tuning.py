@@ -233,7 +233,7 @@ def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytes
     class Queue(FakeClock):
         host_s = 0.0
 
-        def has_passed(self, mark: float) -> bool:  # type: ignore[override]
+        def has_passed(self, mark: float) -> bool:
             return mark <= self.host_s
 
         def synchronize(self) -> None:
