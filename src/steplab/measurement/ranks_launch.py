@@ -28,14 +28,14 @@ from steplab.measurement.rank import Order, Verdict
 from steplab.measurement.torchrun import Torchrun
 from steplab.records.codec import encode
 from steplab.records.run import Failure
-from steplab.units import format_bytes
+from steplab.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from steplab.measurement.launch import Listener
 
 _EXIT_S = 10.0
 """How long processes may take to end once all is said."""
-_PROCESS_BYTES = 128 * 2**20
+_PROCESS_BYTES = 128 * MIB
 """Memory of a process's own that has done no more than load torch."""
 
 

@@ -13,7 +13,6 @@ class PhaseSamples:
     """Between events on the device's stream, in seconds; None where the device has no events of its own."""
     host_s: tuple[float, ...] | None = None
     """On the host's clock with the device synchronised at both ends, in seconds; None where that was not done."""
-
     lead_s: tuple[float, ...] | None = None
     """How far the host was ahead when it had started all of the phase: from then until the device was done with it, in
     seconds. Near zero, the device had nothing more to do. Of a step, the least of its phases; None where the host is

@@ -123,6 +123,11 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
         if any(row["hidden"] is not None for row in rows)
         else ""
     )
+    ahead = (
+        " Host ahead: by how much Python was ahead of the device at the end of the phase where it was least."
+        if any(row["host_lead_s"] is not None for row in rows)
+        else ""
+    )
     tables = [
         TitledTable(
             title="Time and communication",
@@ -131,8 +136,7 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
             caption="Medians of the slowest rank. Without: the same step without communication, in turns with it; in "
             "its own row the median of those. Exposed: the step less that, with bounds by the 95 % intervals of both. "
             f"Alone: its messages with nothing beside them. {hidden}In trace: time of messages with no computation "
-            "beside them, under a profiler. Host ahead: by how much Python was ahead of the device at the end of the "
-            "phase where it was least.",
+            f"beside them, under a profiler.{ahead}",
         )
     ]
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]

@@ -34,7 +34,7 @@ def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
     where = f" of {' and '.join(late)}" if late else ""
     least = units.format_time(lead_s(phases) or 0.0)
     return (
-        f"At the end{where} Python was hardly ahead of the device ({least}): the step waits for Python to start its "
-        "kernels. Larger batches, compiling or CUDA graphs give the device more to do for each start; `steplab "
-        "profile` shows where it waits."
+        f"At the end{where} Python was hardly ahead of the device ({least}): the step waits for Python, at times at "
+        "least. Where it is slow to start kernels, larger batches, compiling or CUDA graphs give the device more to do "
+        "for each start; where it waits for a result itself, that can be put off. `steplab profile` shows which."
     )

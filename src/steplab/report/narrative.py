@@ -190,7 +190,7 @@ def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
 
 
 def _waiting(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
-    """Cells whose device waits for Python: their times are the host's, and a faster kernel would change nothing."""
+    """Cells whose device waits for Python: their times are in part the host's, and faster kernels would gain less."""
     late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
     if not late:
         return []
