@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmarks/comm_bare_loop.py [--size 1MB,10MB,100MB,1GB] [--turns 5]
 
-The two take turns on every cell, and begin in turn. The bare loop: some calls to warm up, a barrier, then so many calls
-as steplab makes with the device synchronised and the host's clock read before and after all of them; of the ranks, the
-slowest. steplab's figure is the one that its record shows. Medians over turns; on NCCL they should lie within 3 %. On
-a CPU they need not: the loop's mean has every hiccup of the scheduler in it, and its ranks run out of step.
+The two take turns on every cell, and begin in turn. The bare loop: some calls to warm up, then rows of calls, so many
+in all as steplab makes, a mark before a row and one after it, and nothing between; of the ranks, the slowest. A row
+begins with a barrier, a call that is not counted and, on a GPU, with the device held until Python has started the row:
+short calls take Python longer to start than a GPU to make, and the loop would time Python. steplab's figure is the one
+that its record shows. Medians over turns; on NCCL they should lie within 3 %. On a CPU they need not: the loop's mean
+has every hiccup of the scheduler in it, and its ranks run out of step.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from steplab.units import format_message
 
 WITHIN = 0.03
 WARMUP_CALLS = 10
+ROW = 50
 
 
 def bare_call(spec: CommSpec, device: torch.device) -> Call:
@@ -52,16 +55,27 @@ def bare_call(spec: CommSpec, device: torch.device) -> Call:
 
 
 def bare_s(call: Call, together: Together, repeats: int) -> float:
-    """Seconds a call on the slowest rank, over a loop with nothing in it but the calls."""
+    """Seconds a call on the slowest rank, over rows with nothing in them but the calls."""
+    device, row, found = together.device, min(repeats, ROW), []
     for _ in range(WARMUP_CALLS):
         call()
-    together.device.synchronize()
-    together.barrier()
+    device.synchronize()
     started = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(row):
         call()
-    together.device.synchronize()
-    return together.slowest_s((time.perf_counter() - started) / repeats)
+    start_s = time.perf_counter() - started
+    for _ in range(max(round(repeats / row), 1)):
+        device.synchronize()
+        together.barrier()
+        device.hold(start_s)
+        call()
+        start = device.mark()
+        for _ in range(row):
+            call()
+        end = device.mark()
+        device.synchronize()
+        found.append(device.seconds_between(start, end) / row)
+    return together.slowest_s(median(found))
 
 
 def steplab_s(spec: CommSpec, call: Call, together: Together, study: CommStudy) -> tuple[float, int]:

@@ -1,6 +1,7 @@
 """Collectives between real GPUs: every backend and collective is right, on all GPUs and on some of them."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -44,10 +45,10 @@ def test_nccl_is_right_and_timed_by_events_on_every_rank(steplab: Program) -> No
         assert len(cell.ranks) == cell.spec.world_size
         for times in cell.ranks:
             assert times.device_s is not None
-            assert times.host_call_s is not None
             assert len(times.device_s) == len(times.alone_s) == 10
-            # Events and the host's clock around all of them tell the same story; the host's has the drain in it.
-            assert sum(times.device_s) < 1.5 * 11 * times.host_call_s
+            # A call alone, by the host's clock, has Python's time and the drain in it.
+            assert median(times.device_s) < median(times.alone_s)
+            assert times.num_waits == 0
 
 
 def test_backends_stand_beside_each_other(steplab: Program) -> None:

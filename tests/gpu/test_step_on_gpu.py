@@ -75,6 +75,20 @@ def test_the_host_is_ahead_by_what_it_has_given_the_device() -> None:
     assert max(waiting.lead_s) < sleep_s / 10
 
 
+def test_a_device_is_held_for_as_long_as_was_said_and_the_host_goes_on() -> None:
+    device = open_device("cuda")
+    device.hold(1e-3)  # times the spinning once
+    for seconds in (0.005, 0.05):
+        device.synchronize()
+        started = time.perf_counter()
+        start = device.mark()
+        device.hold(seconds)
+        end = device.mark()
+        assert time.perf_counter() - started < 0.005
+        device.synchronize()
+        assert device.seconds_between(start, end) == pytest.approx(seconds, rel=0.2)  # clocks change
+
+
 def test_a_phase_alone_takes_no_longer_on_the_device_than_on_the_host() -> None:
     run = measured(model="small", context=512)
     assert run.timing is not None

@@ -31,6 +31,9 @@ class Alone:
             self.agreed += 1
         return torch.maximum(values, torch.tensor([int(self.others_s * 1e9)]))
 
+    def host_gather(self, value: object) -> list[object]:
+        return [value, False]
+
 
 def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
     for module in (loop, comm_timing):
@@ -63,11 +66,11 @@ def test_calls_go_back_to_back_after_one_barrier_and_then_one_by_one(monkeypatch
     assert times.rank == 1
     assert times.device_s == (WORK_S,) * 14  # the host runs ahead
     assert times.alone_s == (LAUNCH_S + WORK_S,) * 14  # and here it waits for each
-    assert times.host_call_s == pytest.approx(WORK_S + LAUNCH_S / 15)
+    assert times.num_waits == 0
     assert times.best_s == times.device_s
     loop_events = device.events[device.events.index("reserve marks") :]
     assert loop_events.count("barrier") == 14  # one before each call by itself, none between those back to back
-    assert loop_events[: 2 + 2 * 15 + 2].count("synchronize") == 2
+    assert loop_events[: 6 + 2 * 14 + 1].count("synchronize") == 2
 
 
 def test_the_slowest_rank_says_how_many_calls_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +104,7 @@ def test_a_call_is_warm_when_it_no_longer_changes(monkeypatch: pytest.MonkeyPatc
 def test_a_host_that_is_the_device_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     times, _ = timed(monkeypatch, FakeDevice(asynchronous=False))
     assert times.device_s is None
-    assert times.host_call_s is None
+    assert times.num_waits is None
     assert times.best_s == times.alone_s == (LAUNCH_S + WORK_S,) * len(times.alone_s)
 
 
@@ -110,5 +113,29 @@ def test_the_call_in_which_ranks_wait_for_each_other_is_left_out(monkeypatch: py
     clocked(monkeypatch, device)
     phase = device.phase("call", [(1, 500), (1, 8), (1, 8), (1, 8)])
     together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
-    samples, _ = back_to_back(phase.run, together, 3)
-    assert samples == (8, 8, 8)
+    assert back_to_back(phase.run, together, 3) == ((8, 8, 8), 0)
+
+
+def test_a_device_that_would_wait_for_python_is_held_before_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    clocked(monkeypatch, device)
+    phase = device.phase("call", [(400e-6, 100e-6)] * 1000)
+    together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
+    samples, num_waits = back_to_back(phase.run, together, 60)
+    assert samples == pytest.approx((100e-6,) * 60)
+    assert num_waits == 0
+    # 0, 1, 2, 4 and 8 ms do not do for 51 calls of 0.4 ms, and 16 do; the second row has 10.
+    assert device.events.count("call") == 6 * 51 + 11
+
+
+def test_a_long_call_that_waits_itself_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    clocked(monkeypatch, device)
+    phase = device.phase("call", [(1, 8)] * 4)
+
+    def call() -> None:
+        phase.run()
+        device.synchronize()
+
+    together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
+    assert back_to_back(call, together, 3) == ((9, 9, 9), 3)

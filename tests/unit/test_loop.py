@@ -47,6 +47,10 @@ class FakeDevice:
         self.events.append("synchronize")
         self.host_s = max(self.host_s, self.free_from_s)
 
+    def hold(self, seconds: float) -> None:
+        self.events.append("hold")
+        self.free_from_s = max(self.free_from_s, self.host_s) + seconds
+
     def reset_peak(self) -> None:
         self.events.append("reset peak")
 
@@ -93,6 +97,18 @@ Make = Callable[..., FakeDevice]
 
 
 # --- back to back -----------------------------------------------------------------------------------------
+
+
+def test_a_head_start_is_before_the_first_step_and_no_part_of_it(device: Make) -> None:
+    fake = device()
+    phases = [fake.phase("forward", [(3, 1)] * 2)]
+    slow, _ = run_back_to_back(phases, fake, 2, fake.on_step)
+    assert [samples.device_s for samples in slow] == [(4, 3)] * 2  # of the work and of the step: the host's
+    phases = [fake.phase("forward", [(3, 1)] * 2)]
+    ahead, host_s = run_back_to_back(phases, fake, 2, fake.on_step, head_start=lambda: fake.hold(6))
+    assert [samples.device_s for samples in ahead] == [(1, 1)] * 2
+    assert [samples.lead_s for samples in ahead] == [(4, 2)] * 2
+    assert host_s == 6 + 2
 
 
 def test_back_to_back_steps_are_never_waited_for(device: Make) -> None:

@@ -1,9 +1,9 @@
 """How one cell of the benchmark of collectives is timed, in step with the other ranks.
 
-On a device with a timeline of its own, calls go back to back after one barrier, with an event around each: nothing
-waits between them, as in a loop of training, and what Python takes to start a call is hidden wherever the call is
-longer. After that, on every device, each call by itself: a barrier, then the host's clock around the call with the
-device synchronised at both ends. That is what one call takes which nobody prepared.
+On a device with a timeline of its own, calls go back to back in rows after a barrier, with an event around each:
+nothing waits between them, as in a loop of training. Where Python takes longer to start a call than the device to make
+it, the device is held before a row. After that, on every device, each call by itself: a barrier, then the host's clock
+around the call with the device synchronised at both ends. That is what one call takes which nobody prepared.
 
 All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
 """
@@ -20,7 +20,7 @@ from steplab.measurement.device import Device
 from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
 from steplab.parallel.collectives import Collectives
 from steplab.records.comm import RankTimes
-from steplab.records.timing import find_phase
+from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.comm import CommStudy
 from steplab.units import NS_PER_S
 
@@ -29,6 +29,11 @@ _LONGEST_WARMUP = 10
 """Times the warm-up asked for, after which calls that have not settled are timed as they are."""
 _SETTLED = 1.5
 """Up to which ratio two batches of calls agree."""
+_IN_A_ROW = 50
+"""Calls after one barrier: a few things for a device's queue each, which is to hold them all."""
+_FIRST_HOLD_S, _LONGEST_HOLD_S = 1e-3, 0.1
+_LONG_CALL_S = 1e-3
+"""Python starts any call in less: where one that long is waited for, it is the call itself that waits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,10 +63,10 @@ def time_calls(
     on_begin("warm-up")
     call_s = _warmed_up(call, together, study.warmup_s)
     repeats = int(min(max(study.measured_s / call_s, study.least_repeats), study.most_repeats))
-    device_s, host_s = None, None
+    device_s, num_waits = None, None
     if device.asynchronous:
         on_begin("back to back")
-        device_s, host_s = back_to_back(call, together, repeats)
+        device_s, num_waits = back_to_back(call, together, repeats)
     on_begin("one by one")
     phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=call)]
     samples, _ = run_synchronised(phases, device, repeats, _unheard)
@@ -69,7 +74,7 @@ def time_calls(
     assert alone is not None
     assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
     rank = together.collectives.rank
-    return RankTimes(rank=rank, device_s=device_s, host_call_s=host_s, alone_s=alone.host_s)
+    return RankTimes(rank=rank, device_s=device_s, num_waits=num_waits, alone_s=alone.host_s)
 
 
 def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
@@ -88,15 +93,38 @@ def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
     return call_s
 
 
-def back_to_back(call: Call, together: Together, repeats: int) -> tuple[tuple[float, ...], float]:
-    """Seconds of each of so many calls by the device's events, and a call by the host's clock around all.
+def back_to_back(call: Call, together: Together, repeats: int) -> tuple[tuple[float, ...], int]:
+    """Seconds of each of so many calls by the device's events, and how many of them may have Python's time in them.
 
-    A call more goes before them, in which the ranks wait for each other to come.
+    Those are the calls that were not all started when the device had ended the one before. If a rank has such, the
+    device is held for longer before the first, on all ranks, and the calls are made again.
     """
+    samples: list[float] = []
+    num_waits, hold_s = 0, 0.0
+    while len(samples) < repeats:
+        found = _row(call, together, min(_IN_A_ROW, repeats - len(samples)), hold_s)
+        times, leads = found.best_s, found.lead_s or ()
+        waits = sum(lead < seconds for lead, seconds in zip(leads, times, strict=True))
+        hurried = waits > 0 and min(times) < _LONG_CALL_S and hold_s < _LONGEST_HOLD_S
+        if any(together.collectives.host_gather(hurried)):
+            hold_s = max(2 * hold_s, _FIRST_HOLD_S)
+        else:
+            samples += times
+            num_waits += waits
+    return tuple(samples), num_waits
+
+
+def _row(call: Call, together: Together, count: int, hold_s: float) -> PhaseSamples:
+    """So many calls after one barrier, and after a call more in which the ranks wait for each other on the device."""
+
+    def head_start() -> None:
+        together.device.hold(hold_s)
+        call()
+
     together.barrier()
     phases = [Phase(name="step", run=call)]
-    samples, loop_s = run_back_to_back(phases, together.device, repeats + 1, _unheard)
-    return samples[0].best_s[1:], loop_s / (repeats + 1)
+    (samples,), _ = run_back_to_back(phases, together.device, count, _unheard, head_start=head_start)
+    return samples
 
 
 def _batch_s(call: Call, together: Together, count: int) -> float:

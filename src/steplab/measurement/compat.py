@@ -9,6 +9,8 @@ one, and a profile of it shows what its hooks did to it.
 What a watched step did with memory: the allocator's history, the tree of the profiler's events, the tensors in the
 nodes of autograd's graph. Where torch has renamed one of these, watching ends in an error, and the record has a note.
 
+A kernel that spins for so many cycles, by which a device is held: where torch has none, its host has no head start.
+
 What autocast does with an operator: which kernels the dispatcher has for it. Where torch has renamed that, an audit of
 precision is a failure that names it.
 """
@@ -38,6 +40,13 @@ def watch_refused_allocations() -> None:
 def last_refused_bytes() -> int | None:
     """Size of the last allocation refused since the watch began; None if none was reported."""
     return _refused[-1] if _refused else None
+
+
+def spin(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many cycles of the GPU's clock."""
+    sleep: Any = getattr(torch.cuda, "_sleep", None)
+    if sleep is not None:
+        sleep(cycles)
 
 
 def bytes_in_message(message: str) -> int | None:

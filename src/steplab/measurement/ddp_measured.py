@@ -9,6 +9,7 @@ from steplab.measurement.ddp_memory import state_memory
 from steplab.measurement.ddp_messages import MessagesAlone
 from steplab.measurement.ddp_trace import trace_steps
 from steplab.measurement.ddp_turns import Samples, run_turns
+from steplab.measurement.head_start import HeadStart
 from steplab.measurement.world import World
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
@@ -59,7 +60,7 @@ class MeasuredContender:
         alone_s, notes = self._alone(messages)
         if trace is not None:
             self._begin("profile", self._study.profiled_steps)
-            trace_steps(self.step, self._device, self._study.profiled_steps, trace if self._world.rank == 0 else None)
+            trace_steps(self.step, self._world, self._study.profiled_steps, trace if self._world.rank == 0 else None)
         mine = DdpRank(
             rank=self._world.rank,
             phases=samples,
@@ -124,12 +125,16 @@ class MeasuredContender:
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
         device, found = self._device, []
+        head_start, send_s = HeadStart(device, self._world.collectives), 0.0
         for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
             before()
             device.synchronize()
             self._world.collectives.host_gather(None)  # a barrier: waiting for a late rank is no part of it
+            head_start.give(send_s)
             start = device.mark()
+            started = time.perf_counter()
             send()
+            send_s = time.perf_counter() - started
             end = device.mark()
             device.synchronize()
             if repeat >= 0:

@@ -1,25 +1,34 @@
-"""Some steps of a contender under torch.profiler, on all ranks at once: none waits for one that is slowed alone."""
+"""Some steps of a contender under torch.profiler, on all ranks at once: none waits for one that is slowed alone.
 
+A profiler slows Python most of all, so it gets its head start here as well.
+"""
+
+import time
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from steplab.measurement.ddp_contender import ContenderStep
-from steplab.measurement.device import Device
+from steplab.measurement.head_start import HeadStart
+from steplab.measurement.world import World
 
 
-def trace_steps(step: ContenderStep, device: Device, num_steps: int, target: Path | None) -> None:
+def trace_steps(step: ContenderStep, world: World, num_steps: int, target: Path | None) -> None:
     """Record `num_steps` steps, and one before them under another name; write them to `target`, None on other ranks."""
     activities = [ProfilerActivity.CPU]
-    if device.torch_device.type == "cuda":
+    if world.device.torch_device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    device.synchronize()
+    head_start, step_s = HeadStart(world.device, world.collectives), 0.0
+    world.device.synchronize()
     with profile(activities=activities) as profiler:
         for name in ("warmup step", *("step" for _ in range(num_steps))):
+            head_start.give(step_s)
+            started = time.perf_counter()
             with record_function(name):
                 for phase in step.phases:
                     with record_function(phase.name):
                         phase.run()
-        device.synchronize()
+            step_s = time.perf_counter() - started
+            world.device.synchronize()
     if target is not None:
         profiler.export_chrome_trace(str(target))

@@ -1,15 +1,20 @@
-"""Contenders that take turns: a few steps of one back to back, then of the next, until each has its steps."""
+"""Contenders that take turns: a few steps of one, then of the next, until each has its steps.
 
+Before each step Python gets a head start on all ranks (head_start.py): what is asked here is what communication costs
+the devices, and a host that is slow, or slowed by others, would be all that the difference of two steps shows. No
+contender has anything under way between two steps, so that nothing passes unseen meanwhile.
+"""
+
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from steplab.measurement.head_start import HeadStart
 from steplab.measurement.loop import Phase, run_back_to_back
 from steplab.measurement.world import World
 from steplab.records.timing import PhaseSamples
 
 Samples = tuple[PhaseSamples, ...]
-
-_UNCOUNTED = 3
-"""Steps at the start of a turn: in training the host runs ahead of the device, and here it has to get there first."""
 
 
 def run_turns(
@@ -17,9 +22,9 @@ def run_turns(
 ) -> list[Samples]:
     """At least `steps` samples of each contender, `turn` in a row; every rank calls it.
 
-    Each turn begins with the ranks together and steps that are not counted: the device's queue is empty then, and ranks
-    wait for one another. Rounds begin with another contender each, so that none always comes after the same one.
+    Rounds begin with another contender each, so that none always comes after the same one.
     """
+    head_start = HeadStart(world.device, world.collectives)
     found: list[list[Samples]] = [[] for _ in contenders]
     done = 0
     while done < steps:
@@ -27,22 +32,22 @@ def run_turns(
         if (done // turn) % 2:
             order.reverse()
         for number in order:
-            world.device.synchronize()
-            world.collectives.host_gather(None)
-            samples, _ = run_back_to_back(contenders[number], world.device, turn + _UNCOUNTED, lambda iteration: None)
-            found[number].append(tuple(map(_counted, samples)))
+            found[number] += _turn(contenders[number], world, head_start, turn)
         done += turn
         on_step(min(done, steps) - 1)
     return [joined(turns) for turns in found]
 
 
-def _counted(samples: PhaseSamples) -> PhaseSamples:
-    return PhaseSamples(
-        phase=samples.phase,
-        device_s=samples.device_s[_UNCOUNTED:] if samples.device_s is not None else None,
-        host_s=samples.host_s[_UNCOUNTED:] if samples.host_s is not None else None,
-        lead_s=samples.lead_s[_UNCOUNTED:] if samples.lead_s is not None else None,
-    )
+def _turn(phases: Sequence[Phase], world: World, head_start: HeadStart, steps: int) -> list[Samples]:
+    """So many steps, after one with the ranks together that is not counted: it says how long Python takes for one."""
+    world.device.synchronize()
+    world.collectives.host_gather(None)
+    started = time.perf_counter()
+    for phase in phases:
+        phase.run()
+    give = partial(head_start.give, time.perf_counter() - started)
+    turns = [run_back_to_back(phases, world.device, 1, lambda iteration: None, head_start=give) for _ in range(steps)]
+    return [samples for samples, _ in turns]
 
 
 def joined(turns: Sequence[Samples]) -> Samples:

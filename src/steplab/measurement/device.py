@@ -10,8 +10,12 @@ from typing import Any, Protocol
 import torch
 
 from steplab.errors import Unsupported
+from steplab.measurement import compat
 from steplab.records.memory import PeakMemory
 from steplab.units import KIB, NS_PER_S
+
+_SPINS_TIMED = 10_000_000
+"""Some milliseconds."""
 
 
 class Device(Protocol):
@@ -37,6 +41,9 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
 
+    def hold(self, seconds: float) -> None:
+        """Have the device do nothing for about that long before what it is given next; returns at once."""
+
     def reset_peak(self) -> None:
         """Start a new high-water mark at what is allocated now."""
 
@@ -52,6 +59,7 @@ class CudaDevice:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._reserved: list[torch.cuda.Event] = []
+        self._spins_per_s = 0.0
 
     def reserve_marks(self, count: int) -> None:
         self._reserved = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
@@ -71,6 +79,21 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def hold(self, seconds: float) -> None:
+        if seconds > 0:
+            compat.spin(round(seconds * self._spin_rate()))
+
+    def _spin_rate(self) -> float:
+        """Cycles a second, timed once: which clock they are of differs between GPUs."""
+        if not self._spins_per_s:
+            compat.spin(1)  # loads the kernel
+            start = self.mark()
+            compat.spin(_SPINS_TIMED)
+            end = self.mark()
+            self.synchronize()
+            self._spins_per_s = _SPINS_TIMED / self.seconds_between(start, end)
+        return self._spins_per_s
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -103,6 +126,9 @@ class HostClockDevice:
 
     def seconds_between(self, start: int, end: int) -> float:
         return (end - start) / NS_PER_S
+
+    def hold(self, seconds: float) -> None:
+        """It has no queue to be ahead of."""
 
     def synchronize(self) -> None:
         if self.torch_device.type == "mps":

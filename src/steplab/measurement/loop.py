@@ -35,18 +35,25 @@ def run_back_to_back(
     device: Device,
     iterations: int,
     on_step: OnStep,
+    *,
+    head_start: Callable[[], None] | None = None,
     before_drain: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
     Gives the samples of each phase and of the whole step, and the host's seconds for the whole loop. As the device is
     idle when its first mark is made, both clocks begin together there: so it is known how far the host was ahead.
+    `head_start` is called before the first step, and may give the device something that is not timed with the steps;
     `before_drain` is called when the last step was given to the device and may still be running there.
     """
-    device.reserve_marks(iterations * len(phases) + 1)
+    device.reserve_marks(iterations * len(phases) + (1 if head_start is None else 2))
     device.synchronize()
     started = time.perf_counter()
-    marks, given_s = [device.mark()], [0.0]
+    both_clocks_begin = device.mark()
+    marks, given_s = [both_clocks_begin], [0.0]
+    if head_start is not None:
+        head_start()
+        marks, given_s = [device.mark()], [time.perf_counter() - started]
     for iteration in range(iterations):
         for phase in phases:
             phase.run()
@@ -67,7 +74,8 @@ def run_back_to_back(
         return PhaseSamples(phase=name, device_s=seconds, lead_s=leads)
 
     leads_s = [
-        max(device.seconds_between(marks[0], mark) - given, 0.0) for mark, given in zip(marks, given_s, strict=True)
+        max(device.seconds_between(both_clocks_begin, mark) - given, 0.0)
+        for mark, given in zip(marks, given_s, strict=True)
     ]
     columns = [column(phase.name, index, index + 1) for index, phase in enumerate(phases)]
     if all(samples.phase != "step" for samples in columns):

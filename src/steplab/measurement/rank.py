@@ -124,8 +124,11 @@ def _work(
 ) -> bool:
     """Do what is asked for, and tell the hub how it ended; whether well. `say` hears what ranks but the first say."""
     from steplab.measurement.failures import failure_from
+    from steplab.measurement.head_start import lengthen_launch_queues
     from steplab.measurement.world import join_world
 
+    if request.comm is not None or request.ddp is not None:
+        lengthen_launch_queues()
     stage, failed = "joining", False
 
     def send(kind: str, value: Any) -> None:

@@ -30,9 +30,10 @@ class RankTimes:
     rank: int
     """Its number."""
     device_s: tuple[float, ...] | None = None
-    """Seconds between events around each call, calls back to back after one barrier; None without such a device."""
-    host_call_s: float | None = None
-    """Seconds a call by the host's clock around all of those, synchronised at both ends: a check on the events."""
+    """Seconds between events around each call, calls back to back in rows; None without such a device."""
+    num_waits: int | None = None
+    """How many of those calls were not all started when the device had ended the one before: the device may have waited
+    for the host in them. None where that is not known."""
     alone_s: tuple[float, ...] = ()
     """Seconds on the host's clock of single calls, each after a barrier, the device synchronised at both ends."""
 

@@ -58,29 +58,36 @@ def traced_steps(trace: Trace) -> TracedSteps:
     if not num_steps or not len(activity):
         raise SteplabError("the trace marks no steps, or holds no work within them")
     sent, computed, drawn = _rows_of_host(trace, host, activity) if on_host else _rows_of_device(trace, activity)
-    first_ns = int(activity.start_ns.min())
-    last_ns = int(max(activity.end_ns.max(), sent.end_ns.max() if len(sent.end_ns) else 0))
     last_step = int(activity.step.max())
     # On a CPU a step is its range; on a GPU it lasts from its first piece of work to its last.
     if on_host:
         begins_ns, ends_ns = int(host.steps[0][-1]), int(host.steps[1][-1])
         phases = _phases_of_host(trace, begins_ns, ends_ns)
+        last_ns = int(max(activity.end_ns.max(), sent.end_ns.max() if len(sent.end_ns) else 0))
+        steps_ns = last_ns - int(activity.start_ns.min())
     else:
         begins_ns = int(activity.start_ns[activity.step == last_step].min())
         ends_ns = int(activity.end_ns[activity.step == last_step].max())
         windows = [window for window in cut(activity) if window.step == last_step]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
+        steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
     pieces = {
         COMPUTE_ROW: drawn.within(begins_ns, ends_ns),
         COMMUNICATION_ROW: sent.within(begins_ns, ends_ns),
     }
     return TracedSteps(
         num_steps=num_steps,
-        step_s=(last_ns - first_ns) / num_steps / 1e9,
+        step_s=steps_ns / num_steps / 1e9,
         communication_s=length(*sent.intervals) / num_steps / 1e9,
         overlapped_s=overlap(sent.intervals, computed.intervals) / num_steps / 1e9,
         timeline=_timeline(pieces, phases, begins_ns, ends_ns),
     )
+
+
+def _lasts_ns(activity: Activity, step: int) -> int:
+    """From the first piece of a step's work to the last; between two steps the device may have been held."""
+    mine = activity.step == step
+    return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
 
 
 def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
