@@ -20,7 +20,8 @@ import torch.distributed as dist
 from steplab.costs.communication import wire_bytes
 from steplab.measurement.comm_calls import Call, make_call
 from steplab.measurement.comm_data import TORCH_DTYPES, Buffers
-from steplab.measurement.comm_timing import Together, time_calls
+from steplab.measurement.comm_rows import Together
+from steplab.measurement.comm_timing import time_calls
 from steplab.measurement.torchrun import torchrun_around
 from steplab.measurement.world import World, join_world
 from steplab.parallel.collectives import all_gather_single, reduce_scatter_single

@@ -64,6 +64,7 @@ def test_the_host_is_ahead_by_what_it_has_given_the_device() -> None:
         time.sleep(sleep_s)
         torch.cuda._sleep(1000)
 
+    spin.run()  # its first time it is loaded
     (spinning, *_), _ = run_back_to_back([spin], device, 3, lambda step: None)
     assert spinning.lead_s is not None
     assert spinning.device_s is not None

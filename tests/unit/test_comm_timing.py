@@ -8,7 +8,8 @@ from tests.unit.test_loop import FakeDevice
 from torch import Tensor
 
 from steplab.measurement import comm_timing, loop
-from steplab.measurement.comm_timing import Together, back_to_back, time_calls
+from steplab.measurement.comm_rows import Together, back_to_back
+from steplab.measurement.comm_timing import time_calls
 from steplab.records.comm import RankTimes
 from steplab.specs.comm import CommSpec, CommStudy
 
@@ -61,21 +62,27 @@ def timed(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float =
 def test_calls_go_back_to_back_after_one_barrier_and_then_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
     times, calls = timed(monkeypatch, device)
-    # Five calls take 41 s, so that eleven warm it up; 120 s are 14 of those eleven's mean.
-    assert calls == 5 + 6 + (14 + 1) + 14
+    # Five calls take 41 s, so that eleven warm it up; 120 s are 14 of those eleven's mean. A row more is tried before.
+    assert calls == 5 + 6 + (5 + 1) + (14 + 1) + 14
     assert times.rank == 1
     assert times.device_s == (WORK_S,) * 14  # the host runs ahead
     assert times.alone_s == (LAUNCH_S + WORK_S,) * 14  # and here it waits for each
-    assert times.num_waits == 0
+    assert (times.calls_per_sample, times.num_waits) == (1, 0)
     assert times.best_s == times.device_s
     loop_events = device.events[device.events.index("reserve marks") :]
-    assert loop_events.count("barrier") == 14  # one before each call by itself, none between those back to back
-    assert loop_events[: 6 + 2 * 14 + 1].count("synchronize") == 2
+    assert loop_events.count("barrier") == 1 + 14  # one before the row, and one before each call by itself
+    first = loop_events.index("barrier")
+    row = loop_events[first : loop_events.index("barrier", first + 1)]
+    calls_at = [place for place, event in enumerate(row) if event == "call"]
+    assert len(calls_at) == 14 + 1
+    assert "synchronize" not in row[calls_at[0] : calls_at[-1]]  # nothing is waited for between two calls
 
 
 def test_the_slowest_rank_says_how_many_calls_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     times, calls = timed(monkeypatch, FakeDevice(), others_s=40.0)
-    assert calls == 5 + 2 + (4 + 1) + 4  # 40 s a call: warm when two batches agree, and the least number of repeats
+    assert (
+        calls == 5 + 2 + (5 + 1) + (4 + 1) + 4
+    )  # 40 s a call: warm when two batches agree, and the least number of repeats
     assert len(times.alone_s) == 4
 
 
@@ -108,34 +115,44 @@ def test_a_host_that_is_the_device_is_timed_call_by_call(monkeypatch: pytest.Mon
     assert times.best_s == times.alone_s == (LAUNCH_S + WORK_S,) * len(times.alone_s)
 
 
-def test_the_call_in_which_ranks_wait_for_each_other_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice()
+def rows_of(
+    device: FakeDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    costs: list[tuple[float, float]],
+    samples: int,
+    *,
+    waits: bool = False,
+) -> RankTimes:
+    """Calls of these (launch, work) seconds in rows; `waits`: each waits for the device itself."""
     clocked(monkeypatch, device)
-    phase = device.phase("call", [(1, 500), (1, 8), (1, 8), (1, 8)])
+    phase = device.phase("call", costs)
+
+    def call() -> None:
+        phase.run()
+        if waits:
+            device.synchronize()
+
     together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
-    assert back_to_back(phase.run, together, 3) == ((8, 8, 8), 0)
+    return back_to_back(call, together, lambda calls: samples)
+
+
+def test_the_call_in_which_ranks_wait_for_each_other_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = rows_of(FakeDevice(), monkeypatch, [(1, 500), *[(1, 8)] * 5] * 2, 5)
+    assert times.device_s == (8,) * 5
 
 
 def test_a_device_that_would_wait_for_python_is_held_before_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
-    clocked(monkeypatch, device)
-    phase = device.phase("call", [(400e-6, 100e-6)] * 1000)
-    together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
-    samples, num_waits = back_to_back(phase.run, together, 60)
-    assert samples == pytest.approx((100e-6,) * 60)
-    assert num_waits == 0
-    # 0, 1, 2, 4 and 8 ms do not do for 51 calls of 0.4 ms, and 16 do; the second row has 10.
-    assert device.events.count("call") == 6 * 51 + 11
+    times = rows_of(device, monkeypatch, [(400e-6, 120e-6)] * 10_000, 30)
+    assert times.device_s == pytest.approx((120e-6,) * 30)
+    assert (times.calls_per_sample, times.num_waits) == (9, 0)  # a millisecond's worth
+    # Of 6 calls of 0.4 ms 0 and 1 ms are too little, and 2 ms do; of 199, 64 ms. The second row has 8 samples.
+    assert device.events.count("call") == 3 * 6 + 6 * 199 + 73
 
 
-def test_a_long_call_that_waits_itself_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waits_itself_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
-    clocked(monkeypatch, device)
-    phase = device.phase("call", [(1, 8)] * 4)
-
-    def call() -> None:
-        phase.run()
-        device.synchronize()
-
-    together = Together(device=device, collectives=Alone(device))  # type: ignore[arg-type]
-    assert back_to_back(call, together, 3) == ((9, 9, 9), 3)
+    times = rows_of(device, monkeypatch, [(1, 8)] * 100, 3, waits=True)
+    assert times.device_s == (9, 9, 9)
+    assert times.num_waits == 3
+    assert device.events.count("call") == 6 + 6 + 4  # tried without a hold, and in vain with one

@@ -19,7 +19,8 @@ from steplab import __version__
 from steplab.errors import Unsupported
 from steplab.measurement.comm_calls import MakeCall, make_call
 from steplab.measurement.comm_data import Buffers
-from steplab.measurement.comm_timing import Together, time_calls
+from steplab.measurement.comm_rows import Together
+from steplab.measurement.comm_timing import time_calls
 from steplab.measurement.device import Device, HostClockDevice
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of, refused_memory

@@ -30,10 +30,12 @@ class RankTimes:
     rank: int
     """Its number."""
     device_s: tuple[float, ...] | None = None
-    """Seconds between events around each call, calls back to back in rows; None without such a device."""
+    """Seconds a call, calls back to back in rows with an event after each sample; None without such a device."""
+    calls_per_sample: int = 1
+    """Of how many calls in a row each of those is the mean."""
     num_waits: int | None = None
-    """How many of those calls were not all started when the device had ended the one before: the device may have waited
-    for the host in them. None where that is not known."""
+    """How many of those samples had calls that were not all started when the device had ended the sample before: it may
+    have waited for the host in them. None where that is not known."""
     alone_s: tuple[float, ...] = ()
     """Seconds on the host's clock of single calls, each after a barrier, the device synchronised at both ends."""
 
