@@ -2,10 +2,10 @@
 
     python benchmarks/ddp_study.py STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
 
-A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. `eager` and `compiled` set bucketed
-beside torch's DDP at five bucket sizes each and at DDP's own 25 MB, in one run; `eager-others` and `compiled-others`
-have the remaining contenders. Each takes two to three minutes, which is why they are apart: a machine may be lent for
-ten. A short table of all that STORE holds is printed last, and the pages are beside STORE.
+A piece is a call of `steplab ddp`, and a record in STORE; without any, both are run. Each takes some three minutes: the
+step without communication, bucketed at several sizes over NCCL and by peer copies, torch's DDP at several, the sharded
+optimizer, FSDP2 and, eager, the simpler strategies. A short table of all that STORE holds is printed last, and pages of
+them lie beside STORE.
 """
 
 import argparse
@@ -19,14 +19,17 @@ from steplab.store.database import Store
 from steplab.units import format_time
 
 STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--warmup", "3", "--steps", "10"]
-BUCKETS = ["--contenders", "bucketed,torch_ddp,torch_ddp:25", "--bucket-sizes", "1,10,100,400,1000"]
-OTHERS = ["--contenders", "naive,flat,overlap,sharded:100,fsdp2"]
-BLOCK = ["--compile", "block"]
+LARGE = "sharded:100,fsdp2"
 PIECES = {
-    "eager": BUCKETS,
-    "compiled": [*BUCKETS, *BLOCK],
-    "eager-others": OTHERS,
-    "compiled-others": [*OTHERS, *BLOCK],
+    "compiled": [
+        *["--compile", "block", "--contenders"],
+        f"bucketed:100,bucketed:200,bucketed:400,torch_ddp:25,torch_ddp:100,torch_ddp:400,torch_ddp:1000,{LARGE}",
+    ],
+    "eager": [
+        "--contenders",
+        "bucketed:10,bucketed:100,bucketed:400,bucketed:1000,torch_ddp:25,torch_ddp:100,torch_ddp:400,"
+        f"{LARGE},overlap,flat,naive",
+    ],
 }
 
 
@@ -42,9 +45,7 @@ def main() -> None:
     for piece in options.pieces or PIECES:
         print(piece, flush=True)
         command = [sys.executable, "-m", "steplab", "ddp", "--gpus", str(options.gpus), *STEP, *PIECES[piece]]
-        if "others" not in piece:  # these have no buckets to send by another way
-            command += ["--transport", options.transport]
-        command += ["--profiled-steps", "1"]
+        command += ["--transport", options.transport, "--profiled-steps", "1"]
         command += ["--name", f"{piece}, {options.gpus} GPUs", "--store", str(options.store), "--format", "md"]
         command += ["--output", str(options.store.with_name(f"ddp_{piece}_{options.gpus}.md"))]
         subprocess.run(command, check=False)  # a study in which a contender fails is a result as well

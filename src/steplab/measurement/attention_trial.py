@@ -26,8 +26,8 @@ from steplab.specs.attention_tuning import TileCandidate
 
 MOST_ERROR = {16: 2.0, 32: 4.0}
 """Of plain attention's in the same number format, by its bits. For 32 both are roundings of sums, and those of plain
-attention's products are made in parts, which errs less than one term after another: on an H200 2.2 to 2.4 times less, for
-all tiles alike. A product taken in TF32 would be off by a thousand times as much."""
+attention's products are made in parts, which errs less than one term after another: on an H200 2.2 to 2.4 times less,
+for all tiles alike. A product taken in TF32 would be off by a thousand times as much."""
 MOST_LSE_ERROR = {16: 1e-3, 32: 1e-5}
 """Of the log-sum-exp, a number around log(tokens), against that of the tiled reference, by the bits of the inputs. For
 32 it is 20 units in the last place of a float32 between 4 and 8; each of the two is off by about two."""

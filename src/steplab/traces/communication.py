@@ -68,7 +68,8 @@ def traced_steps(trace: Trace) -> TracedSteps:
     else:
         begins_ns = int(activity.start_ns[activity.step == last_step].min())
         ends_ns = int(activity.end_ns[activity.step == last_step].max())
-        windows = [window for window in cut(activity) if window.step == last_step]
+        # Work that a phase starts late, on streams of its own, may make it a window without length at the end.
+        windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
         steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
     pieces = {
