@@ -1,8 +1,9 @@
 """`steplab` by forking a process that has imported everything already: importing torch is most of what a command takes.
 
-Run as a program, with the descriptor of a socket: for each request on it, this process forks into a command with the
-folder, variables and streams that come along, and answers with its number and then its exit code. Measuring processes
-are forked in turn, by the command and with a session of their own, as `steplab.measurement.launch` starts them.
+Run as a program, with the descriptor of a socket: for each request on it, this process forks, and the fork starts a
+command with the folder, variables and streams that come along, and answers on a socket that comes along too, with the
+number of the command and then its exit code. Measuring processes are forked in turn, by the command and with a session
+of their own, as `steplab.measurement.launch` starts them; so are the commands that torchrun starts.
 """
 
 import atexit
@@ -21,12 +22,48 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
+
+import psutil  # type: ignore[import-untyped]
 
 _LONGEST_REQUEST_BYTES = 1 << 20
-_MEASURING = tuple(f"steplab.measurement.{name}" for name in ("child", "elastic", "rank"))
+_MAINS = {
+    "steplab": "steplab.cli.app:console",
+    "torch.distributed.run": "torch.distributed.run:main",
+    "steplab.measurement.child": "steplab.measurement.child:main",
+    "steplab.measurement.elastic": "steplab.measurement.elastic:main",
+    "steplab.measurement.rank": "steplab.measurement.rank:main",
+}
+"""What `python -m` calls of each module that is started by forking."""
 _LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 """Where torch's launcher, by which ranks are started, has a Popen by its own name."""
+
+
+class Started(psutil.Process):  # type: ignore[misc]
+    """A command under way, or ended, whose output is captured."""
+
+    def __init__(self, answers: socket.socket, out: IO[bytes], errors: IO[bytes]) -> None:
+        super().__init__(int(answers.recv(100)))
+        answers.send(b"seen")  # until then the number is not given to another process
+        self.returncode: int | None = None
+        self._answers, self._files, self._outputs = answers, (out, errors), (b"", b"")
+
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """As that of `subprocess.Popen`."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                self.returncode = int(self._answers.recv(100))
+            except TimeoutError:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired("steplab", timeout) from None
+            self._answers.close()
+            out, errors = self._files
+            with out, errors:
+                out.seek(0)
+                errors.seek(0)
+                self._outputs = out.read(), errors.read()
+        return self._outputs
 
 
 class Preloaded:
@@ -40,41 +77,35 @@ class Preloaded:
                 [sys.executable, __file__, number], env=environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
-    def __call__(
-        self, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes, timeout_s: float
-    ) -> subprocess.CompletedProcess[bytes]:
-        """As `subprocess.run` of the command, its output captured."""
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+    def start(
+        self, module: str, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes
+    ) -> Started:
+        """Start `python -m module` as a shell's foreground job: in a process group of its own, open to Ctrl-C."""
+        request = {"module": module, "arguments": arguments, "cwd": cwd, "environment": environment}
+        data = json.dumps(request).encode()
+        assert len(data) < _LONGEST_REQUEST_BYTES
+        out, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with tempfile.TemporaryFile() as given, theirs:
             given.write(stdin)
             given.seek(0)
-            request = json.dumps({"arguments": arguments, "cwd": cwd, "environment": environment}).encode()
-            assert len(request) < _LONGEST_REQUEST_BYTES
-            self._socket.settimeout(timeout_s)
-            socket.send_fds(self._socket, [request], [file.fileno() for file in (given, out, errors)])
-            number = int(self._socket.recv(100))
-            try:
-                code = int(self._socket.recv(100))
-            except TimeoutError:
-                os.kill(number, signal.SIGKILL)
-                self._socket.recv(100)
-                raise subprocess.TimeoutExpired(["steplab", *arguments], timeout_s) from None
-            out.seek(0)
-            errors.seek(0)
-            return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
+            socket.send_fds(self._socket, [data], [file.fileno() for file in (given, out, errors, theirs)])
+        return Started(answers, out, errors)
 
 
 class ForkingPopen(subprocess.Popen[bytes]):
-    """Starts a measuring process by forking; whatever else, as ever."""
+    """Starts what the process has imported by forking; whatever else, as ever."""
 
     def _execute_child(self, args: list[str], *others: Any) -> None:
-        if args[1] != "-m" or args[2] not in _MEASURING:
+        words = [word for word in args[1:] if word != "-u"]  # which torchrun adds
+        if words[:1] != ["-m"] or words[1] not in _MAINS:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         _, _, _, pass_fds, _, environment, *_ = others
         ends = others[9:15]  # of stdin, stdout and stderr, two each
         streams = (ends[0], ends[3], ends[5])
 
-        def measure() -> None:
+        def main() -> None:
             atexit._clear()  # the command's temporary folders are the command's
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,11 +116,11 @@ class ForkingPopen(subprocess.Popen[bytes]):
                 os.environ.update(environment)
             # -1: as this process has it
             _take(tuple(own if given < 0 else given for own, given in enumerate(streams)), keep=pass_fds)
-            importlib.import_module(args[2]).main()
+            pkgutil.resolve_name(_MAINS[words[1]])()
 
         self.pid = os.fork()
         if self.pid == 0:
-            _run(measure, ["child", *args[3:]])
+            _run(main, words[1:])
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
 
@@ -131,7 +162,7 @@ def _import_everything() -> None:
     import steplab
 
     importlib.import_module("torch._dynamo")  # as the first optimizer does, in a measuring process
-    importlib.import_module("torch.distributed.launcher.api")
+    importlib.import_module("torch.distributed.run")
     for module in pkgutil.walk_packages(steplab.__path__, "steplab."):
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
@@ -140,33 +171,47 @@ def _import_everything() -> None:
     gc.freeze()
 
 
-def _command(streams: tuple[int, ...], *, arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
-    from steplab.cli import app
-
+def _command(
+    streams: tuple[int, ...], *, module: str, arguments: list[str], cwd: str, environment: dict[str, str]
+) -> None:
     _take(streams)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may be a background job, which ignores it
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[0], sys.argv = cwd, ["steplab", *arguments]
+    sys.path[0], sys.argv = cwd, [module, *arguments]
     subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
     launchers: Any = importlib.import_module(_LAUNCHERS_OWN)
     launchers.Popen = ForkingPopen
-    app.console()
+    pkgutil.resolve_name(_MAINS[module])()
+
+
+def _start(request: dict[str, Any], streams: tuple[int, ...], answers: socket.socket) -> None:
+    """Start a command, tell its number and, once it has ended, its exit code."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    number = os.fork()
+    if number == 0:
+        _run(partial(_command, streams, **request), [])
+    atexit._clear()
+    os.setpgid(number, number)
+    answers.send(str(number).encode())
+    answers.recv(100)
+    _, status = os.waitpid(number, 0)
+    answers.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def _serve(requests: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who start the commands
     while True:
-        data, streams, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 3)
+        data, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 4)
         if not data:
             return
-        number = os.fork()
-        if number == 0:
-            _run(partial(_command, tuple(streams), **json.loads(data)), [])
+        *streams, theirs = descriptors
+        with socket.socket(fileno=theirs) as answers:
+            if os.fork() == 0:
+                _run(partial(_start, json.loads(data), tuple(streams), answers), [])
         for stream in streams:
             os.close(stream)
-        requests.send(str(number).encode())
-        _, status = os.waitpid(number, 0)
-        requests.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The program as users run it: a process of its own, with a store and a home of its own.
 
-Commands that run to their end are forked from a process that has imported everything (preloaded.py): that is most of
-their time. What is started to be interrupted, run under another program or given variables is started as from a shell.
+Commands are forked from a process that has imported everything (preloaded.py): importing is most of their time. What is
+run under another program is started as from a shell, and so are some that are interrupted.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from tests.cli.preloaded import Preloaded
+from tests.cli.preloaded import Preloaded, Started
 
 import steplab
 
@@ -37,6 +37,9 @@ OF_EVERY_COMMAND = {
 }
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02
+
+Job = psutil.Popen | Started
+"""A command under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class Program:
     """`steplab` with its own store, home and working folder under `folder`."""
 
     folder: Path
-    started: list[psutil.Popen] = field(default_factory=list)
+    started: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cwd = self.folder / "work"
@@ -92,29 +95,39 @@ class Program:
         timeout_s: float = _COMMAND_TIMEOUT_S,
     ) -> Result:
         """Run a command to its end."""
-        if prefix or variables:
+        environment = self.environment | dict(variables or {})
+        if prefix:
             finished = subprocess.run(
                 [*prefix, *command(arguments)],
                 input=stdin,
                 capture_output=True,
                 cwd=self.cwd,
-                env=self.environment | dict(variables or {}),
+                env=environment,
                 timeout=timeout_s,
                 check=False,
             )
-        else:
-            finished = preloaded()(
-                [str(argument) for argument in arguments],
-                cwd=str(self.cwd),
-                environment=self.environment,
-                stdin=stdin,
-                timeout_s=timeout_s,
-            )
-        stderr = remarks(finished.stderr.decode())
-        return Result(code=finished.returncode, stdout=finished.stdout.decode(), stderr=stderr)
+            return _result(finished.returncode, finished.stdout, finished.stderr)
+        process = self._forked("steplab", arguments, environment, stdin)
+        try:
+            return finish(process, timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
-    def start(self, *arguments: str | Path) -> psutil.Popen:
+    def start(self, *arguments: str | Path, module: str = "steplab") -> Started:
         """Start a command as a shell's foreground job: in a process group of its own, open to Ctrl-C."""
+        process = self._forked(module, arguments, self.environment)
+        self.started.append(process)
+        return process
+
+    def _forked(
+        self, module: str, arguments: Sequence[str | Path], environment: dict[str, str], stdin: bytes = b""
+    ) -> Started:
+        words = [str(argument) for argument in arguments]
+        return preloaded().start(module, words, cwd=str(self.cwd), environment=environment, stdin=stdin)
+
+    def start_from_shell(self, *arguments: str | Path) -> psutil.Popen:
+        """As `start`, with nothing imported beforehand: as users have it, and seconds slower."""
         process = psutil.Popen(
             command(arguments),
             stdin=subprocess.DEVNULL,
@@ -143,7 +156,7 @@ class Program:
     def end_all(self) -> None:
         """Leave no process behind."""
         for process in self.started:
-            if process.poll() is None:
+            if not is_gone(process):
                 for victim in [*process.children(recursive=True), process]:
                     kill(victim)
             process.communicate()
@@ -166,10 +179,14 @@ def command(arguments: Sequence[str | Path]) -> list[str]:
     return [sys.executable, "-m", "steplab", *map(str, arguments)]
 
 
-def finish(process: psutil.Popen, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
+def finish(process: Job, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
     """Wait for a started command."""
     stdout, stderr = process.communicate(timeout=timeout_s)
-    return Result(code=process.returncode, stdout=stdout.decode(), stderr=remarks(stderr.decode()))
+    return _result(process.returncode, stdout, stderr)
+
+
+def _result(code: int, stdout: bytes, stderr: bytes) -> Result:
+    return Result(code=code, stdout=stdout.decode(), stderr=remarks(stderr.decode()))
 
 
 def remarks(text: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, is_gone, kill, read_process, tiny, wait_until
 
 MODEL = '''
@@ -70,7 +71,7 @@ def held(steplab: Program) -> Program:
     return steplab
 
 
-def start_until_second_cell(held: Program) -> tuple[psutil.Popen, psutil.Process]:
+def start_until_second_cell(held: Program) -> tuple[Started, psutil.Process]:
     """A sweep whose first cell is stored and whose second is under way: its process, and the measuring one."""
     sweep = held.start(*SWEEP)
     measuring = read_process(held.cwd / "measuring.pid", "the second cell is under way")
@@ -140,7 +141,7 @@ def test_ctrl_c_ends_the_sweep_with_its_measuring_process_and_keeps_what_was_fin
 
 
 def test_ctrl_c_ends_a_run_quietly_and_stores_nothing(held: Program) -> None:
-    run = held.start("run", *tiny(context="2"), "--model", "held:build")
+    run = held.start_from_shell("run", *tiny(context="2"), "--model", "held:build")
     measuring = read_process(held.cwd / "measuring.pid", "the measurement is under way")
     os.killpg(run.pid, signal.SIGINT)
     result = finish(run)
@@ -185,7 +186,8 @@ def helper_file(held: Program) -> Path:
 def test_what_the_model_started_ends_with_the_run(
     held: Program, helper_file: Path, signal_sent: signal.Signals
 ) -> None:
-    run = held.start("run", *tiny(), "--model", "held:with_helper")
+    start = held.start_from_shell if signal_sent == signal.SIGKILL else held.start
+    run = start("run", *tiny(), "--model", "held:with_helper")
     measuring = read_process(held.cwd / "measuring.pid", "the measurement is under way")
     helper = read_process(helper_file, "the helper was started")
     try:

@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, tiny, wait_until
 
 from steplab.records.codec import decode
@@ -136,7 +135,7 @@ def test_no_rank_outlives_a_command_that_is_killed(steplab: Program) -> None:
 
 def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
     """As on two machines: each torchrun starts one of the two ranks, and the folders they store in are different."""
-    other = Program(steplab.folder / "other machine")
+    other = Program(steplab.folder / "other machine", started=steplab.started)
     port = free_port()
     launchers = [
         torchrun(program, "--nnodes", "2", "--node-rank", str(node), "--master-port", str(port))
@@ -196,15 +195,11 @@ def test_another_number_of_processes_than_torchrun_started_is_refused(
         assert len(result.stderr.splitlines()) == (1 if rank == 0 else 0)
 
 
-def torchrun(program: Program, *words: str) -> psutil.Popen:
+def torchrun(program: Program, *words: str) -> Started:
     """Start `steplab run` under torchrun, as a user would."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1"]
-    line += [*words, "-m", "steplab", "run", *tiny(), "--format", "json"]
-    process = psutil.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=program.cwd, env=program.environment
-    )
-    program.started.append(process)
-    return process
+    around = ("--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1", *words)
+    run = ("-m", "steplab", "run", *tiny(), "--format", "json")
+    return program.start(*around, *run, module="torch.distributed.run")
 
 
 def free_port() -> int:
