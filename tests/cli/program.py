@@ -38,9 +38,6 @@ OF_EVERY_COMMAND = {
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
-Job = psutil.Popen | Started
-"""A command under way."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
@@ -63,7 +60,7 @@ class Program:
     """`steplab` with its own store, home and working folder under `folder`."""
 
     folder: Path
-    started: list[Job] = field(default_factory=list)
+    started: list[psutil.Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.cwd = self.folder / "work"
@@ -179,7 +176,7 @@ def command(arguments: Sequence[str | Path]) -> list[str]:
     return [sys.executable, "-m", "steplab", *map(str, arguments)]
 
 
-def finish(process: Job, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
+def finish(process: psutil.Process, timeout_s: float = _COMMAND_TIMEOUT_S) -> Result:
     """Wait for a started command."""
     stdout, stderr = process.communicate(timeout=timeout_s)
     return _result(process.returncode, stdout, stderr)
