@@ -230,7 +230,12 @@ class _Table:
 
     def _numpy(self, name: str) -> Column:
         column = self._columns[name]
-        return np.frombuffer(column, dtype=np.dtype(column.typecode))
+        return np.frombuffer(column, dtype=_dtype(column))
+
+
+def _dtype(column: "array[int]") -> np.dtype[Any]:
+    code = str(column.typecode)  # mypy would try the overloads of dtype for each of the literals, for seconds
+    return np.dtype(code)
 
 
 def _appended(column: "array[int]", values: list[int] | NDArray[np.int64]) -> bool:
@@ -243,10 +248,11 @@ def _appended(column: "array[int]", values: list[int] | NDArray[np.int64]) -> bo
                 raise
             return False
         return True
-    limits = np.iinfo(np.dtype(column.typecode))
+    dtype = _dtype(column)
+    limits = np.iinfo(dtype)
     if values.size and not limits.min <= values.min() <= values.max() <= limits.max:
         return False
-    column.frombytes(values.astype(np.dtype(column.typecode), copy=False).tobytes())
+    column.frombytes(values.astype(dtype, copy=False).tobytes())
     return True
 
 
