@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PAGE := steplab-run/report.html
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 export STEPLAB_STORE := steplab-run/store.db
+# Of what is installed a small part is imported, and compiled then.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help run test check format clean
@@ -30,13 +33,16 @@ format: .venv/tested ## Format the code
 clean: ## Remove the environment and what `make run` made
 	rm -rf .venv steplab-run
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "steplab needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable . --constraint constraints.txt
+	$(PYTHON) -m venv --upgrade-deps .venv
 	touch $@
 
-.venv/tested: .venv/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+.venv/installed: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable . --constraint constraints.txt
 	touch $@
+
+.venv/tested: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[dev]' --constraint constraints.txt
+	touch .venv/installed $@

@@ -166,6 +166,7 @@ def _import_everything() -> None:
     for module in pkgutil.walk_packages(steplab.__path__, "steplab."):
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
+    sys.dont_write_bytecode = True  # commands shall leave none beside the models they import
     tempfile.tempdir = None  # to be found by the variables of each
     gc.collect()
     gc.freeze()

@@ -162,7 +162,7 @@ class Program:
 @cache
 def preloaded() -> Preloaded:
     """The process that this test process's commands are forked from."""
-    return Preloaded(dict(os.environ) | OF_EVERY_COMMAND)
+    return Preloaded(dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
 
 
 def tiny(**changes: str) -> tuple[str, ...]:
