@@ -3,6 +3,7 @@
 To look for new ones: pytest --hypothesis-profile=search
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
@@ -10,9 +11,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the paralle
 import torch
 from hypothesis import settings
 
+gc.disable()  # until the tests are collected: modules make much that stays
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton comes, which reads it once
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: no search for garbage during a test has to look at it again."""
+    gc.freeze()
+    gc.enable()
