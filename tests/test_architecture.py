@@ -191,17 +191,26 @@ def test_what_needs_no_torch_is_imported_without_it() -> None:
     in_a_fresh_process(f"{BLOCKED}\nfrom importlib import import_module\nfor name in {modules!r}: import_module(name)")
 
 
-@pytest.mark.parametrize("format", ["table", "json", "csv", "md", "latex", "html"])
-def test_measurements_made_elsewhere_are_reported_without_torch(tmp_path: Path, format: str) -> None:
+MAIN = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store into which measurements made elsewhere were imported without torch, and listed."""
+    folder = tmp_path_factory.mktemp("elsewhere")
     runs = [make_run({"context": 128}), make_run({"context": 256}), out_of_memory({"model": "xl"}), recorder_run()]
-    (tmp_path / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
-    code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
-    at = ["--store", str(tmp_path / "store.db")]
-    in_a_fresh_process(code, "import", str(tmp_path / "runs.jsonl"), *at)
-    listed = in_a_fresh_process(code, "list", "--format", "json", *at)
-    reported = in_a_fresh_process(code, "report", "--format", format, *at)
+    (folder / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
+    store = str(folder / "store.db")
+    in_a_fresh_process(MAIN, "import", str(folder / "runs.jsonl"), "--store", store)
+    listed = in_a_fresh_process(MAIN, "list", "--format", "json", "--store", store)
     for run in runs:
         assert run.id in listed
+    return store
+
+
+@pytest.mark.parametrize("format", ["table", "json", "csv", "md", "latex", "html"])
+def test_measurements_made_elsewhere_are_reported_without_torch(imported: str, format: str) -> None:
+    reported = in_a_fresh_process(MAIN, "report", "--format", format, "--store", imported)
     assert "small" in reported
     assert "my finetuning" in reported
     assert reported.lower().startswith("<!doctype html>") == (format == "html")
@@ -211,8 +220,7 @@ def test_measurements_made_elsewhere_are_reported_without_torch(tmp_path: Path, 
     "arguments", [["--help"], ["--version"], ["run", "--help"], ["sweep", "--help"], ["report", "--help"]], ids=" ".join
 )
 def test_help_is_given_without_torch(arguments: list[str]) -> None:
-    code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
-    assert in_a_fresh_process(code, *arguments).strip()
+    assert in_a_fresh_process(MAIN, *arguments).strip()
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
