@@ -57,7 +57,7 @@ def mixed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program = Program(folder)
         program.write("odd.py", ODD_MODELS)
         program.write("mixed.toml", STUDY)
-        swept = program("sweep", "mixed.toml", *TINY_CELLS, "--timeout", "15s", "--format", "json")
+        swept = program("sweep", "mixed.toml", *TINY_CELLS, "--timeout", "6s", "--format", "json")
         keep_result(swept, folder / "sweep.json")
 
     return made_once(tmp_path_factory, "mixed", measure)
@@ -97,7 +97,7 @@ def test_a_crashed_cell_names_the_signal(mixed: Result) -> None:
 
 
 def test_a_cell_that_took_too_long_names_the_time_it_had(mixed: Result) -> None:
-    assert "15.0 s" in failure_of(mixed, "timeout")
+    assert "6.00 s" in failure_of(mixed, "timeout")
 
 
 def test_cells_that_cannot_be_served_are_rows_with_the_reason(mixed: Result) -> None:
