@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from steplab.costs.communication import wire_bytes
+from steplab.measurement.comm_back_to_back import Together
 from steplab.measurement.comm_calls import Call, make_call
 from steplab.measurement.comm_data import TORCH_DTYPES, Buffers
-from steplab.measurement.comm_rows import Together
 from steplab.measurement.comm_timing import time_calls
 from steplab.measurement.torchrun import torchrun_around
 from steplab.measurement.world import World, join_world
@@ -84,7 +84,7 @@ def steplab_s(spec: CommSpec, call: Call, together: Together, study: CommStudy) 
     everyone = together.collectives.host_gather(time_calls(call, together, study))
     slowest = CommCell(spec=spec, message_bytes=spec.message_bytes, ranks=tuple(everyone)).slowest
     assert slowest is not None
-    return slowest.median_s, len(slowest.best_s)
+    return slowest.median_s, len(slowest.best_s) * slowest.calls_per_sample
 
 
 def compare(spec: CommSpec, world: World, study: CommStudy, turns: int) -> tuple[float, float]:

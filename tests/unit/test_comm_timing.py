@@ -1,5 +1,6 @@
 """How a collective is timed, on a device whose clocks are told what time it is."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from tests.unit.test_loop import FakeDevice
 from torch import Tensor
 
-from steplab.measurement import comm_timing, loop
-from steplab.measurement.comm_rows import Together, back_to_back
+from steplab.measurement import comm_back_to_back, comm_timing, loop
+from steplab.measurement.comm_back_to_back import Together, back_to_back
 from steplab.measurement.comm_timing import time_calls
 from steplab.records.comm import RankTimes
 from steplab.specs.comm import CommSpec, CommStudy
@@ -23,6 +24,7 @@ class Alone:
 
     def __init__(self, device: FakeDevice, others_s: float = 0.0) -> None:
         self.device, self.others_s, self.agreed = device, others_s, 0
+        self.others_late: Iterator[bool] = iter(())
 
     def host_maximum(self, values: Tensor) -> Tensor:
         if values.tolist() == [0]:
@@ -33,11 +35,14 @@ class Alone:
         return torch.maximum(values, torch.tensor([int(self.others_s * 1e9)]))
 
     def host_gather(self, value: object) -> list[object]:
-        return [value, False]
+        return [value, next(self.others_late, False) if isinstance(value, bool) else value]
+
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
-    for module in (loop, comm_timing):
+    for module in (loop, comm_timing, comm_back_to_back):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
 
 
@@ -138,7 +143,7 @@ def rows_of(
 
 def test_the_call_in_which_ranks_wait_for_each_other_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     times = rows_of(FakeDevice(), monkeypatch, [(1, 500), *[(1, 8)] * 5] * 2, 5)
-    assert times.device_s == (8,) * 5
+    assert times.device_s == pytest.approx((8,) * 5)
 
 
 def test_a_device_that_would_wait_for_python_is_held_before_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +151,28 @@ def test_a_device_that_would_wait_for_python_is_held_before_a_row(monkeypatch: p
     times = rows_of(device, monkeypatch, [(400e-6, 120e-6)] * 10_000, 30)
     assert times.device_s == pytest.approx((120e-6,) * 30)
     assert (times.calls_per_sample, times.num_waits) == (9, 0)  # a millisecond's worth
-    # Of 6 calls of 0.4 ms 0 and 1 ms are too little, and 2 ms do; of 199, 64 ms. The second row has 8 samples.
-    assert device.events.count("call") == 3 * 6 + 6 * 199 + 73
+    # Python takes 2.4 ms for 6 calls and 80 ms for 199: each row is made twice. The last has 8 samples.
+    assert times.held_s == pytest.approx(1.5 * 199 * 400e-6)
+    assert device.events.count("call") == 2 * 6 + 2 * 199 + 73
+
+
+def test_another_ranks_wait_has_the_row_made_again_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    clocked(monkeypatch, device)
+    phase = device.phase("call", [(1e-3, 2e-3)] * 100)
+    together = Together(device=device, collectives=Alone(device, others_s=0.25e-3))  # type: ignore[arg-type]
+    together.collectives.others_late = iter([False, True])  # type: ignore[attr-defined]
+    times = back_to_back(phase.run, together, lambda calls: 3)
+    assert (len(times.device_s or ()), times.num_waits) == (3, 0)
+    assert device.events.count("call") == 6 + 4 + 4
+
+
+def test_the_slowest_ranks_time_says_how_many_calls_a_sample_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    clocked(monkeypatch, device)
+    phase = device.phase("call", [(10e-6, 120e-6)] * 1000)
+    together = Together(device=device, collectives=Alone(device, others_s=0.25e-3))  # type: ignore[arg-type]
+    assert back_to_back(phase.run, together, lambda calls: 3).calls_per_sample == 4
 
 
 def test_a_call_that_waits_itself_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,4 +180,4 @@ def test_a_call_that_waits_itself_is_taken_as_it_is(monkeypatch: pytest.MonkeyPa
     times = rows_of(device, monkeypatch, [(1, 8)] * 100, 3, waits=True)
     assert times.device_s == (9, 9, 9)
     assert times.num_waits == 3
-    assert device.events.count("call") == 6 + 6 + 4  # tried without a hold, and in vain with one
+    assert device.events.count("call") == 6 + 6 + 4  # tried without a hold, and in vain with the longest

@@ -89,6 +89,11 @@ def test_figures_are_a_step_s_and_the_last_step_is_drawn_from_its_beginning() ->
     assert [name for name, *_ in found.timeline.phases] == ["forward", "backward", "optimizer"]
 
 
+def test_the_time_between_two_steps_for_which_a_gpu_was_held_is_no_part_of_them() -> None:
+    # From the first kernel at 110 to the last at 800; the steps begin 1000 apart, and what lies between is nobody's.
+    assert traced_steps(two_steps().build()).step_s == pytest.approx(690e-6)
+
+
 def test_copies_are_drawn_and_hide_nothing() -> None:
     trace = two_steps()
     trace.kernel("Memcpy DtoD (Device -> Device)", 2600, 2700, launch=(2302, 2303), stream=7)

@@ -49,7 +49,10 @@ def comm(
     cells: CommOptions = CommOptions(),
     spread: ProcessOptions = ProcessOptions(),
     repeats: Annotated[
-        int | None, Parameter(help="How often each cell is timed [default: 10 to 200, by its length]")
+        int | None,
+        Parameter(
+            help="Samples of each cell, of short calls on a GPU means of many [default: 10 to 200, by its length]"
+        ),
     ] = None,
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
     timeout: Annotated[str, Parameter(help="Give a cell up after this time without a sign of it")] = "5min",

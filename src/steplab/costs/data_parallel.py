@@ -15,8 +15,9 @@ without a pause from the first bucket, ready at b / n, on:
 
     exposed(n) = max( c(n),  b / n + n c(n) - b )
 
-A call's o may be spent where nothing runs beside it: on the host that launches the backward's kernels too, or on SMs
-that the backward would have used. Then every call's o is exposed, the last bucket's transfer as before:
+A call's o may be spent where nothing runs beside it: on SMs that the backward would have used or, where Python is not
+ahead, on the host that has the backward's kernels to start as well. Then every call's o is exposed, the last bucket's
+transfer as before:
 
     serial(n) = n o + s / (n w)
 

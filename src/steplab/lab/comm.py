@@ -1,7 +1,7 @@
 """Benchmark collectives: measure a study's cells, fit the machine's communication profile, store one record."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from steplab import __version__
@@ -141,7 +141,7 @@ class _Gathered:
             libraries=said.libraries if said else {},
             cells=cells,
             profile=profile_of(cells),
-            notes=(*notes, *map(_why_left_out, left_out(cells))),
+            notes=(*notes, *map(_why_left_out, left_out(cells)), *_waits(cells)),
         )
 
 
@@ -151,6 +151,19 @@ def _why_left_out(cell: CommCell) -> str:
         f"{cell.spec.label}: its calls had not settled ({', '.join(map(format_time, thirds_s))}: "
         "medians of the first, middle and last third), and the communication profile is without it"
     )
+
+
+def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
+    """A note for each cell in whose time Python may have a part."""
+    for cell in cells:
+        waits, rank = max(
+            ((times.num_waits or 0, times) for times in cell.ranks), key=lambda one: one[0], default=(0, None)
+        )
+        if waits and rank is not None:
+            yield (
+                f"{cell.spec.label}: in {waits} of {len(rank.best_s)} samples of rank {rank.rank} the device may have "
+                "waited for Python, which had not started all of their calls"
+            )
 
 
 def went_well(run: CommRun) -> bool:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from steplab import __version__
 from steplab.errors import Unsupported
+from steplab.measurement.comm_back_to_back import Together
 from steplab.measurement.comm_calls import MakeCall, make_call
 from steplab.measurement.comm_data import Buffers
-from steplab.measurement.comm_rows import Together
 from steplab.measurement.comm_timing import time_calls
 from steplab.measurement.device import Device, HostClockDevice
 from steplab.measurement.environment import read_clocks, read_environment

@@ -1,8 +1,8 @@
 """How one cell of the benchmark of collectives is timed, in step with the other ranks.
 
-On a device with a timeline of its own, calls go back to back (comm_rows.py). After that, on every device, each call by
-itself: a barrier, then the host's clock around the call with the device synchronised at both ends. That is what one
-call takes which nobody prepared.
+On a device with a timeline of its own, calls go back to back (comm_back_to_back.py). After that, on every device, each
+call by itself: a barrier, then the host's clock around the call with the device synchronised at both ends. That is what
+one call takes which nobody prepared.
 
 All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
 """
@@ -12,8 +12,8 @@ import math
 import time
 from collections.abc import Callable
 
+from steplab.measurement.comm_back_to_back import Together, back_to_back
 from steplab.measurement.comm_calls import Call
-from steplab.measurement.comm_rows import Together, back_to_back
 from steplab.measurement.loop import Phase, run_synchronised
 from steplab.records.comm import RankTimes
 from steplab.records.timing import find_phase

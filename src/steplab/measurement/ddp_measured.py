@@ -8,7 +8,7 @@ from steplab.measurement.ddp_contender import SYNC_PHASE, ContenderStep
 from steplab.measurement.ddp_memory import state_memory
 from steplab.measurement.ddp_messages import MessagesAlone
 from steplab.measurement.ddp_trace import trace_steps
-from steplab.measurement.ddp_turns import Samples, run_turns
+from steplab.measurement.ddp_turns import LONGEST_HOLD_S, Samples, run_turns
 from steplab.measurement.head_start import HeadStart
 from steplab.measurement.world import World
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
@@ -56,7 +56,9 @@ class MeasuredContender:
         messages = self.step.messages()  # torch's buckets have changed by now, once it saw the order of readiness
         self._begin("measure", self._study.step.steps)
         together = [baseline.phases, self.step.phases] if baseline else [self.step.phases]
-        *others, samples = run_turns(together, self._world, self._study.step.steps, self._study.turn, self._on_step)
+        *others, (samples, held_s) = run_turns(
+            together, self._world, self._study.step.steps, self._study.turn, self._on_step
+        )
         alone_s, notes = self._alone(messages)
         if trace is not None:
             self._begin("profile", self._study.profiled_steps)
@@ -64,7 +66,8 @@ class MeasuredContender:
         mine = DdpRank(
             rank=self._world.rank,
             phases=samples,
-            baseline=others[0] if others else (),
+            baseline=others[0][0] if others else (),
+            held_s=held_s,
             alone_s=alone_s,
             memory=tuple(self.memory),
             peak=self.peak,
@@ -82,7 +85,7 @@ class MeasuredContender:
     def timed_by_itself(self, steps: int) -> Samples:
         """So many steps, once it is warm."""
         self._warm_up()
-        (samples,) = run_turns([self.step.phases], self._world, steps, self._study.turn, self._on_step)
+        ((samples, _),) = run_turns([self.step.phases], self._world, steps, self._study.turn, self._on_step)
         return samples
 
     def _first_step(self) -> float:
@@ -125,17 +128,18 @@ class MeasuredContender:
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
         device, found = self._device, []
-        head_start, send_s = HeadStart(device, self._world.collectives), 0.0
+        head_start = HeadStart(device, self._world.collectives, LONGEST_HOLD_S)
         for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
             before()
             device.synchronize()
             self._world.collectives.host_gather(None)  # a barrier: waiting for a late rank is no part of it
-            head_start.give(send_s)
-            start = device.mark()
+            head_start.give()
             started = time.perf_counter()
+            start = device.mark()
             send()
-            send_s = time.perf_counter() - started
             end = device.mark()
+            if repeat == -1:
+                head_start.lengthen(time.perf_counter() - started)
             device.synchronize()
             if repeat >= 0:
                 found.append(device.seconds_between(start, end))

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from steplab.measurement.ddp_contender import ContenderStep
+from steplab.measurement.ddp_turns import LONGEST_HOLD_S
 from steplab.measurement.head_start import HeadStart
 from steplab.measurement.world import World
 
@@ -18,17 +19,17 @@ def trace_steps(step: ContenderStep, world: World, num_steps: int, target: Path 
     activities = [ProfilerActivity.CPU]
     if world.device.torch_device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    head_start, step_s = HeadStart(world.device, world.collectives), 0.0
+    head_start = HeadStart(world.device, world.collectives, LONGEST_HOLD_S)
     world.device.synchronize()
     with profile(activities=activities) as profiler:
         for name in ("warmup step", *("step" for _ in range(num_steps))):
-            head_start.give(step_s)
+            head_start.give()
             started = time.perf_counter()
             with record_function(name):
                 for phase in step.phases:
                     with record_function(phase.name):
                         phase.run()
-            step_s = time.perf_counter() - started
+            head_start.lengthen(time.perf_counter() - started)
             world.device.synchronize()
     if target is not None:
         profiler.export_chrome_trace(str(target))

@@ -7,24 +7,29 @@ contender has anything under way between two steps, so that nothing passes unsee
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from steplab.measurement.head_start import HeadStart
 from steplab.measurement.loop import Phase, run_back_to_back
 from steplab.measurement.world import World
-from steplab.records.timing import PhaseSamples
+from steplab.records.timing import PhaseSamples, find_phase
 
 Samples = tuple[PhaseSamples, ...]
+
+LONGEST_HOLD_S = 0.5
+"""Python fills the queue of launches in less."""
+_HARDLY = 0.01
+"""Of a step: with no more of a lead than that at the end of a phase, the device may have waited for Python."""
 
 
 def run_turns(
     contenders: Sequence[Sequence[Phase]], world: World, steps: int, turn: int, on_step: Callable[[int], None]
-) -> list[Samples]:
-    """At least `steps` samples of each contender, `turn` in a row; every rank calls it.
+) -> list[tuple[Samples, float | None]]:
+    """At least `steps` samples of each contender, `turn` in a row, and for how long the device was held before a step
+    at the most; every rank calls it.
 
     Rounds begin with another contender each, so that none always comes after the same one.
     """
-    head_start = HeadStart(world.device, world.collectives)
+    head_starts = [HeadStart(world.device, world.collectives, LONGEST_HOLD_S) for _ in contenders]
     found: list[list[Samples]] = [[] for _ in contenders]
     done = 0
     while done < steps:
@@ -32,22 +37,53 @@ def run_turns(
         if (done // turn) % 2:
             order.reverse()
         for number in order:
-            found[number] += _turn(contenders[number], world, head_start, turn)
+            found[number] += _turn(contenders[number], world, head_starts[number], turn)
         done += turn
         on_step(min(done, steps) - 1)
-    return [joined(turns) for turns in found]
+    held = [head_start.seconds if world.device.asynchronous else None for head_start in head_starts]
+    return [(joined(turns), held_s) for turns, held_s in zip(found, held, strict=True)]
 
 
 def _turn(phases: Sequence[Phase], world: World, head_start: HeadStart, steps: int) -> list[Samples]:
-    """So many steps, after one with the ranks together that is not counted: it says how long Python takes for one."""
+    """So many steps, after one with the ranks together that is not counted, and says how long Python takes for one.
+
+    A step in which Python was not ahead on some rank is made again with the device held for longer, where that can be.
+    """
+    found: list[Samples] = []
     world.device.synchronize()
     world.collectives.host_gather(None)
     started = time.perf_counter()
     for phase in phases:
         phase.run()
-    give = partial(head_start.give, time.perf_counter() - started)
-    turns = [run_back_to_back(phases, world.device, 1, lambda iteration: None, head_start=give) for _ in range(steps)]
-    return [samples for samples, _ in turns]
+    head_start.lengthen(time.perf_counter() - started)
+    while len(found) < steps:
+        samples, started_s = _step(phases, world, head_start)
+        if not any(world.collectives.host_gather(_hardly_ahead(samples))) or not head_start.lengthen(started_s):
+            found.append(samples)
+    return found
+
+
+def _step(phases: Sequence[Phase], world: World, head_start: HeadStart) -> tuple[Samples, float]:
+    """One step, and how long Python took to start it."""
+    begun_s, started_s = 0.0, 0.0
+
+    def give() -> None:
+        nonlocal begun_s
+        head_start.give()
+        begun_s = time.perf_counter()
+
+    def on_step(iteration: int) -> None:
+        nonlocal started_s
+        started_s = time.perf_counter() - begun_s
+
+    samples, _ = run_back_to_back(phases, world.device, 1, on_step, head_start=give)
+    return samples, started_s
+
+
+def _hardly_ahead(samples: Samples) -> bool:
+    step = find_phase(samples, "step")
+    assert step is not None
+    return step.lead_s is not None and min(step.lead_s) < _HARDLY * min(step.best_s)
 
 
 def joined(turns: Sequence[Samples]) -> Samples:

@@ -4,7 +4,8 @@ Two ways of timing the same step answer two questions.
 
 Back to back: nothing waits between steps, as in training. Marks (CUDA events) are put on the device's
 timeline at the borders of the phases and read only once the loop is over, so that the host may run ahead of
-the device exactly as it does without steplab. This is the step time people mean.
+the device exactly as it does without steplab. This is the step time people mean. (Where the device's time alone
+is asked for, whoever calls gives the host a head start.)
 
 Synchronised: the device is idle before and after every phase, and both clocks run, the host's and the
 device's. The phase is alone, so its times do not hide in a neighbour's; where the host's figure is much the

@@ -36,6 +36,9 @@ class RankTimes:
     num_waits: int | None = None
     """How many of those samples had calls that were not all started when the device had ended the sample before: it may
     have waited for the host in them. None where that is not known."""
+    held_s: float | None = None
+    """For how long the device was held before a row at the most, so that Python was ahead of it; None where that is not
+    known, or the host is the device."""
     alone_s: tuple[float, ...] = ()
     """Seconds on the host's clock of single calls, each after a barrier, the device synchronised at both ends."""
 

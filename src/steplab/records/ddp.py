@@ -67,9 +67,12 @@ class DdpRank:
     rank: int
     """From 0."""
     phases: tuple[PhaseSamples, ...] = ()
-    """forward, backward, gradient sync where there is such a call, optimizer, and step; back to back in turns."""
+    """forward, backward, gradient sync where there is such a call, optimizer, and step."""
     baseline: tuple[PhaseSamples, ...] = ()
     """The same without communication, in turns with it; empty for the baseline itself."""
+    held_s: float | None = None
+    """For how long the device was held before each step of `phases` at the most, so that Python was ahead of it; None
+    where the host is the device, or where that is not known."""
     alone_s: tuple[float, ...] = ()
     """The communication of one step with nothing beside it, a sample a repeat."""
     memory: tuple[StateMemory, ...] = ()
@@ -99,7 +102,7 @@ class TracedSteps:
     num_steps: int
     """How many were traced."""
     step_s: float
-    """From the start of the first to the end of the last piece of work, over the steps."""
+    """From a step's first piece of work to its last; on a CPU, where steps follow one another, of all over how many."""
     communication_s: float
     """Time in which at least one message was under way."""
     overlapped_s: float

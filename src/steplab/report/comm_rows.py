@@ -32,7 +32,8 @@ def _row(cell: CommCell) -> Row:
         "message_bytes": cell.message_bytes,
         "wire_bytes": cell.wire_bytes,
         "status": cell.status,
-        "repeats": len(slowest.best_s) if slowest else None,
+        "samples": len(slowest.best_s) if slowest else None,
+        "calls_per_sample": slowest.calls_per_sample if slowest else None,
         "time_s": slowest.median_s if slowest else None,
         "min_s": min(slowest.best_s) if slowest else None,
         "p95_s": stats.percentile(slowest.best_s, 95) if slowest else None,
@@ -138,7 +139,10 @@ def comm_tables(run: CommRun) -> list[TitledTable]:
     """Every cell, and the profile where there is one."""
     timeline = any(times.device_s for cell in run.cells for times in cell.ranks)
     if timeline:
-        how = "calls back to back, by events on the device; alone: one call after a barrier, by the host's clock"
+        how = (
+            "calls back to back, by events on the device, short ones in groups of calls_per_sample; alone: one call "
+            "after a barrier, by the host's clock"
+        )
     else:
         how = "calls one by one, each after a barrier, by the host's clock"
     tables = [

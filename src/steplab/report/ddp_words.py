@@ -50,6 +50,11 @@ def told_of(run: DdpRun) -> Iterator[str]:
             f"{ours.contender.label} adds {adds} what torch DDP adds at its best, "
             f"{theirs.contender.bucket_size_mb:g} MB: {units.format_time(best_s)}."
         )
+    if held := [rank.held_s for cell in run.cells for rank in cell.ranks if rank.held_s]:
+        yield (
+            f"Before each step the devices were held for {units.format_time(min(held))} to "
+            f"{units.format_time(max(held))}, idle, so that Python was ahead of them."
+        )
     least, most = figures.baseline_range_s(run) or (0.0, 0.0)
     if most > _STEADY * least:
         yield (

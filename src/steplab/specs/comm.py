@@ -121,7 +121,8 @@ class CommStudy:
     warmup_s: float = 0.1
     """Each cell runs at least so long before it is timed (and five times), about ten times as long at most."""
     measured_s: float = 0.3
-    """Time that the repeats of a cell may take, between least and most repeats."""
+    """Time that the samples of a cell may take, between least and most repeats. On a GPU a sample is the mean of as
+    many calls as take a millisecond (measurement.comm_back_to_back); by itself a call is timed as often."""
     least_repeats: int = 10
     """However long they take."""
     most_repeats: int = 200

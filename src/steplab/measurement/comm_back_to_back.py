@@ -9,6 +9,7 @@ microseconds of it: so there is one after as many calls as take a millisecond to
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -17,6 +18,7 @@ import torch
 
 from steplab.measurement.comm_calls import Call
 from steplab.measurement.device import Device
+from steplab.measurement.head_start import HeadStart
 from steplab.measurement.loop import Phase, run_back_to_back
 from steplab.parallel.collectives import Collectives
 from steplab.records.comm import RankTimes
@@ -29,7 +31,8 @@ _IN_A_ROW = 200
 """Calls, of which each puts a few things into the device's queue; it is to hold them all."""
 _TRIED = 5
 """Calls by which it is found out how long one takes."""
-_FIRST_HOLD_S, _LONGEST_HOLD_S = 1e-3, 0.1
+_LONGEST_HOLD_S = 0.25
+"""Python starts so many calls in less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,48 +67,61 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
         samples += found_s
         num_waits += waits
     return RankTimes(
-        rank=together.collectives.rank, device_s=tuple(samples), calls_per_sample=calls, num_waits=num_waits
+        rank=together.collectives.rank,
+        device_s=tuple(samples),
+        calls_per_sample=calls,
+        num_waits=num_waits,
+        held_s=rows.held_s,
     )
 
 
 class _Rows:
-    """Rows of one call, and for how long the device is held before them: the same on all ranks."""
+    """Rows of one call, and for how long the device is held before them."""
 
     def __init__(self, call: Call, together: Together) -> None:
         self._call, self._together = call, together
-        self._hold_s = 0.0
-        self._in_vain = False
-        """The call waits for the device itself."""
+        self._head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
+
+    @property
+    def held_s(self) -> float:
+        """For how long so far."""
+        return self._head_start.seconds
 
     def run(self, num_samples: int, calls: int) -> tuple[list[float], int]:
         """Seconds a call of so many samples of `calls` each, and how many of them may have Python's time in them.
 
-        Those are the samples whose calls were not all started when the device had ended the one before.
+        Those are the samples whose calls were not all started when the device had ended the sample before. If a rank
+        has such, the row is made again with the device held for longer, unless that has been of no use: then the call
+        waits for the device itself.
         """
         while True:
-            found = self._row(num_samples, calls)
+            found, started_s = self._row(num_samples, calls)
             times, leads = found.best_s, found.lead_s or ()
             waits = sum(lead < seconds for lead, seconds in zip(leads, times, strict=True))
-            if calls == 1 and self._hold_s:
-                self._in_vain = max(leads) < min(times)
-            again = waits > 0 and not self._in_vain and self._hold_s < _LONGEST_HOLD_S
-            if not any(self._together.collectives.host_gather(again)):
+            waits_anywhere = any(self._together.collectives.host_gather(waits > 0))
+            if not waits_anywhere or not self._head_start.lengthen(started_s):
                 return [seconds / calls for seconds in times], waits
-            self._hold_s = max(2 * self._hold_s, _FIRST_HOLD_S)
 
-    def _row(self, num_samples: int, calls: int) -> PhaseSamples:
+    def _row(self, num_samples: int, calls: int) -> tuple[PhaseSamples, float]:
+        """A row's samples, and how long Python took to start it."""
+        begun_s, started_s = 0.0, 0.0
+
         def head_start() -> None:
-            self._together.device.hold(self._hold_s)
+            nonlocal begun_s
+            self._head_start.hold()
+            begun_s = time.perf_counter()
             self._call()
 
         def sample() -> None:
+            nonlocal started_s
             for _ in range(calls):
                 self._call()
+            started_s = time.perf_counter() - begun_s
 
         self._together.barrier()
         phases, device = [Phase(name="step", run=sample)], self._together.device
         (samples,), _ = run_back_to_back(phases, device, num_samples, _unheard, head_start=head_start)
-        return samples
+        return samples, started_s
 
 
 def _unheard(repeat: int) -> None:
