@@ -16,12 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+from attention_sources import cells_of, disagreements, sources
+from attention_steps import OURS, STEPS, milliseconds, steps
+
 from steplab import units
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
 from steplab.records.run import Run
-from steplab.records.timing import find_phase
 from steplab.report.attention_rows import default_peer, median_s
 from steplab.report.attention_speeds import PASS_WORDS, by_shape, geometric_means, markdown, speed_grid
 from steplab.report.attention_text import account_grid
@@ -29,7 +31,7 @@ from steplab.report.grid import Grid
 from steplab.specs.attention import PASSES, AttentionSpec
 
 Kind = TypeVar("Kind", AttentionRun, Run)
-OURS, PEER = "flash_triton", "flex"
+PEER = "flex"
 MATMUL_FLOPS_PER_S = 790e12
 """What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.3e12
@@ -40,6 +42,9 @@ MOST = 0.75
 """Of a time, what binds it."""
 CLOCKS_HZ = (1.755e9, 1.98e9)
 """What an H200 runs at, under its power limit and at most."""
+LONGEST = 65_536
+"""Positions, of the long grid; the piece `beyond` has more, in one type and dimension."""
+_OF_PASSES = "forward / backward / both, milliseconds"
 BEGIN, END = "<!-- begin: benchmarks/attention_table.py -->", "<!-- end: benchmarks/attention_table.py -->"
 
 HEAD = """# Attention by itself, on one {device}
@@ -69,16 +74,14 @@ WORK = {
 }
 
 
-STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"
-"""Steps with plain attention and with torch's choice, measured on another day."""
-
-
 def main(records: str, *rest: str) -> None:
     runs = read(Path(records), AttentionRun)
     whole = list(_titled("Whole models", steps(read(STEPS, Run), read(Path(records), Run))))
     if rest:
         _, page = rest
-        write_between_marks(Path(page), "\n\n".join([*for_docs(cells_of(runs, "peers")), whole[-1]]))
+        write_between_marks(
+            Path(page), "\n\n".join([*for_docs(cells_of(runs, "peers"), cells_of(runs, "long")), whole[-1]])
+        )
     else:
         print("\n\n".join([*parts(runs), *whole]))
 
@@ -100,52 +103,6 @@ def read(path: Path, kind: type[Kind]) -> list[Kind]:
     return sorted(runs, key=lambda run: run.created_utc)
 
 
-def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Grid | None:
-    """The step of each model by who computes its attention; of one measured twice, the later. Earlier ones are marked:
-    they were not measured beside the others."""
-    found: dict[tuple[str, str], dict[str, Run]] = {}
-    for run in (*earlier, *runs):
-        spec, wanted = run.spec, {"precision": "bf16", "pass_name": "train", "batch": 4, "checkpointing": "none"}
-        if spec is None or run.timing is None or spec.warmup < 3 or spec.context < 512:
-            continue
-        if all(getattr(spec, name) == value for name, value in wanted.items()):
-            column = f"{spec.attention}, {'eager' if spec.compile == 'off' else 'compiled'}"
-            found.setdefault((spec.model.name, str(spec.context)), {})[column] = run
-    compared = {key: own for key, own in found.items() if any(column.startswith(OURS) for column in own)}
-    if not compared:
-        return None
-    columns = list(dict.fromkeys(column for own in compared.values() for column in own))
-    columns.sort(key=lambda column: ("compiled" in column, OURS in column, column))
-    old = {run.id for run in earlier}
-
-    def text(run: Run | None) -> str:
-        return _milliseconds(_step_s(run)) + ("*" if run.id in old else "") if run else "–"
-
-    rows = [(*key, *(text(own.get(column)) for column in columns)) for key, own in compared.items()]
-    ids = ", ".join(run.id for own in compared.values() for run in own.values())
-    return Grid(
-        headers=("model", "context", *columns),
-        rows=tuple(rows),
-        numeric=(False, True, *(True for _ in columns)),
-        caption="Milliseconds of a training step, batch 4, bf16; –: not measured; *: in another session, from "
-        f"{STEPS.relative_to(STEPS.parents[2])}. Records: {ids}.",
-    )
-
-
-def _step_s(run: Run) -> float:
-    """The median of its steps."""
-    assert run.timing is not None
-    samples = find_phase(run.timing.back_to_back, "step")
-    assert samples is not None
-    return median(samples.best_s)
-
-
-def cells_of(runs: Sequence[AttentionRun], grid: str) -> list[AttentionCell]:
-    """The cells of all benchmarks of a grid; of one measured twice, the later."""
-    found = {cell.spec: cell for run in runs if run.study.name == grid for cell in run.cells}
-    return list(found.values())
-
-
 def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
     """The page, piece by piece."""
     env = next(run.environment for run in runs if run.environment)
@@ -161,10 +118,12 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
         yield from _titled("Errors and first calls, the worst of all shapes", worst(peers))
         yield from _titled("Memory, peak of forward and backward beyond the inputs", memory(peers))
     for grid, title in (("study", "Batch 8, one head, fp32, not causal"), ("long", "Batch 1, one head, causal")):
-        cells = cells_of(runs, grid)
+        cells = _in_order(cells_of(runs, grid))
         if not cells:
             continue
         yield f"## {title}"
+        yield from _titled(f"Which record the cells are of ({grid})", sources(runs, grid))
+        yield from _titled(f"Measured twice, and not the same ({grid})", disagreements(runs, grid))
         for dtype in dict.fromkeys(cell.spec.dtype for cell in cells):
             own = [cell for cell in cells if cell.spec.dtype == dtype]
             for name in PASSES:
@@ -179,19 +138,26 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
             yield markdown(account_grid(account).remarking(f"Most at once: {text}{said}"))
 
 
-def for_docs(peers: Sequence[AttentionCell]) -> Iterator[str]:
+def for_docs(peers: Sequence[AttentionCell], long: Sequence[AttentionCell]) -> Iterator[str]:
     """What docs/attention.md shows."""
-
-    def text(cell: AttentionCell) -> str | None:
-        times = [median_s(cell, name) for name in PASSES]
-        return " / ".join(_milliseconds(seconds) for seconds in times if seconds) or None
-
-    yield markdown(by_shape(peers, text, "forward / backward / both, milliseconds."))
+    yield markdown(by_shape(peers, _three_times, f"{_OF_PASSES}."))
     for peer in (PEER, default_peer(peers)):
         if means := geometric_means(peers, peer):
             yield markdown(means)
+    if longest := [cell for cell in _in_order(long) if cell.spec.queries == LONGEST]:
+        yield markdown(by_shape(longest, _three_times, f"{_OF_PASSES}; the longest sequences of the long grid."))
     if found := bounds(peers):
         yield markdown(found)
+
+
+def _three_times(cell: AttentionCell) -> str | None:
+    times = [median_s(cell, name) for name in PASSES]
+    return " / ".join(milliseconds(seconds) for seconds in times if seconds) or None
+
+
+def _in_order(cells: Sequence[AttentionCell]) -> list[AttentionCell]:
+    """By type, head dimension and length: they come from records of some of each."""
+    return sorted(cells, key=lambda cell: (cell.spec.dtype, cell.spec.dim, cell.spec.queries))
 
 
 def bounds(cells: Sequence[AttentionCell]) -> Grid | None:
@@ -231,14 +197,9 @@ def _bound_row(spec: AttentionSpec, name: str, work: Work, seconds: float) -> tu
     else:
         bound = "products and exponentials" if products_s + fast_s > MOST * seconds else "neither"
     label = spec.sizes_label + (" causal" if spec.causal else "")
-    exponentials = f"{_milliseconds(fast_s)} to {_milliseconds(slow_s)}"
-    figures = _milliseconds(seconds), _milliseconds(products_s), exponentials, _milliseconds(bytes_s)
+    exponentials = f"{milliseconds(fast_s)} to {milliseconds(slow_s)}"
+    figures = milliseconds(seconds), milliseconds(products_s), exponentials, milliseconds(bytes_s)
     return label, name, *figures, bound, f"{100 * products_s / seconds:.0f} %"
-
-
-def _milliseconds(seconds: float) -> str:
-    """Three significant digits, trailing zeros among them."""
-    return f"{1e3 * seconds:#.3g}".rstrip(".")
 
 
 def pairs_of_head(spec: AttentionSpec) -> int:

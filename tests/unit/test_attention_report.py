@@ -18,6 +18,7 @@ from steplab.lab.reporting import runs_to_report
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import decode, encode, kind_of
+from steplab.records.timing import PhaseSamples
 from steplab.report.attention_rows import attention_rows, default_peer
 from steplab.report.attention_speeds import geometric_means, speed_grid
 from steplab.report.attention_steps import attention_step_grid, attention_step_rows
@@ -124,6 +125,27 @@ def test_speeds_stand_shape_by_shape_with_each_implementation_beside_the_peer(pe
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
     assert speed_grid(alone, None, "both") is None
     assert speed_grid([make_cell(cell.spec, passes=()) for cell in peers.cells], None, "both") is None
+
+
+def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_that_do(peers: AttentionRun) -> None:
+    flex, ours = (
+        next(cell.spec for cell in peers.cells if cell.spec.implementation == name) for name in ("flex", "flash_triton")
+    )
+    steady = (1e-3,) * 7 + (5e-3, 9e-3)  # quartiles 1 and 1 ms
+    waiting = (1e-3, 1e-3, 1e-3, 1.1e-3, 1.2e-3, 1.4e-3, 1.6e-3, 2e-3, 3e-3)  # quartiles 1 and 1.6 ms, median 1.2 ms
+
+    def shown(samples: tuple[float, ...]) -> tuple[str, str]:
+        timed = {flex: steady, ours: samples}
+        cells = [make_cell(spec, passes=(PhaseSamples(phase="both", device_s=found),)) for spec, found in timed.items()]
+        grid = speed_grid(cells, "flex", "both")
+        assert grid is not None
+        return " ".join(grid.rows[0][1:]), grid.caption
+
+    assert shown(steady)[0] == "1.00 ms 1.00 ms 1.00×"
+    assert "~" not in shown(steady)[1]
+    text, caption = shown(waiting)
+    assert text == "1.00 ms ~1.20 ms 0.83×"
+    assert "~: the middle half of its samples is spread over more than 20% of it" in caption
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -476,7 +476,7 @@ def test_tuning_again_changes_a_row_and_nothing_else() -> None:
     slower = {key: (1.0, 1.0) if key[1] == 3 else (2.0, 2.0) for key in TWO_ROWS}
     again = table_with(tuning(slower), once)  # type: ignore[arg-type]
     old, new = ({row for row in read_table(text) if row.gpu == "NVIDIA H200"} for text in (once, again))
-    assert [row.stages for row in new if (row.kernel, row.box) == ("forward", 128)] == [3]
+    assert [row.stages for row in new if (row.kernel, row.bits, row.box) == ("forward", 16, 128)] == [3]
     assert set(read_table(once)) - old == set(read_table(again)) - new
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import median, quantiles
 
 from steplab import units
 from steplab.records.attention import AttentionCell
@@ -14,6 +15,9 @@ from steplab.specs.attention import PASSES, AttentionSpec
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 """What a pass is called."""
 _BY_INTEREST = ("both", "forward", "backward")
+_SCATTERED = 0.2
+"""Of a median: where the middle half of the samples is spread over more, it is marked. Kernels by themselves repeat
+within a few per cent; what scatters more is a wait for the host, or somebody else at work on the device."""
 
 
 def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
@@ -21,8 +25,18 @@ def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
     return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 
+def scatter(cell: AttentionCell, name: str) -> float:
+    """How far the middle half of a pass's samples is spread, over their median; 0 with fewer than four."""
+    samples = cell.samples(name)
+    if len(samples) < 4:
+        return 0.0
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return (high - low) / median(samples)
+
+
 def speed_grid(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Grid | None:
-    """Median time of a pass, and speed against the peer: shapes by implementations. None with one implementation."""
+    """Median time of a pass, and speed against the peer: shapes by implementations. None with one implementation.
+    Medians of samples that scatter are marked."""
     columns = {cell.spec.column for cell in cells}
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
         return None
@@ -31,10 +45,15 @@ def speed_grid(cells: Sequence[AttentionCell], peer: str | None, name: str) -> G
     def text(cell: AttentionCell) -> str | None:
         seconds = median_s(cell, name)
         against = None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
-        return None if seconds is None else units.format_time(seconds) + (f" {against:.2f}×" if against else "")
+        mark = "~" if scatter(cell, name) > _SCATTERED else ""
+        return None if seconds is None else mark + units.format_time(seconds) + (f" {against:.2f}×" if against else "")
 
     compared = f", and how many times as fast as {peer}" if peer in columns else ""
-    return by_shape(cells, text, f"{PASS_WORDS[name].capitalize()}: median time{compared}.")
+    marked = any(scatter(cell, name) > _SCATTERED for cell in cells)
+    scattering = (
+        f" ~: the middle half of its samples is spread over more than {_SCATTERED:.0%} of it." if marked else ""
+    )
+    return by_shape(cells, text, f"{PASS_WORDS[name].capitalize()}: median time{compared}.{scattering}")
 
 
 def by_shape(cells: Sequence[AttentionCell], text: Callable[[AttentionCell], str | None], caption: str) -> Grid:
