@@ -33,6 +33,9 @@ def test_gpus_get_the_sizes_of_the_convention_and_a_laptop_smaller_ones() -> Non
     laptop = comm_cells({}, num_processes=2, on_gpus=False)
     assert {(cell.backend, cell.device, cell.world_size) for cell in laptop} == {("gloo", "cpu", 2)}
     assert max(cell.size_bytes for cell in laptop) == 10**7
+    crowd = comm_cells({}, num_processes=1024, on_gpus=False)  # of whom each has 16 bytes at the least
+    assert min(cell.size_bytes for cell in crowd if cell.world_size == 1024) == 10**5
+    assert min(cell.size_bytes for cell in crowd if cell.world_size == 512) == 10**4
     assert [worlds_of(n) for n in (2, 3, 4, 6, 8)] == [[2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]
 
 
@@ -90,6 +93,8 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     assert (study.num_processes, device, study.least_repeats, study.most_repeats) == (2, "cpu", 7, 7)
     with pytest.raises(UserError, match="--processes must be at least 2: one process has nobody to talk to"):
         comm_study({}, processes=1)
+    with pytest.raises(UserError, match=r"^1000000 processes do not fit: each takes 128 MiB"):
+        comm_study({}, processes=10**6)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("MASTER_ADDR", "localhost")

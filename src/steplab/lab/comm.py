@@ -12,6 +12,7 @@ from steplab.lab.machine import visible_gpus
 from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.comm_launch import comm_in_ranks
 from steplab.measurement.launch import OnProgress
+from steplab.measurement.ranks_launch import refuse_too_many
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.comm import CommCell, CommFit, CommRun
@@ -59,6 +60,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
         raise UserError(f"--{option} must be at least {_FEWEST}: one process has nobody to talk to")
+    refuse_too_many(count)  # before a size is, of which each has too little a part
     return count, device
 
 
