@@ -22,7 +22,7 @@ from steplab.records.comm import CommCell, CommRun
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
 
-TINY = ("--size", "1kB,4kB", "--repeats", "3")
+TINY = ("--size", "1kB,2kB,4kB", "--repeats", "3")
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
     result = steplab("comm", "--processes", "2", *TINY, *some, "--format", "json", "--name", "mine")
     assert result.code == 0, result.stderr
     rows = result.rows()
-    assert [row["collective"] for row in rows] == ["all_reduce"] * 2 + ["send_recv"] * 2
+    assert [row["collective"] for row in rows] == ["all_reduce"] * 3 + ["send_recv"] * 3
     with Store.open(steplab.store, write=False) as store:
         (listed,) = store.rows(kind="comm", name="mine")
         record = store.get(str(listed["id"]))
@@ -71,7 +71,7 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
         ("all_reduce", 2),
         ("send_recv", 2),
     }
-    assert "[4/4] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
+    assert "[6/6] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
 
 
 def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
@@ -83,7 +83,7 @@ def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     rows = json.loads(finished.stdout)
-    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 2
+    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 3
     with Store.open(steplab.store, write=False) as store:
         assert len(store.rows(kind="comm")) == 1
 
