@@ -84,6 +84,8 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a sweep's bad duration": (("sweep", *tiny(), "--timeout", "1 fortnight"), ("fortnight",)),
     "the doctor's bad duration": (("doctor", "--timeout", "nan"), ("nan",)),
     "a sweep of nothing": (("sweep",), ("quick", "--context")),
+    "a sweep's processes": (("sweep", *tiny(), "--processes", "2"), ("give --layout dp=2 --device cpu",)),
+    "a sweep's GPUs": (("sweep", "quick", "--gpus", "4"), ("give --layout dp=4",)),
     "a sweep with a bad cell": (("sweep", "--context", "8,x"), ("context", "'x'")),
     "a sweep with a hole": (("sweep", "--context", "8,"), ("context",)),
     "unknown study": (("sweep", "everything"), ("everything", "quick", "TOML")),

@@ -22,7 +22,7 @@ from steplab.records.comm import CommCell, CommRun
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
 
-TINY = ("--size", "1kB,4kB", "--repeats", "3")
+TINY = ("--size", "1kB,2kB,4kB", "--repeats", "3")
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,7 @@ TINY = ("--size", "1kB,4kB", "--repeats", "3")
         (("--size", "1MB,big"), "'big' is not a size"),
         (("--processes", "2", "--gpus", "2"), "not both"),
         (("--processes", "1"), "--processes must be at least 2: one process has nobody to talk to"),
+        (("--processes", "1000000"), "1000000 processes do not fit: each takes 128 MiB at the least"),
         (("--processes", "2", "--world-size", "4"), "world-size 4 needs 4 processes, and 2 are started"),
         (("--processes", "2", "--repeats", "0"), "the number of repeats must be at least 1"),
         (("--output", "page.html"), "this command does not write html"),
@@ -52,7 +53,7 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
     result = steplab("comm", "--processes", "2", *TINY, *some, "--format", "json", "--name", "mine")
     assert result.code == 0, result.stderr
     rows = result.rows()
-    assert [row["collective"] for row in rows] == ["all_reduce"] * 2 + ["send_recv"] * 2
+    assert [row["collective"] for row in rows] == ["all_reduce"] * 3 + ["send_recv"] * 3
     with Store.open(steplab.store, write=False) as store:
         (listed,) = store.rows(kind="comm", name="mine")
         record = store.get(str(listed["id"]))
@@ -70,7 +71,7 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
         ("all_reduce", 2),
         ("send_recv", 2),
     }
-    assert "[4/4] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
+    assert "[6/6] send_recv of 4 kB, gloo, 2 ranks: " in result.stderr
 
 
 def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
@@ -82,7 +83,7 @@ def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     rows = json.loads(finished.stdout)
-    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 2
+    assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 3
     with Store.open(steplab.store, write=False) as store:
         assert len(store.rows(kind="comm")) == 1
 

@@ -233,6 +233,22 @@ def test_no_profile_upsets_it(
     assert order == sorted(order, reverse=True)
 
 
+@pytest.mark.parametrize(("step_ms", "shown"), [(5.0, "2.00"), (8.0, "1.25"), (10.0, None), (12.0, None)])
+def test_times_that_are_not_those_of_the_profile_say_so(step_ms: float, shown: str | None) -> None:
+    """On a CPU, a step that took 10 ms under the profiler, 4 of them in collectives."""
+    seen = profile(
+        [op("aten::mm", "matmul", 10.0)], device="cpu", communication=Communication(total_s=8e-3, overlapped_s=0.0)
+    )
+    for device in ("cpu", "cuda"):
+        run = own({"layout": "dp=2"}, dataclasses.replace(seen, device=device), timing(step_ms))
+        (found,) = (finding for finding in explain(run) if finding.kind == "communication_exposed")
+        scaled = device == "cpu" and shown is not None
+        assert f"for {4 / float(shown) if scaled and shown else 4:.2f} ms a step" in found.saw
+        how = f"Times are scaled to the step without the profiler: with it, it took {shown} times as long."
+        assert found.saw.endswith(how) == scaled
+        assert ("scaled" in found.saw) == scaled
+
+
 # --- words and shapes -------------------------------------------------------------------------------------
 
 

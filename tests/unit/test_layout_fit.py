@@ -55,7 +55,10 @@ def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> No
         ({"layout": "fsdp=2", "data_parallel": "naive"}, "data_parallel has no say here: .* use --layout dp=2"),
         ({"layout": "dp=2,tp=2", "data_parallel": "flat"}, "FSDP2 averages the gradients of layout dp=2,tp=2"),
         ({"layout": "tp=2", "bucket_size_mb": 25}, "no data-parallel ranks .* use --layout dp=2"),
-        ({"data_parallel": "bucketed"}, "one process's; leave it out, or give --gpus N"),
+        (
+            {"data_parallel": "bucketed"},
+            "one process .* leave it out, or start several: --layout dp=2",
+        ),
         ({"layout": "dp=2", "data_parallel": "flat", "bucket_size_mb": "5"}, "use --data-parallel bucketed"),
         ({"layout": "dp=2", "microbatches": 2}, "layout dp=2 has no pipeline; .* --layout pp=2"),
         ({"pipeline_schedule": "1f1b"}, "a step of one process has no pipeline"),

@@ -45,6 +45,36 @@ def test_each_piece_is_averaged_where_it_belongs_and_nothing_else_is_written(
     torch.testing.assert_close(target.double(), expected, rtol=one_rounding, atol=one_rounding)
 
 
+def test_a_piece_that_exceeds_32_bits_when_rounded_up_to_blocks_is_averaged_from_its_first() -> None:
+    """Its first two, so that no more memory than theirs is needed."""
+    pytest.importorskip("triton")
+    from steplab.parallel.mean_kernel import mean_kernel
+
+    torch.manual_seed(0)
+    own, others, target = torch.randn(2 * BLOCK), torch.randn(2 * BLOCK), torch.full((2 * BLOCK,), 7.0)
+    (_, starts, counts), programs = mean_arguments([Piece(own.data_ptr(), 0, 4 * (2**31 - 1))], own.dtype)
+    assert programs == 2**31 // BLOCK
+    mean_kernel[(2,)](target, others, BLOCK, (own,) * PIECES, starts, counts, OTHERS=1, BLOCK=BLOCK)
+    torch.testing.assert_close(target.double(), mean_of(own, others), rtol=1e-6, atol=1e-6)
+
+
+def test_the_kernel_is_compiled_for_pieces_that_32_bits_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton takes the width of a number from the one that it is launched with first."""
+    pytest.importorskip("triton")
+    from steplab.parallel import mean_kernel
+
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *given, **constants: launched.append(given)
+
+    monkeypatch.setattr(mean_kernel, "mean_kernel", Kernel())
+    Means(torch.device("cpu"), 1)._compile(torch.float32, aligned=True)
+    ((_, _, distance, _, starts, counts),) = launched
+    assert min(map(abs, (distance, *starts, *counts))) >= 2**31
+
+
 @pytest.mark.parametrize("skipped", [0, 4])
 def test_more_pieces_than_a_launch_takes_are_several_launches(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
     """Of the kernel that knows how they lie: all at multiples of 16 bytes, or one gradient not."""

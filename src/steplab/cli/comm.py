@@ -63,7 +63,7 @@ def comm(
     Every result is checked, and every rank's samples are kept. A line through the times, alpha + beta * bytes, is the
     machine's communication profile. Without --gpus or --processes: on all GPUs, or with two processes on the CPU.
 
-    For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB
+    For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB,10MB
 
     Or on many machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
     """

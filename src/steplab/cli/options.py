@@ -161,6 +161,12 @@ class ProcessOptions:
         int | None, _spread("--processes", "Start so many processes on the CPU; tensors travel by gloo")
     ] = None
 
+    def as_layout(self) -> str | None:
+        """The options of a step that start as many, for a command that takes these alone; None: no number is given."""
+        if self.gpus is not None:
+            return f"--layout dp={self.gpus}"
+        return f"--layout dp={self.processes} --device cpu" if self.processes is not None else None
+
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
 
 
 def sweep(
@@ -25,6 +25,7 @@ def sweep(
     ] = False,
     timeout: Annotated[str, Parameter(help="Give a cell up after this time")] = "1h",
     dry_run: Annotated[bool, Parameter(help="List the cells and measure none", negative="")] = False,
+    processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
     """Measure every combination of the given values, each in a process of its own.
@@ -43,6 +44,8 @@ def sweep(
     from steplab.specs.study import load_study, study_from_grids
     from steplab.units import counted, parse_duration
 
+    if layout := processes.as_layout():  # a study may list layouts, and one number of processes would contradict some
+        raise UserError(f"a sweep has its processes from the layout of its cells: give {layout}")
     grid = step.grid()
     if not study and not grid:
         raise UserError("nothing to sweep; name a preset (`steplab sweep quick`) or fields (`--context 128,256`)")

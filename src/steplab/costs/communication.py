@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from steplab.specs.comm import CommSpec
 
+FEWEST_SIZES = 3
+"""For a line: through two it goes exactly, however far noise has moved them, and nothing tells by how much."""
+
 
 def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth: bytes that each rank sends at the least over those of the message."""
@@ -55,10 +58,10 @@ class Line:
     """Seconds a rank; None: the model has no such term."""
     num_points: int
     """How many times it was fitted to."""
-    rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured; None: as few points as terms, which any line fits."""
-    worst_relative: float | None
-    """The largest of them in size, with its sign; None likewise."""
+    rms_relative: float
+    """Root mean square of (fitted - measured) / measured."""
+    worst_relative: float
+    """The largest of them in size, with its sign."""
 
 
 def predicted_s(
@@ -71,11 +74,11 @@ def predicted_s(
 def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
     """The model nearest to the points, `by_rank` with a term for the number of ranks.
 
-    None where they are too few to tell: two sizes are needed, and `by_rank` two world sizes and a fourth point.
+    None where they are too few to tell: FEWEST_SIZES are needed, and `by_rank` two world sizes and a fourth point.
     """
     sizes = {point.wire_bytes for point in points}
     worlds = {point.world_size for point in points}
-    if len(sizes) < 2 or (by_rank and (len(worlds) < 2 or len(points) < 4)):
+    if len(sizes) < FEWEST_SIZES or (by_rank and (len(worlds) < 2 or len(points) < 4)):
         return None
     import numpy as np
 
@@ -99,12 +102,11 @@ def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
     assert best is not None  # a single term is never negative: all entries are positive
     relative = matrix @ best[1] - 1
     alpha_s, beta, *gamma = best[1].tolist()
-    tells = len(points) > np.count_nonzero(best[1])
     return Line(
         alpha_s=alpha_s,
         beta_s_per_byte=beta,
         gamma_s_per_rank=gamma[0] if by_rank else None,
         num_points=len(points),
-        rms_relative=best[0] ** 0.5 if tells else None,
-        worst_relative=float(relative[np.abs(relative).argmax()]) if tells else None,
+        rms_relative=best[0] ** 0.5,
+        worst_relative=float(relative[np.abs(relative).argmax()]),
     )

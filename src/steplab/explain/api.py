@@ -46,6 +46,8 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
 
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
 """Those that have something to say of a run that was only timed."""
+_NOTABLE = 1.005
+"""How many times as long a step must have taken under the profiler for figures to look different."""
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
@@ -56,8 +58,21 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
     if run.failure is not None:
         return []
     case = case_of(run, ceilings)
-    found = [_believable(case, finding) for diagnose in DIAGNOSES if (finding := diagnose(case)) is not None]
+    found = []
+    for diagnose in DIAGNOSES:
+        finding = diagnose(case)
+        if finding is not None:
+            found.append(_believable(case, finding if diagnose in WITHOUT_PROFILE else _scaled(case, finding)))
     return sorted(found, key=lambda finding: -1.0 if finding.saves_s is None else finding.saves_s, reverse=True)
+
+
+def _scaled(case: Case, finding: Finding) -> Finding:
+    """Says that the times are not those that `steplab profile` shows, where they are not."""
+    slowdown = case.slowdown(case.profile) if case.profile is not None else 1.0
+    if slowdown < _NOTABLE:
+        return finding
+    how = f"Times are scaled to the step without the profiler: with it, it took {slowdown:.2f} times as long."
+    return dataclasses.replace(finding, saw=f"{finding.saw} {how}")
 
 
 def _believable(case: Case, finding: Finding) -> Finding:

@@ -59,15 +59,15 @@ class Case:
         samples = find_phase(self.run.timing.back_to_back, name) if self.run.timing else None
         return median(samples.best_s) if samples and samples.best_s else None
 
-    def per_step(self, profile: Profile, total_s: float) -> float:
-        """A total of the profile as seconds a step.
+    def slowdown(self, profile: Profile) -> float:
+        """How many times as long a step took under the profiler, which on a CPU slows what it measures; elsewhere 1."""
+        if profile.device != "cpu" or not self.step_s:
+            return 1.0
+        return max(1.0, profile.window_s / profile.num_steps / self.step_s)
 
-        On a CPU the profiler slows what it measures, so its total is scaled to the time that a step takes without it.
-        """
-        seconds, window_s = total_s / profile.num_steps, profile.window_s / profile.num_steps
-        if profile.device == "cpu" and self.step_s is not None and window_s > self.step_s:
-            return seconds * self.step_s / window_s
-        return seconds
+    def per_step(self, profile: Profile, total_s: float) -> float:
+        """A total of the profile as seconds a step, scaled to the step without the profiler."""
+        return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
         """Time a step in which the device worked, in all phases or in these."""

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from steplab import __version__
-from steplab.costs.communication import Point, fit_line, predicted_s, wire_bytes
+from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, predicted_s, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.comm_launch import comm_in_ranks
 from steplab.measurement.launch import OnProgress
+from steplab.measurement.ranks_launch import refuse_too_many
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.comm import CommCell, CommFit, CommRun
@@ -22,8 +23,6 @@ from steplab.units import counted, format_time
 
 DEFAULT_TIMEOUT_S = 300.0
 _FEWEST = 2
-_FEWEST_POINTS = 2
-"""For a line."""
 _SETTLED = 1.5
 """Up to which ratio a cell's median may exceed that of its quietest third."""
 
@@ -59,6 +58,7 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
         raise UserError(f"--{option} must be at least {_FEWEST}: one process has nobody to talk to")
+    refuse_too_many(count)  # first: a size too small for so many is not what is wrong
     return count, device
 
 
@@ -130,6 +130,7 @@ class _Gathered:
     def record(self, said: CommRun | None, *notes: str) -> CommRun:
         """The record of it all, with what the ranks, if they came so far, said of themselves."""
         cells = tuple(self.cells[index] for index in sorted(self.cells))
+        profile = profile_of(cells)
         return CommRun(
             id=new_id(),
             created_utc=now_utc(),
@@ -140,8 +141,8 @@ class _Gathered:
             ranks=said.ranks if said else (),
             libraries=said.libraries if said else {},
             cells=cells,
-            profile=profile_of(cells),
-            notes=(*notes, *map(_why_left_out, left_out(cells)), *_waits(cells)),
+            profile=profile,
+            notes=(*notes, *_waits(cells), *map(_why_left_out, left_out(cells)), *_why_no_line(cells, profile)),
         )
 
 
@@ -156,14 +157,28 @@ def _why_left_out(cell: CommCell) -> str:
 def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
     """A note for each cell in whose time Python may have a part."""
     for cell in cells:
-        waits, rank = max(
-            ((times.num_waits or 0, times) for times in cell.ranks), key=lambda one: one[0], default=(0, None)
-        )
-        if waits and rank is not None:
+        waiting = max(cell.ranks, key=lambda times: times.num_waits or 0, default=None)
+        if waiting and waiting.num_waits:
             yield (
-                f"{cell.spec.label}: in {waits} of {len(rank.best_s)} samples of rank {rank.rank} the device may have "
-                "waited for Python, which had not started all of their calls"
+                f"{cell.spec.label}: in {waiting.num_waits} of {len(waiting.best_s)} samples of rank {waiting.rank} the "
+                "device may have waited for Python, which had not started all of their calls"
             )
+
+
+def _why_no_line(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> list[str]:
+    """A note of what was timed and has no line of its own; none where all of it has."""
+    has_one = {(fit.collective, fit.way, fit.dtype, fit.world_size) for fit in profile}
+    asked = dict.fromkeys(_line_of(cell.spec) for cell in cells if cell.slowest is not None)
+    without = [f"{line[0]} ({', '.join(line[1:3])}, {line[3]} ranks)" for line in asked if line not in has_one]
+    if not without:
+        return []
+    whose = f"has no line for {', '.join(without)}" if profile else "is empty"
+    return [f"the communication profile {whose}: a line takes at least {FEWEST_SIZES} sizes that could be timed"]
+
+
+def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
+    """What cells have in common that lie on one line."""
+    return spec.collective, spec.way, spec.dtype, spec.world_size
 
 
 def went_well(run: CommRun) -> bool:
@@ -182,8 +197,8 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
         if cell.slowest is not None and cell not in unsettled:
             spec = cell.spec
             point = Point(wire_bytes=wire_bytes(spec), world_size=spec.world_size, time_s=cell.slowest.median_s)
-            by_world.setdefault((spec.collective, spec.way, spec.dtype, spec.world_size), []).append(point)
-            over_worlds.setdefault((spec.collective, spec.way, spec.dtype, None), []).append(point)
+            by_world.setdefault(_line_of(spec), []).append(point)
+            over_worlds.setdefault((*_line_of(spec)[:3], None), []).append(point)
     fits = []
     for (collective, way, dtype, world_size), points in (by_world | over_worlds).items():
         line = fit_line(points, by_rank=world_size is None)
@@ -200,12 +215,11 @@ def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
     """
     groups: dict[tuple[str, str, str, int], list[CommCell]] = {}
     for cell in cells:
-        spec = cell.spec
-        groups.setdefault((spec.collective, spec.way, spec.dtype, spec.world_size), []).append(cell)
+        groups.setdefault(_line_of(cell.spec), []).append(cell)
     found = []
     for group in groups.values():
         timed = [(cell, cell.slowest.drift) for cell in group if cell.slowest is not None]
-        if sum(drift <= _SETTLED for _, drift in timed) >= _FEWEST_POINTS:
+        if sum(drift <= _SETTLED for _, drift in timed) >= FEWEST_SIZES:
             found += [cell for cell, drift in timed if drift > _SETTLED]
     return found
 

@@ -8,9 +8,11 @@ import triton.language as tl
 def mean_kernel(target_ptr, others_ptr, distance, own_ptrs, starts, counts, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
     """target = (own + each of OTHERS rows, `distance` numbers apart) / (OTHERS + 1), summed in float32 at least.
 
-    Of each piece at its start, in units of 16 bytes; a program makes a block of one of them.
+    Of each piece at its start, in units of 16 bytes; a program makes a block of one of them. Places are counted in 64
+    bits: a piece may have more than 2^31 numbers, and one that has almost as many would exceed them when rounded up.
     """
-    block, own_ptr, start, count = tl.program_id(0), own_ptrs[0], starts[0], counts[0]
+    block, own_ptr = tl.program_id(0).to(tl.int64), own_ptrs[0]
+    start, count = starts[0].to(tl.int64), counts[0].to(tl.int64)
     blocks = tl.cdiv(count, BLOCK)
     for i in tl.static_range(1, len(own_ptrs)):
         further = block >= blocks
@@ -21,9 +23,9 @@ def mean_kernel(target_ptr, others_ptr, distance, own_ptrs, starts, counts, OTHE
             tl.where(further, counts[i], count),
         )
         blocks = tl.cdiv(count, BLOCK)
-    first = block.to(tl.int64) * BLOCK
+    first = block * BLOCK
     unit: tl.constexpr = 16 // (target_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    skipped = start.to(tl.int64) * unit + first
+    skipped = start * unit + first
     if first + BLOCK <= count:
         _mean(target_ptr + skipped, own_ptr + first, others_ptr + skipped, distance, BLOCK, OTHERS, BLOCK)
     else:

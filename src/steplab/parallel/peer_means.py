@@ -13,6 +13,8 @@ PIECES = 8
 """Of a launch."""
 UNIT_BYTES = 16
 """Pieces begin at multiples of it; they are told in these units, so that the compiler knows."""
+_WIDE = (1 << 40) + 3
+"""A number that 32 bits do not hold."""
 
 
 class Means:
@@ -38,10 +40,10 @@ class Means:
         """The kernel for numbers of a type, which all begin at multiples of 16 bytes or not all do."""
         from steplab.parallel.mean_kernel import mean_kernel
 
-        # A launch through Triton's own way finds out what to compile for: a distance of 64 bits, and numbers that are
-        # multiples of nothing. They count less than nothing, so that nothing is done.
+        # A launch through Triton's own way finds out what to compile for: places and sizes of 64 bits, and numbers that
+        # are multiples of nothing. They count less than nothing, so that nothing is done.
         numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]
-        arguments = (numbers,) * PIECES, (3,) * PIECES, (-3,) * PIECES
+        arguments = (numbers,) * PIECES, (_WIDE,) * PIECES, (-_WIDE,) * PIECES
         compiled = mean_kernel[(1,)](numbers, numbers, 1 << 40, *arguments, OTHERS=self._num_others, BLOCK=BLOCK)
         self._compiled[dtype, aligned] = compiled
         return compiled

@@ -70,7 +70,7 @@ def smallest_that_does_not_fit(
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
     if not shapes:
         raise UserError("no shape to account for; name a grid with --grid, or sizes")
-    fitting: list[AttentionSpec] = []
+    asked, fitting = shapes, list[AttentionSpec]()
     while all(shape.queries <= _LONGEST for shape in shapes):
         failing = [shape for shape in shapes if _needed(shape, backward) > memory_bytes]
         fitting += [shape for shape in shapes if shape not in failing]
@@ -84,6 +84,7 @@ def smallest_that_does_not_fit(
                 terms=terms,
                 memory_bytes=memory_bytes,
                 memory_source=memory_source,
+                asked=asked[shapes.index(spec)] if shapes is not asked else None,
                 previous=previous,
                 previous_bytes=_needed(previous, backward) if previous else None,
             )

@@ -149,6 +149,8 @@ class AttentionAccount:
     """Of the device."""
     memory_source: str
     """Whose memory that is."""
+    asked: AttentionSpec | None = None
+    """What was asked for, where that fits and this is it with its sequence doubled until it did not; None: this was."""
     previous: AttentionSpec | None = None
     """The largest smaller cell, which fits; None: none was looked at."""
     previous_bytes: int | None = None

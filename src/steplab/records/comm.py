@@ -125,7 +125,7 @@ class CommFit:
     """Cells that it was fitted to."""
     rms_relative: float | None
     """Root mean square of (fitted - measured) / measured, which the fit made smallest; None: as few points as terms,
-    which any line fits."""
+    which any line fits (in records of before lines took three sizes)."""
     worst_relative: float | None
     """The largest of them in size, with its sign; None likewise."""
 

@@ -123,6 +123,9 @@ def render_account(account: AttentionAccount, *, width: int | None = None, color
     if account.measured:
         told.append(f"The device said: {account.measured.message}.")
     title = f"The smallest plain attention that does not fit: {account.spec.label}"
+    if account.asked:
+        title = f"Plain attention of {account.asked.label} fits; its sequence doubled until it does not: "
+        title += account.spec.label
     return draw(
         Text(plain(title), style="bold"),
         Text(),

@@ -67,7 +67,7 @@ class CommSpec:
             raise UserError(f"{self.backend} does {', '.join(_DOES[self.backend])} alone, and no {self.collective}")
         if self.world_size < 2:
             raise UserError(f"world-size must be at least 2, not {self.world_size}: one rank has nobody to talk to")
-        least = _ALIGNMENT_BYTES * self.world_size
+        least = _least_bytes(self.world_size)
         if not least <= self.size_bytes <= _LARGEST_BYTES:
             raise UserError(
                 f"size must be at least {_ALIGNMENT_BYTES} bytes a rank ({least} B) and at most 1 TB, "
@@ -157,18 +157,27 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; valid are {', '.join(FIELDS)}")
     texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
+    worlds = [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
+    sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells = []
     for backend in texts.get("backend") or ["nccl" if on_gpus else "gloo"]:
         for device in _devices_of(backend, texts.get("device")):
             for world, collective, dtype, size_bytes in itertools.product(
-                [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes),
+                worlds,
                 _served(texts.get("collective") or COLLECTIVES, _DOES.get(backend, COLLECTIVES)),
                 texts.get("dtype") or ["fp32"],
-                [parse_bytes(text) for text in texts.get("size", ())] or _SIZES_BYTES.get(device or "", [10**6]),
+                sizes or _SIZES_BYTES.get(device or "", [10**6]),
             ):
+                if not sizes and size_bytes < _least_bytes(world):
+                    continue  # nobody asked for it
                 fields = {"collective": collective, "backend": backend, "device": device, "dtype": dtype}
                 cells.append(CommSpec(**fields, size_bytes=size_bytes, world_size=world))  # type: ignore[arg-type]
     return tuple(cells)
+
+
+def _least_bytes(world_size: int) -> int:
+    """Of a message: a part a rank that is not empty."""
+    return _ALIGNMENT_BYTES * world_size
 
 
 def worlds_of(num_processes: int) -> list[int]:

@@ -22,7 +22,10 @@ def without_a_say(spec: StepSpec) -> dict[str, str]:
 
 def _no_strategy(layout: Layout) -> str:
     if layout.world_size == 1:
-        return "the step is one process's; leave it out, or give --gpus N (on a CPU --processes N)"
+        return (
+            "one process has nobody to average gradients with, and it would change nothing; leave it out, "
+            "or start several: --layout dp=2 (--gpus 2, or --processes 2 on the CPU)"
+        )
     whose = "FSDP2 averages" if layout.data_ranks > 1 else "no data-parallel ranks average"
     return f"{whose} the gradients of layout {layout}; leave it out, or use --layout dp={layout.world_size}"
 
