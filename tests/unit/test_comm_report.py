@@ -168,6 +168,17 @@ def test_the_profile_is_without_a_cell_that_had_not_settled_and_says_so() -> Non
     assert profile_of(cells[:3])[0].num_points == 3, "of three sizes none can be left out"
 
 
+def test_of_samples_in_which_the_device_may_have_waited_for_python_a_note_tells() -> None:
+    run = make_comm({"collective": ["all_reduce"]}, ranks=2)
+    first = run.cells[0]
+    late = make_comm_cell(first.spec, ranks=(first.ranks[0], dataclasses.replace(first.ranks[1], num_waits=4)))
+    gathered = _Gathered(run.study, "", lambda index, cell: None)
+    for index, cell in enumerate((late, *run.cells[1:])):
+        gathered.on_cell(index, cell)
+    (note,) = gathered.record(None).notes
+    assert re.match(r"all_reduce of .*: in 4 of 9 samples of rank 1 the device may have waited for Python", note)
+
+
 def test_what_was_timed_at_too_few_sizes_has_no_line_and_a_note_says_why() -> None:
     def gathered(cells: Sequence[CommCell]) -> CommRun:
         study = CommStudy(cells=tuple(cell.spec for cell in cells), num_processes=2)

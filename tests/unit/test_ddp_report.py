@@ -23,6 +23,7 @@ from steplab.report.ddp_curve import bucket_curve
 from steplab.report.ddp_rows import ddp_rows, ddp_tables
 from steplab.report.ddp_text import cell_line, render_ddp
 from steplab.report.ddp_timelines import timelines
+from steplab.report.ddp_words import told_of
 from steplab.report.html import render_page
 from steplab.store.database import Store
 
@@ -183,6 +184,14 @@ def test_every_format_names_every_contender_and_every_failure(format: str) -> No
         assert [row["contender"] for row in json.loads(text)] == [cell.contender.label for cell in broken.cells]
     if format == "csv":
         assert len(list(csv.DictReader(io.StringIO(text)))) == len(broken.cells)
+
+
+def test_for_how_long_devices_were_held_is_told_where_it_is_known(run: DdpRun) -> None:
+    assert not any("held" in text for text in told_of(run))
+    held = [dataclasses.replace(rank, held_s=0.1 + 0.02 * rank.rank) for rank in run.cells[1].ranks]
+    cells = (run.cells[0], dataclasses.replace(run.cells[1], ranks=tuple(held)), *run.cells[2:])
+    (text,) = (text for text in told_of(dataclasses.replace(run, cells=cells)) if "held" in text)
+    assert "held for 100 ms to 120 ms" in text
 
 
 def test_a_line_of_progress_says_the_step_and_what_is_exposed(run: DdpRun) -> None:

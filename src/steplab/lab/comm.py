@@ -160,8 +160,8 @@ def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
         waiting = max(cell.ranks, key=lambda times: times.num_waits or 0, default=None)
         if waiting and waiting.num_waits:
             yield (
-                f"{cell.spec.label}: in {waiting.num_waits} of {len(waiting.best_s)} samples of rank {waiting.rank} the "
-                "device may have waited for Python, which had not started all of their calls"
+                f"{cell.spec.label}: in {waiting.num_waits} of {len(waiting.best_s)} samples of rank {waiting.rank} "
+                "the device may have waited for Python, which had not started all of their calls"
             )
 
 
