@@ -3,7 +3,7 @@
     python benchmarks/attention_study.py STORE [PIECE ...]          (from the root of the checkout, on one GPU)
 
 A piece is a call of `steplab attention`, and a record in STORE; without any, all are run. Those of the long grid are
-apart because a machine may be lent for ten minutes at a time: compiling plain attention takes longer than timing it.
+apart so that each ends within some minutes: compiling plain attention takes longer than timing it.
 """
 
 import subprocess
