@@ -168,6 +168,14 @@ def test_the_profile_is_without_a_cell_that_had_not_settled_and_says_so() -> Non
     assert profile_of(cells[:3])[0].num_points == 3, "of three sizes none can be left out"
 
 
+def test_of_a_record_made_without_a_head_start_the_caption_says_so(gpus: CommRun) -> None:
+    assert "Python given no head start" not in render_comm(gpus, width=160)
+    cell = gpus.cells[0]
+    older = tuple(dataclasses.replace(times, num_waits=None) for times in cell.ranks)
+    run = dataclasses.replace(gpus, cells=(dataclasses.replace(cell, ranks=older), *gpus.cells[1:]))
+    assert "Python given no head start" in " ".join(render_comm(run, width=160).split())
+
+
 def test_of_samples_in_which_the_device_may_have_waited_for_python_a_note_tells() -> None:
     run = make_comm({"collective": ["all_reduce"]}, ranks=2)
     first = run.cells[0]

@@ -71,6 +71,17 @@ def test_a_step_with_a_sharded_optimizer_is_at_most_a_twentieth_longer(studies: 
         assert 1 < sharded / whole < 1.05
 
 
+def test_where_less_was_allocated_than_is_held_no_count_of_all_and_no_peak_is_told(studies: dict[str, DdpRun]) -> None:
+    run = studies["compiled-2"]
+    after = figures.memory_at(cell(run, "torch DDP 400 MB"), "after_step")
+    assert after is not None
+    assert after.other_bytes is None
+    assert figures.peak_bytes(cell(run, "torch DDP 400 MB")) is None
+    assert figures.peak_bytes(cell(run, "torch DDP 25 MB")) == pytest.approx(45.1 * 2**30, rel=1e-2)
+    (text,) = (text for text in told_of(run) if "is not known, nor any peak" in text)
+    assert "torch DDP 100 MB, torch DDP 400 MB, torch DDP 1000 MB, sharded 100 MB held" in text
+
+
 def test_a_sharded_optimizer_holds_half_its_state_on_each_of_two_gpus(studies: dict[str, DdpRun]) -> None:
     whole = figures.memory_at(cell(studies["compiled-2"], "bucketed 200 MB"), "after_step")
     sharded = figures.memory_at(cell(studies["compiled-2"], "sharded 100 MB"), "after_step")

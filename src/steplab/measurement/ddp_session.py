@@ -7,6 +7,7 @@ looked for, before the next one is built.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from steplab.units import format_bytes
 
 _ROOM = 0.92
 """Of the device's memory, how much the baseline beside a contender may take."""
+_LET_GO_S = 3.0
+"""How long a contender may take to give its memory back."""
 _SPARE = 1.2
 """By how much a contender may exceed the baseline's peak: buckets, and gaps between blocks."""
 
@@ -124,8 +127,17 @@ class _Session:
         raise refusal or SteplabError(f"{contender.label}: rank {ranks} refuses what others do not")
 
     def _left_behind(self) -> tuple[str, ...]:
-        """Let go of a contender; a note where it does not give its memory back, which the next ones then have less."""
+        """Let go of a contender; a note where it does not give its memory back, which the next ones then have less.
+
+        Threads of torch's own hold a message's tensors until they have seen it end, a little later than the device.
+        """
         kept, expected = free(self._world.device), self._beside_bytes
+        given_up_s = time.monotonic() + _LET_GO_S
+        while kept is not None and expected is not None and kept > expected + TOLERATED_BYTES:
+            if time.monotonic() > given_up_s:
+                break
+            time.sleep(0.1)
+            kept = free(self._world.device)
         self._beside_bytes = kept
         if kept is None or expected is None or kept <= expected + TOLERATED_BYTES:
             return ()

@@ -25,7 +25,8 @@ _MARGIN = 1.5
 
 def lengthen_launch_queues() -> None:
     """Ask CUDA for its longest queue of launches, unless the user has asked for another; before its first use."""
-    os.environ.setdefault(_QUEUES, _LONGEST)
+    if torch.version.cuda is not None:
+        os.environ.setdefault(_QUEUES, _LONGEST)
 
 
 class HeadStart:

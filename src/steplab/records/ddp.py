@@ -1,6 +1,6 @@
 """What a data-parallel study came to: for each contender every rank's samples, its messages, memory and a trace."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from steplab.records.environment import Environment
 from steplab.records.memory import PeakMemory
@@ -8,12 +8,15 @@ from steplab.records.profile import Timeline
 from steplab.records.run import Failure
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.ddp import Contender, DdpStudy
+from steplab.units import MIB
 
 DDP_SCHEMA = "steplab.ddp/1"
 
 MOMENTS = ("initialised", "before_step", "after_step")
 """After model and optimizer are built; before and after the optimizer's first step, which makes its state."""
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
+_ROUNDING_BYTES = 16 * MIB
+"""By which two counts of the same tensors may differ."""
 COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
 """Streams of the timeline of a traced step."""
 
@@ -87,9 +90,17 @@ class DdpRank:
         found = find_phase(self.baseline if baseline else self.phases, phase)
         return found.best_s if found else ()
 
+    @property
+    def others_let_go(self) -> bool:
+        """Whether what others held grew less meanwhile: then less was allocated for it than it is known to hold, and
+        what it held besides is not known."""
+        counted = ((memory.allocated_bytes, memory.known_bytes) for memory in self.memory)
+        return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
+
     def moment(self, name: str) -> StateMemory | None:
-        """The memory at one of MOMENTS."""
-        return next((memory for memory in self.memory if memory.moment == name), None)
+        """The memory at one of MOMENTS; without a count of all where that is not known."""
+        found = next((memory for memory in self.memory if memory.moment == name), None)
+        return replace(found, allocated_bytes=None) if found and self.others_let_go else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

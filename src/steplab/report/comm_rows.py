@@ -143,6 +143,11 @@ def comm_tables(run: CommRun) -> list[TitledTable]:
             "calls back to back, by events on the device, short ones in groups of calls_per_sample; alone: one call "
             "after a barrier, by the host's clock"
         )
+        if any(times.device_s and times.num_waits is None for cell in run.cells for times in cell.ranks):
+            how = (
+                "calls back to back, with an event around each, and Python given no head start: short ones have part "
+                "of both in their time, and so has α; alone: one call after a barrier, by the host's clock"
+            )
     else:
         how = "calls one by one, each after a barrier, by the host's clock"
     tables = [

@@ -97,7 +97,7 @@ def memory_bars(run: DdpRun) -> Chart | None:
     note = "Of the rank that holds most, at the first step, whose update makes the optimizer's state. The stroke is "
     note += "what the formulas give for parameters, gradients and optimizer state."
     if any(memory.other_bytes is None for memory in held):
-        note += " This device's allocator keeps no count, so that all else is not known."
+        note += " Where the allocator keeps no count, or what others held changed meanwhile, all else is not known."
     return Chart(pictures=tuple(pictures), legend=legend, note=note)
 
 

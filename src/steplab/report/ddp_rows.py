@@ -124,7 +124,8 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
         else ""
     )
     ahead = (
-        " Host ahead: by how much Python was ahead of the device at the end of the phase where it was least."
+        " Host ahead: by how much Python was ahead of the device at the end of the phase where it was least, the time "
+        "for which the device was held before the step included."
         if any(row["host_lead_s"] is not None for row in rows)
         else ""
     )
@@ -135,6 +136,7 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
             rows=rows,
             caption="Medians of the slowest rank. Without: the same step without communication, in turns with it; in "
             "its own row the median of those. Exposed: the step less that, with bounds by the 95 % intervals of both. "
+            "Torch DDP's best: its bucket size with the shortest step. "
             f"Alone: its messages with nothing beside them. {hidden}In trace: time of messages with no computation "
             f"beside them, under a profiler.{ahead}",
         )
@@ -148,7 +150,8 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
                 rows=held,
                 caption="Of the rank that holds most, at the first step, whose update makes the optimizer's state; the "
                 "categories are those after it. Formula: parameters, gradients and optimizer state, of which ZeRO "
-                "divides nothing, the optimizer's state (sharded) or all (FSDP2) by the number of ranks.",
+                "divides nothing, the optimizer's state (sharded) or all (FSDP2) by the number of ranks. The peak is "
+                "the allocator's, without the memory that peer copies share.",
             )
         )
     return tables

@@ -38,6 +38,12 @@ def told_of(run: DdpRun) -> Iterator[str]:
             f"{units.format_count(facts.num_parameters)} parameters in {facts.num_tensors} tensors: "
             f"{units.format_bytes(facts.gradient_bytes)} of gradients a rank and step."
         )
+    least, most = figures.baseline_range_s(run) or (0.0, 0.0)
+    if most > _STEADY * least:
+        yield (
+            f"The step without communication took {units.format_time(least)} beside one contender and "
+            f"{units.format_time(most)} beside another: something disturbed it, and figures of what is exposed with it."
+        )
     compared = [cell for cell in figures.timed(run) if figures.exposed_s(cell) is not None]
     if compared:
         first = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
@@ -55,16 +61,17 @@ def told_of(run: DdpRun) -> Iterator[str]:
             f"Before each step the devices were held for {units.format_time(min(held))} to "
             f"{units.format_time(max(held))}, idle, so that Python was ahead of them."
         )
-    least, most = figures.baseline_range_s(run) or (0.0, 0.0)
-    if most > _STEADY * least:
-        yield (
-            f"The step without communication took {units.format_time(least)} beside one contender and "
-            f"{units.format_time(most)} beside another: something disturbed it, and figures of what is exposed with it."
-        )
+    elif run.facts and run.facts.backend == "nccl":
+        yield "Whether Python was given a head start before each step is not recorded."
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
             f"Python was hardly ahead of the device in {', '.join(late)}: what is exposed there has the device's waits "
             "for Python in it, and not communication alone."
+        )
+    if uncounted := [cell.contender.label for cell in run.cells if any(rank.others_let_go for rank in cell.ranks)]:
+        yield (
+            f"What {', '.join(uncounted)} held besides parameters, gradients and optimizer state is not known, nor any "
+            "peak: what a contender before had kept was let go of meanwhile."
         )
     for cell in run.cells:
         if cell.failure:
