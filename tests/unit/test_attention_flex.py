@@ -72,6 +72,14 @@ def test_gradients_on_a_cpu_are_refused() -> None:
         attention(q, q, q, implementation="flex")
 
 
+def test_without_gradients_a_cpu_takes_tensors_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the refusal above says: torch itself would look at the tensors alone."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(attention(q, q, q, implementation="flex"), attention(q, q, q))
+
+
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 4), (4, 0)])
 def test_no_positions_on_a_cpu_are_refused(num_queries: int, num_keys: int) -> None:
     """torch would divide by their number, and the process would be gone."""

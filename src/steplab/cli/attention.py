@@ -83,7 +83,7 @@ def attention(
         bool,
         Parameter(
             help="Measure nothing; print what plain attention holds in memory, tensor by tensor, in the smallest cell "
-            "that ran out of it (of the newest benchmark), or with --hardware that would",
+            "that ran out of it (of the newest benchmark in which one did), or with --hardware that would",
             negative="",
         ),
     ] = False,

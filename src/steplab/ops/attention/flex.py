@@ -31,6 +31,8 @@ def flex_attention_compiled(
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     if q_BHSD.device.type == "cpu":
         _refuse_on_cpu(q_BHSD, k_BHKD, v_BHKD)
+        # torch refuses tensors that want gradients there even where none are taken.
+        q_BHSD, k_BHKD, v_BHKD = q_BHSD.detach(), k_BHKD.detach(), v_BHKD.detach()
     if torch.compiler.is_compiling():
         return _attend(q_BHSD, k_BHKD, v_BHKD, causal, scale)
     output: Tensor = _compiled(q_BHSD.shape, k_BHKD.shape, q_BHSD.dtype)(q_BHSD, k_BHKD, v_BHKD, causal, scale)
