@@ -9,7 +9,8 @@ one, and a profile of it shows what its hooks did to it.
 What a watched step did with memory: the allocator's history, the tree of the profiler's events, the tensors in the
 nodes of autograd's graph. Where torch has renamed one of these, watching ends in an error, and the record has a note.
 
-A kernel that spins for so many cycles, by which a device is held: where torch has none, its host has no head start.
+A kernel that spins for so many cycles, by which a device is held: where torch has renamed it, what is timed with a head
+start for the host is a failure that names it.
 
 What autocast does with an operator: which kernels the dispatcher has for it. Where torch has renamed that, an audit of
 precision is a failure that names it.
@@ -44,9 +45,8 @@ def last_refused_bytes() -> int | None:
 
 def spin(cycles: int) -> None:
     """Keep the current CUDA stream busy for so many cycles of the GPU's clock."""
-    sleep: Any = getattr(torch.cuda, "_sleep", None)
-    if sleep is not None:
-        sleep(cycles)
+    sleep: Any = torch.cuda._sleep
+    sleep(cycles)
 
 
 def bytes_in_message(message: str) -> int | None:
