@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from steplab.measurement.head_start import HeadStart
 from steplab.measurement.loop import Phase, run_back_to_back
 from steplab.measurement.world import World
-from steplab.records.timing import PhaseSamples, find_phase
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
 
 Samples = tuple[PhaseSamples, ...]
 
 LONGEST_HOLD_S = 0.5
 """Python fills the queue of launches in less."""
-_HARDLY = 0.01
-"""Of a step: with no more of a lead than that at the end of a phase, the device may have waited for Python."""
 
 
 def run_turns(
@@ -83,7 +81,7 @@ def _step(phases: Sequence[Phase], world: World, head_start: HeadStart) -> tuple
 def _hardly_ahead(samples: Samples) -> bool:
     step = find_phase(samples, "step")
     assert step is not None
-    return step.lead_s is not None and min(step.lead_s) < _HARDLY * min(step.best_s)
+    return step.lead_s is not None and min(step.lead_s) < HARDLY_AHEAD * min(step.best_s)
 
 
 def joined(turns: Sequence[Samples]) -> Samples:

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+HARDLY_AHEAD = 0.01
+"""Of a step: a lead of the host's shorter than this share of it is none, as the device waits whenever Python takes
+longer once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSamples:

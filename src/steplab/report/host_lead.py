@@ -4,10 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from steplab import units
-from steplab.records.timing import PhaseSamples, find_phase
-
-_HARDLY = 0.01
-"""Of a step: a lead shorter than this share of it is none, as the device waits whenever Python takes longer once."""
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
 
 
 def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
@@ -19,7 +16,7 @@ def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
 def waits_for_host(phases: Sequence[PhaseSamples]) -> bool:
     """Whether Python was hardly ahead at the end of some phase: then the device waits for it, if only at times."""
     lead, step = lead_s(phases), find_phase(tuple(phases), "step")
-    return lead is not None and step is not None and lead < _HARDLY * median(step.best_s)
+    return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
 
 
 def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
@@ -30,7 +27,7 @@ def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
     assert step is not None
     parts = [samples.phase for samples in phases if samples.phase != "step"]
     leads = {name: found for name in parts if (found := lead_s(phases, name)) is not None}
-    late = [name for name, found in leads.items() if found < _HARDLY * median(step.best_s)]
+    late = [name for name, found in leads.items() if found < HARDLY_AHEAD * median(step.best_s)]
     where = f" of {' and '.join(late)}" if late else ""
     least = units.format_time(lead_s(phases) or 0.0)
     return (
