@@ -129,7 +129,7 @@ class _Session:
     def _left_behind(self) -> tuple[str, ...]:
         """Let go of a contender; a note where it does not give its memory back, which the next ones then have less.
 
-        Threads of torch's own hold a message's tensors until they have seen it end, a little later than the device.
+        It is given some time: on GPUs, buckets of torch's DDP were still counted when it was gone, and later were not.
         """
         kept, expected = free(self._world.device), self._beside_bytes
         given_up_s = time.monotonic() + _LET_GO_S
