@@ -17,6 +17,8 @@ _SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
     f"{prefix.lower()}b": int(scale) for prefix, scale in _DECIMAL
 }
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+_ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage says enough
+_SMALLEST_SHARE = 1e-6  # share below which digits would only be zeros
 _TIME_SUFFIXES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -84,6 +86,16 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def format_share(share: float) -> str:
+    """A percentage whose digits never round away: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %'.
+
+    What is smaller than a ten-thousandth of a per cent is told as that.
+    """
+    if 0 < share < _SMALLEST_SHARE:
+        return f"<{100 * _SMALLEST_SHARE:.4f} %"
+    return format_percent(share) if share == 0 or abs(share) >= _ONE_DECIMAL_FROM else f"{100 * share:.2g} %"
+
+
 def parse_duration(text: str) -> float:
     """Seconds from '90', '90s', '5min' or '2h'."""
     cleaned = text.strip()
@@ -120,3 +132,9 @@ def parse_bytes(text: str) -> int:
 def counted(number: int, noun: str) -> str:
     """A number of things: 1 cell, 2 cells."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def counted_results(number: int, noun: str, num_failed: int) -> str:
+    """How many there are and how they ended: '28 cells, all measured', '28 cells, of which 2 failed'."""
+    ended = "all measured" if number and not num_failed else "all failed" if num_failed == number else ""
+    return f"{counted(number, noun)}, {ended or f'of which {num_failed} failed'}" if number else f"no {noun}s"

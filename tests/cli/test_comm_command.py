@@ -144,7 +144,7 @@ def test_a_stored_benchmark_is_listed_shown_reported_and_exported(
     assert main(["report", "--format", "md", *store]) == 0
     assert "## Bus bandwidth" in capsys.readouterr().out
     assert main(["report", "--output", str(tmp_path / "page.html"), *store]) == 0
-    assert "Time over size" in (tmp_path / "page.html").read_text()
+    assert "Time over message size" in (tmp_path / "page.html").read_text()
     assert main(["export", "--output", str(tmp_path / "records.jsonl"), *store]) == 0
     assert main(["import", str(tmp_path / "records.jsonl"), "--store", str(tmp_path / "other.db")]) == 0
 

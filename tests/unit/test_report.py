@@ -22,10 +22,11 @@ from steplab.records.run import Failure, Run
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.report import charts, curves
 from steplab.report.cells import arrange, cells_of, varying
-from steplab.report.columns import ABSENT, make_sheet
+from steplab.report.columns import make_sheet
 from steplab.report.figures import phase_names, steady_words, warmup_study
 from steplab.report.formats import FORMATS, render_rows
 from steplab.report.html import render_page
+from steplab.report.kit.text import ABSENT
 from steplab.report.narrative import facts
 from steplab.report.run_text import render_run
 

@@ -14,8 +14,8 @@ from steplab.report.formats import render_rows
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.html import render_page
 from steplab.report.run_text import render_run
-from steplab.report.shares import format_share
 from steplab.specs.resolve import resolve_step
+from steplab.units import format_share
 
 NO_PEAK = "no fp32 peak is known for a CPU; `steplab doctor` measures one, for the runs after it"
 OVER = "MFU over 100 %: the ceiling `steplab doctor` measured is below what the step reached"

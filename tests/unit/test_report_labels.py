@@ -13,6 +13,7 @@ from steplab.report import axes as ax
 from steplab.report.cells import FIELDS, arrange, axis_name, cells_of, label, varying
 from steplab.report.columns import make_sheet
 from steplab.report.html import render_page
+from steplab.report.kit import charts as kit
 from steplab.report.labels import fitted, shortened, text_width, wrap
 from steplab.report.narrative import facts
 from steplab.report.phase_bars import phases
@@ -136,12 +137,12 @@ def test_names_that_differ_read_differently_under_the_axes(copies: int, sized: b
     assert len(set(shown)) == len(shown) == (15 if sized else 14)
     if found.slanted:  # the first one ends under its mark and must not begin left of the picture
         reach = text_width(found.texts[0], 11) * math.cos(math.radians(35))
-        assert reach < ax.LEFT + 0.6 * place.position_px
+        assert reach < kit.LEFT + 0.6 * place.position_px
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_the_name_of_an_axis_fits_beside_it(field: str) -> None:
-    assert text_width(axis_name(field), 11) <= ax.LEFT - 8
+    assert text_width(axis_name(field), 11) <= kit.LEFT - 8
 
 
 def test_group_names_stay_within_their_groups() -> None:
@@ -208,9 +209,9 @@ def test_unlike_things_are_not_ranked() -> None:
 
 
 def test_figures_on_the_page_stay_with_their_units() -> None:
-    from steplab.report.html import _unbroken
+    from steplab.report.kit.text import unbroken
 
     for text in ("5 %", "1.2 TFLOP/s", "3 ms", "2 GiB", "1.3 k tokens/s", "28 GB/s", "1.98 GHz", "700 W", "41 °C"):
-        assert " " not in _unbroken(text), text
-    assert _unbroken("5 steps of 3 models") == "5 steps of 3 models"
+        assert " " not in unbroken(text), text
+    assert unbroken("5 steps of 3 models") == "5 steps of 3 models"
     assert "within 5 % of" not in render_page([make_run()], title="t")

@@ -45,8 +45,8 @@ from steplab.report.memory_words import (
     saved_sentences,
 )
 from steplab.report.run_text import render_run, run_title
-from steplab.report.shares import format_share
 from steplab.specs.resolve import resolve_step
+from steplab.units import format_share
 
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)

@@ -29,11 +29,11 @@ from steplab.records.run import Run
 from steplab.report import profile_words as words
 from steplab.report.attention_table import attention_grid, attention_notes, attention_rows
 from steplab.report.cells import cells_of
-from steplab.report.columns import ABSENT
 from steplab.report.fitting import broken, fit, least_widths, widths
 from steplab.report.formats import FORMATS
 from steplab.report.grid import Grid
 from steplab.report.kernel_names import last_part, short_kernel
+from steplab.report.kit.text import ABSENT
 from steplab.report.profile_figures import Span, passes, spans, top_kernels, whole
 from steplab.report.profile_grids import category_grid, kernel_grid, phase_grid
 from steplab.report.profile_page import profile_sections

@@ -71,7 +71,8 @@ def comm(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.comm import comm_study, measure_comm, went_well
     from steplab.lab.processes import is_first_rank
-    from steplab.report.comm_text import comm_cell_line, render_comm
+    from steplab.report.comm.document import comm_cell_line, comm_document
+    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out.output)
@@ -87,6 +88,6 @@ def comm(
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
         )
     if is_first_rank():
-        emit(render_comm(run, chosen, color=stdout_color() and out.output is None), out.output)
+        emit(render(comm_document(run), chosen, color=stdout_color() and out.output is None), out.output)
         say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 0 if went_well(run) else 1

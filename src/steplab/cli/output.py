@@ -105,6 +105,6 @@ def say(text: str) -> None:
 
 def stdout_color() -> bool:
     """Whether what goes to standard output may be coloured."""
-    from steplab.report.terminal import wants_color
+    from steplab.report.kit.terminal import wants_color
 
     return wants_color(sys.stdout)

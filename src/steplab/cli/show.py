@@ -27,8 +27,9 @@ def show(
     from steplab.records.run import Run
     from steplab.report.attention_text import render_attention
     from steplab.report.ceilings_text import render_ceilings
-    from steplab.report.comm_text import render_comm
+    from steplab.report.comm.document import comm_document
     from steplab.report.ddp_text import render_ddp
+    from steplab.report.kit.rendering import render
     from steplab.report.precision_text import render_numerics
     from steplab.report.run_text import render_run
 
@@ -47,7 +48,7 @@ def show(
     elif isinstance(record, AttentionRun):
         emit(render_attention(record, color=stdout_color()), None)
     elif isinstance(record, CommRun):
-        emit(render_comm(record, color=stdout_color()), None)
+        emit(render(comm_document(record), color=stdout_color()), None)
     elif isinstance(record, DdpRun):
         emit(render_ddp(record, color=stdout_color()), None)
     else:

@@ -13,9 +13,10 @@ from steplab.report import axes as ax
 from steplab.report.attention_rows import flops_per_s
 from steplab.report.attention_speeds import PASS_WORDS, shape_label
 from steplab.report.cells import Layout
-from steplab.report.charts import AXES_HEIGHT, GLYPHS, MARKERS, Chart, Picture
-from steplab.report.columns import reason
-from steplab.report.svg import SERIES, Drawing, drawing
+from steplab.report.kit import charts as kit
+from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.text import reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +49,7 @@ class _Plot:
 
     figure: Figure
     """Its value."""
-    scale: ax.Scale
+    scale: kit.Scale
     """Of all panels."""
     name: str
     """In words."""
@@ -66,7 +67,7 @@ def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
     if not values:
         return None
     note = f"{PASS_WORDS[name].capitalize()}: FLOPs, as the convention counts them, over the median time."
-    scale = ax.count_scale(values)
+    scale = kit.count_scale(values)
     return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], lambda v: units.format_rate(v, "FLOP/s")), note)
 
 
@@ -83,7 +84,7 @@ def memory_chart(cells: Sequence[AttentionCell], *, kept: bool) -> Chart | None:
     what = "Kept from forward until backward" if kept else "Most at once in forward and backward"
     factors = any(panel.ordered for panel in _panels(cells))
     note = f"{what}, beyond the inputs, on a logarithmic axis{_FACTORS if factors else ''}."
-    scale = ax.log_bytes_scale(values)
+    scale = kit.log_bytes_scale(values)
     return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes), note)
 
 
@@ -126,7 +127,7 @@ def _paint(
             points.append((x, value))
         elif cell.failure:
             x = _beside_others(panel, place, plot, position, cell) if panel.ordered else place.x(position, index)
-            word = ax.mark_failure(axes, x, ax.failure_word(cell.failure.kind), top=plot.scale.log)
+            word = kit.mark_failure(axes, x, kit.failure_word(cell.failure.kind), top=plot.scale.log)
             picture.tip(word, f"{name}: {reason(cell.failure.kind, cell.failure.message)}")
     if panel.ordered and points:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)

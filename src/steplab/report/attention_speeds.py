@@ -7,9 +7,9 @@ from statistics import median, quantiles
 from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.report.attention_rows import median_s, peers_of, speed
-from steplab.report.columns import ABSENT
 from steplab.report.formats import escape_markdown
 from steplab.report.grid import Grid
+from steplab.report.kit.text import ABSENT
 from steplab.specs.attention import PASSES, AttentionSpec
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from steplab import units
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
-from steplab.report.columns import ABSENT
 from steplab.report.grid import Grid
+from steplab.report.kit.text import ABSENT
 from steplab.report.roofs import Roofs, find_roofs, roof_dtype
 
 PARTS = ("scores", "softmax", "values")

@@ -14,11 +14,11 @@ from steplab.report.attention_rows import (
 )
 from steplab.report.attention_speeds import PASS_WORDS, geometric_means, markdown, speed_grid, telling_pass
 from steplab.report.blocks import INDENT, grid_table, section
-from steplab.report.columns import reason
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.formats import render_rows
 from steplab.report.grid import Grid
-from steplab.report.terminal import draw, plain, terminal_width
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain, reason
 from steplab.report.titled_table import draw_table, headed, write_notes, write_table
 from steplab.specs.attention import PASSES
 

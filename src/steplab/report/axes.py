@@ -1,48 +1,25 @@
-"""Axes shared by the charts whose x axis is the cells of a study: width, places, labels, scales."""
+"""Axes shared by the charts whose x axis is the cells of a study: width, places, labels."""
 
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steplab import units
 from steplab.report.cells import Layout, axis_name
+from steplab.report.kit.charts import GRID, INK, LEFT, MUTED, PX_PER_INCH, RIGHT, TOP, Drawing, Scale, tidy
 from steplab.report.labels import LINE, fit_all, fitted, text_width, wrap
-from steplab.report.shares import format_share
-from steplab.report.svg import BAD, GRID, INK, MUTED, PX_PER_INCH, Drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.text import Text
 
-LEFT, RIGHT, TOP = 64, 12, 10
 _NARROWEST, _WIDEST = 440.0, 880.0
 _GROUP_GAP = 0.45  # of a position, between two groups
 _SPREAD = 0.78  # of a position, shared by its series
-_LOG_FROM = 20  # ratio of the largest to the smallest value
 _LABEL_SIZE, _GROUP_SIZE = 11, 12
 _MOST_LINES = 3
 _SLANT_DEGREES = 35
 _LEAST_SLANT_PX, _MOST_SLANT_PX = 60, 180  # length of a slanted label
 _WRAPS_FROM = 76  # pixels a position needs for labels that are not slanted but wrapped
-_FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """The y axis of all panels of one chart."""
-
-    low: float
-    """Lower end."""
-    high: float
-    """Upper end, with room for what stands above the marks."""
-    log: bool
-    """Whether it is logarithmic."""
-    ticks: tuple[float, ...]
-    """Where the rules go."""
-    show: Callable[[float], str]
-    """Text of a tick or a value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,69 +46,6 @@ class Places:
     def x(self, position: int, series: int) -> float:
         """The place of one mark."""
         return self.centers[position] + (series - (self.num_series - 1) / 2) * self.step
-
-
-def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
-    """Seconds: from zero, or logarithmic where the range is wide."""
-    low, high = min(values := list(values)), max(values)
-    if low <= 0 or high <= log_from * low:
-        ticks = _steps(high, 10)
-        return Scale(low=0, high=max(1.14 * high, ticks[-1]), log=False, ticks=ticks, show=units.format_time)
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if math.log10(high / low) < 2 else (1, 3) if math.log10(high / low) < 3 else (1,)
-    ticks = tuple(f * 10.0**e for e in range(first, last + 1) for f in factors)
-    bottom, top = 0.75 * low, 1.9 * high
-    inside = tuple(tick for tick in ticks if bottom <= tick <= top)
-    return Scale(low=bottom, high=top, log=True, ticks=inside, show=units.format_time)
-
-
-def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
-    """Bytes from zero; up to the device's memory where it is near enough to matter."""
-    high = max(values)
-    high = max(high, capacity) if capacity is not None else high
-    return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
-
-
-def count_scale(values: Iterable[float]) -> Scale:
-    """Counts, or rates whose unit is said elsewhere, from zero: 600 T."""
-    high = max(values)
-    return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
-
-
-def log_bytes_scale(values: Iterable[float]) -> Scale:
-    """Bytes on a logarithmic axis, its rules at powers of two."""
-    low, high = min(values := list(values)), max(values)
-    bottom, top = 0.6 * low, 2.0 * high
-    apart = max(1, math.ceil(math.log2(top / bottom) / 7))
-    first = math.ceil(math.log2(bottom) / apart)
-    ticks = tuple(2.0 ** (apart * index) for index in range(first, math.floor(math.log2(top) / apart) + 1))
-    return Scale(low=bottom, high=top, log=True, ticks=ticks, show=units.format_bytes)
-
-
-def percent_scale(values: Iterable[float]) -> Scale:
-    """Shares from zero."""
-    high = max(values)
-    return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=format_share)
-
-
-def _steps(high: float, base: int) -> tuple[float, ...]:
-    """Zero and three to six round steps up to `high`: 1, 2, 5 in base 10, powers in base 2."""
-    if high <= 0:
-        return (0.0,)
-    size = float(base) ** math.floor(math.log(high, base))
-    factors = (0.1, 0.2, 0.5, 1, 2) if base == 10 else (0.125, 0.25, 0.5, 1)
-    step = next(size * factor for factor in factors if high / (size * factor) <= 6)
-    return tuple(step * index for index in range(int(high / step + 1e-9) + 1))
-
-
-def tidy(text: str) -> str:
-    """A tick's text without digits that say nothing: '10.0 ms' -> '10 ms'."""
-    return re.sub(r"\.0+(?= )|(\.\d*?[1-9])0+(?= )", r"\1", text)
-
-
-def failure_word(status: str) -> str:
-    """What stands in a chart where a cell has no figure."""
-    return _FAILURES.get(status, "failed")
 
 
 def chart_width(layout: Layout) -> float:
@@ -260,11 +174,3 @@ def _group_labels(drawing: Drawing, axes: "Axes", labels: Below) -> None:
             drawing.tip(text, name)
         rule = axes.hlines(0, first - 0.42, last + 0.42, color=GRID, linewidth=1)
         rule.set(transform=row + lower, clip_on=False)
-
-
-def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "Text":
-    """The word for a failure, upright where a mark would be, from the top or the bottom of the axes."""
-    return axes.text(
-        x, 0.985 if top else 0.015, word, transform=axes.get_xaxis_transform(), rotation=90, fontsize=10,
-        ha="center", va="top" if top else "bottom", color=BAD,
-    )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from steplab.report.fitting import broken, widths
 from steplab.report.grid import Grid
-from steplab.report.terminal import plain
+from steplab.report.kit.text import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.report.environments import environment_pairs
-from steplab.report.terminal import draw, terminal_width
+from steplab.report.kit.terminal import draw, terminal_width
 from steplab.specs.hardware import find_hardware
 from steplab.stats import summarize
 from steplab.units import format_rate, format_time

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.report.terminal import plain
+from steplab.report.kit.text import plain
 from steplab.specs.checkpointing import CHECKPOINTING
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.step import CHOICES, internal_name

@@ -5,53 +5,23 @@ cell that ran out of memory is a result, and an empty place would read as 'not t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import stats, units
 from steplab.records.rows import utilization
 from steplab.report import axes as ax
 from steplab.report.cells import Cell, Layout, Panel, arrange, label, varying
-from steplab.report.columns import reason
 from steplab.report.figures import step_samples
-from steplab.report.svg import INK, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit import charts as kit
+from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.text import reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
-AXES_HEIGHT = 224
 _LABEL_PX = 48  # a figure beside a mark needs so much room
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Picture:
-    """One SVG."""
-
-    title: str
-    """What this panel shows; empty for the only one."""
-    svg: str
-    """The element."""
-    width: float
-    """Pixels it was drawn for."""
-    subtitle: str = ""
-    """What there is to say of it beside the title."""
-    alarming: bool = False
-    """Whether the subtitle is bad news."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """Pictures that belong together."""
-
-    pictures: tuple[Picture, ...]
-    """A panel each."""
-    legend: tuple[tuple[int, str, str], ...] = ()
-    """Number of the colour (from 1), glyph, label; empty where there is nothing to tell apart."""
-    note: str = ""
-    """How to read it, and what is not shown."""
 
 
 def step_times(cells: Sequence[Cell]) -> Chart | None:
@@ -64,7 +34,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
     if not summaries or len(cells) < 2:
         return None  # the summary says it of a single run
     layout, fields = arrange(cells), varying(cells)
-    scale = ax.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
+    scale = kit.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
 
     def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
@@ -113,7 +83,7 @@ def peak_memory(cells: Sequence[Cell]) -> Chart | None:
     highest = max(peak.peak_reserved_bytes for peak in peaks.values())
     total = totals.pop() if len(totals) == 1 else None
     near = total is not None and (highest >= _CAPACITY_MATTERS * total or any(c.run.failure for c in cells))
-    scale = ax.bytes_scale([highest], total if near else None)
+    scale = kit.bytes_scale([highest], total if near else None)
 
     def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
@@ -147,7 +117,7 @@ def _host_memory(cells: Sequence[Cell]) -> Chart | None:
         return None
     note = "Largest resident set of the measuring process, Python and libraries included: this device's "
     note += "allocator keeps no count of live tensors."
-    return _bars(cells, sizes, ax.bytes_scale(sizes.values(), None), "peak memory of the process", note)
+    return _bars(cells, sizes, kit.bytes_scale(sizes.values(), None), "peak memory of the process", note)
 
 
 def mfu(cells: Sequence[Cell]) -> Chart | None:
@@ -160,11 +130,11 @@ def mfu(cells: Sequence[Cell]) -> Chart | None:
     conventions = ", ".join(sorted({u.convention for u in used.values()}))
     note = f"MFU, FLOPs counted by the convention '{conventions}', over the dense peak of each run's own data "
     note += "type: a bf16 bar and an fp32 bar are shares of different peaks."
-    return _bars(cells, shares, ax.percent_scale(shares.values()), f"MFU ({conventions})", note)
+    return _bars(cells, shares, kit.percent_scale(shares.values()), f"MFU ({conventions})", note)
 
 
 def _bars(
-    cells: Sequence[Cell], values: dict[str, float] | dict[str, int], scale: ax.Scale, name: str, note: str
+    cells: Sequence[Cell], values: dict[str, float] | dict[str, int], scale: kit.Scale, name: str, note: str
 ) -> Chart:
     layout, fields = arrange(cells), varying(cells)
 
@@ -213,5 +183,5 @@ def _failed(picture: Drawing, axes: "Axes", x: float, cell: Cell, fields: Sequen
     failure = cell.run.failure
     if failure is None:
         return  # measured, but not this figure: the page says why
-    word = ax.mark_failure(axes, x, ax.failure_word(failure.kind), top=top)
+    word = kit.mark_failure(axes, x, kit.failure_word(failure.kind), top=top)
     picture.tip(word, f"{label(cell, fields)}: {reason(failure.kind, failure.message)}")

@@ -9,12 +9,8 @@ from dataclasses import dataclass, replace
 
 from steplab import units
 from steplab.records.rows import Row, Scalar
-from steplab.report.shares import format_share
-
-ABSENT = "–"
-"""Shown where a figure was not measured; a zero would be a claim."""
-
-_REASON_LENGTH = 90
+from steplab.report.kit.text import ABSENT, reason
+from steplab.units import format_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +64,6 @@ def figure_column(key: str, header: str, show: Callable[[Scalar], str], rank: in
 
 def _day(value: Scalar) -> str:
     return str(value)[:10]
-
-
-def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
-    """Why a cell failed, short, its kind said once: 'out of memory: asked 8.00 GiB'; whole where `most` is None."""
-    words = kind.replace("_", " ")
-    text = " ".join(message.split())
-    text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
-    return text if most is None or len(text) <= most else text[:most].rpartition(" ")[0] + " …"
 
 
 COLUMNS: tuple[Column, ...] = (

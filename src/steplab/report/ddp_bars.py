@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.ddp import CATEGORIES, MOMENTS, DdpCell, DdpRun, StateMemory
-from steplab.report import axes as ax
 from steplab.report import ddp_figures as figures
-from steplab.report.charts import Chart, Picture
-from steplab.report.columns import reason
 from steplab.report.ddp_rows import MOMENT_WORDS
+from steplab.report.kit import charts as ax
+from steplab.report.kit.charts import BAD, INK, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.text import reason
 from steplab.report.labels import LINE, fit_all, text_width, wrap
-from steplab.report.svg import BAD, INK, MUTED, SERIES, Drawing, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

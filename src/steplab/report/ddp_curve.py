@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
-from steplab.report import axes as ax
 from steplab.report import ddp_figures as figures
-from steplab.report.charts import GLYPHS, MARKERS, Chart, Picture
-from steplab.report.svg import INK, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit import charts as ax
+from steplab.report.kit.charts import GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,8 +5,8 @@ from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
 from steplab.records.rows import Row, Scalar
 from steplab.report import ddp_figures as figures
 from steplab.report.columns import Column, figure_column, show_time
-from steplab.report.shares import format_share
 from steplab.report.titled_table import TitledTable
+from steplab.units import format_share
 
 MOMENT_WORDS = {"initialised": "initialised", "before_step": "before the update", "after_step": "after the update"}
 PHASES = {"forward": "forward", "backward": "backward", "gradient sync": "sync", "optimizer": "opt. step"}

@@ -6,12 +6,12 @@ from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.report import ddp_figures as figures
 from steplab.report.blocks import section
-from steplab.report.columns import reason
 from steplab.report.ddp_rows import ddp_rows, ddp_tables, notes_of
 from steplab.report.ddp_words import asked, model_words, ranks_words, told_of
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.formats import render_rows
-from steplab.report.terminal import draw, plain, terminal_width
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain, reason
 from steplab.report.titled_table import draw_table, write_notes, write_table
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from steplab import units
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpRun
 from steplab.records.profile import CATEGORIES
-from steplab.report.charts import Chart, Picture
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.profile_charts import category_legend
 from steplab.report.timeline_picture import step_end_ns, step_picture
 

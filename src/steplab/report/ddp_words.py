@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.report import ddp_figures as figures
-from steplab.report.columns import reason
+from steplab.report.kit.text import reason
 
 _STEADY = 1.05
 """By how much the same step may differ between turns: more than it does on a quiet machine."""

@@ -4,6 +4,13 @@ from collections.abc import Sequence
 
 from steplab import units
 from steplab.records.environment import Environment
+from steplab.report.kit.document import Pairs, Section
+
+
+def environment_section(env: Environment | None, *further: tuple[str, str]) -> tuple[Section, ...]:
+    """Where a record was measured, with further names and values; no section where nothing of it is known."""
+    pairs = (*environment_pairs(env), *condition_pairs([env]), *further) if env else further
+    return (Section(title="Environment", blocks=(Pairs(pairs=pairs),)),) if pairs else ()
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:

@@ -10,12 +10,12 @@ from steplab.records.codec import encode
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.run import Run
 from steplab.report.blocks import grid_table, section
-from steplab.report.columns import ABSENT
 from steplab.report.fitting import fit
 from steplab.report.formats import escape_markdown
 from steplab.report.grid import Grid
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import ABSENT, plain
 from steplab.report.run_text import run_title
-from steplab.report.terminal import draw, plain, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,7 +13,8 @@ from typing import Literal, get_args
 from steplab.errors import UserError
 from steplab.records.rows import Row
 from steplab.report.columns import Column, Sheet, columns_of, make_sheet
-from steplab.report.terminal import draw, plain, terminal_width
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 FORMATS: tuple[str, ...] = get_args(Format)

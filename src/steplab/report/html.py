@@ -1,6 +1,5 @@
 """A study as one web page that needs nothing else: no network, no script, no second file."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -19,26 +18,26 @@ from steplab.report import charts
 from steplab.report.attention_page import attention_sections
 from steplab.report.attention_steps import attention_step_grid
 from steplab.report.cells import Cell, cells_of, label, varying
-from steplab.report.columns import ABSENT, make_sheet, reason
-from steplab.report.comm_page import comm_sections
+from steplab.report.columns import make_sheet
+from steplab.report.comm.document import TERMS as COMM_TERMS
+from steplab.report.comm.document import comm_chapter
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.ddp_page import ddp_sections
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.grid import Grid
+from steplab.report.kit.html import section_html
+from steplab.report.kit.text import ABSENT, reason, unbroken
 from steplab.report.memory_page import memory_part
 from steplab.report.narrative import facts
 from steplab.report.phase_bars import phases
 from steplab.report.precision_page import precision_part
 from steplab.report.profile_page import profile_sections
 from steplab.report.run_text import describe
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 T = TypeVar("T")
-
-_UNITS = r"[%×µ°]|[mn]?s\b|[KMGTPE]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
-"""What follows a figure and stays on its line."""
 
 
 def render_page(
@@ -70,7 +69,7 @@ def render_page(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["unbroken"] = _unbroken
+    environment.filters["unbroken"] = unbroken
     cells = cells_of(runs)
     runs_table = _run_table(cells)
     alone = describe(runs[0].spec) if len(runs) == 1 and runs[0].spec else ""
@@ -93,7 +92,8 @@ def render_page(
         watched=memory_part(cells, predictions or {}, references),
         precision=precision_part(runs, numerics),
         attention=attention_sections(attention),
-        comm=comm_sections(comm),
+        comm=section_html(found) if (found := comm_chapter(comm)) else "",
+        comm_terms=COMM_TERMS if comm else (),
         ddp=ddp_sections(ddp),
         attention_steps=attention_step_grid([cell.run for cell in cells]),
         mfu=charts.mfu(cells),
@@ -104,11 +104,6 @@ def render_page(
         missing=_told_once(cells, _missing),
         environments=_environments([*(cell.run for cell in cells), *attention, *comm, *ddp] or numerics),
     )
-
-
-def _unbroken(text: str) -> str:
-    """Keep a figure with its unit, and a separating dot with the word before it, on one line."""
-    return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=] )|(?<==) ", "\u00a0", text)
 
 
 def _subtitle(

@@ -2,7 +2,7 @@
 
 import re
 
-from steplab.report.terminal import plain
+from steplab.report.kit.text import plain
 
 _LONGEST = 4096  # characters looked at; a template can expand to megabytes
 _ENABLE_IF = re.compile(r"^(?:std::)?enable_if<.*?>::type\s+")

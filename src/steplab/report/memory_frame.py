@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steplab.records.memory_profile import MemoryPhase
-from steplab.report import axes as ax
+from steplab.report.kit import charts as ax
+from steplab.report.kit.text import plain
 from steplab.report.labels import fitted, text_width
 from steplab.report.memory_shapes import LETTERS
-from steplab.report.terminal import plain
 
 WIDE, NARROW = 1040, 324
 """Widths of a picture that is alone, and of one that has others beside it."""

@@ -8,12 +8,12 @@ from steplab import units
 from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, SavedTensors
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
-from steplab.report.columns import ABSENT
 from steplab.report.grid import Grid
+from steplab.report.kit.text import ABSENT
 from steplab.report.memory_figures import Part, allocated_bytes, error_text, parts, saved_bytes, whole
 from steplab.report.memory_tensors import node_name, what_it_is
 from steplab.report.memory_words import category_word
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 _Item = TypeVar("_Item")
 _ALLOCATION_HEADERS = (

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from steplab import units
 from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTimeline
-from steplab.report import axes as ax
-from steplab.report.charts import Chart, Picture
+from steplab.report.kit import charts as ax
+from steplab.report.kit.charts import GRID, INK, MUTED, css_color
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.labels import fitted, text_width
 from steplab.report.memory_frame import BOTTOM, GAP, LEFT, NARROW, WIDE, Frame, phase_labels
 from steplab.report.memory_shapes import (
@@ -28,7 +29,6 @@ from steplab.report.memory_shapes import (
     titled,
 )
 from steplab.report.memory_words import category_word
-from steplab.report.svg import GRID, INK, MUTED, css_color
 
 _COLUMNS_PX = (1.0, 2.0, 4.0, 8.0)
 _MOST_CHARACTERS = 60_000

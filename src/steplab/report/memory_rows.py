@@ -8,7 +8,7 @@ from steplab.report.columns import Column, figure_column
 from steplab.report.formats import render_rows
 from steplab.report.memory_figures import error_text, parts
 from steplab.report.memory_words import category_word
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 
 def _size(value: Scalar) -> str:

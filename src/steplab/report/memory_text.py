@@ -14,10 +14,11 @@ from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.cells import cells_of
 from steplab.report.fitting import first_fitting, fit, flowed
 from steplab.report.grid import Grid
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain
 from steplab.report.memory_compare import comparison_sentences
 from steplab.report.memory_grids import category_grid, largest_grid, phase_grid, saved_grid
 from steplab.report.memory_places import short_line, short_module
-from steplab.report.terminal import draw, plain, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,7 +10,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_figures as figures
 from steplab.report.memory_tensors import derivation, is_compiled, saved_by, what_it_is
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",

@@ -10,7 +10,7 @@ from steplab.report.cells import FIELDS, Cell, label, said, varying
 from steplab.report.figures import never_steady, step_median, step_samples
 from steplab.report.host_lead import waits_for_host
 from steplab.report.memory_facts import memory_facts
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 _MOST_NAMED = 6
 _IDLE = 0.02  # a choice that moves no pair of cells by more is not told at length

@@ -7,11 +7,11 @@ from steplab import units
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.cells import Cell, label, varying
-from steplab.report.charts import Chart, Picture
 from steplab.report.figures import phase_median, phase_names, spread, step_median
+from steplab.report.kit.charts import INK, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.labels import LINE, fit_all, text_width, wrap
-from steplab.report.shares import format_share
-from steplab.report.svg import INK, PAPER, SERIES, Drawing, drawing
+from steplab.units import format_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,13 @@ from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.fitting import fit
 from steplab.report.grid import Grid
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain
 from steplab.report.memory_words import category_word, exactly
 from steplab.report.plan_rows import total_bytes
 from steplab.report.run_text import describe
-from steplab.report.shares import format_share
-from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.step import StepSpec
+from steplab.units import format_share
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling
 from steplab.report import accumulation_words
-from steplab.report.columns import ABSENT
 from steplab.report.grid import Grid
+from steplab.report.kit.text import ABSENT
 from steplab.report.precision_figures import (
     KINDS,
     all_elements,
@@ -18,7 +18,7 @@ from steplab.report.precision_figures import (
     without_numbers,
 )
 from steplab.report.precision_words import rule_words, why
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 _WITH_FP32_RUN = ("overflowed", "underflowed", "below range")
 _COUNTS = ("elements", "inf or NaN", "overflowed", "zero", "underflowed", "below range", "subnormal", "largest")

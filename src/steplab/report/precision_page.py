@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from steplab.records.numerics import Accumulation, Audit, Numerics
 from steplab.records.run import Run
 from steplab.report import precision_words as words
-from steplab.report.columns import make_sheet, reason
+from steplab.report.columns import make_sheet
 from steplab.report.grid import Grid
+from steplab.report.kit.text import reason
 from steplab.report.precision_grids import (
     accumulation_grid,
     accumulation_title,

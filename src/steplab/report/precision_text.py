@@ -7,8 +7,9 @@ from steplab.records.numerics import Accumulation, Audit, Numerics
 from steplab.records.run import Run
 from steplab.report import precision_words as words
 from steplab.report.blocks import INDENT, grid_table, section
-from steplab.report.columns import reason
 from steplab.report.formats import render_rows
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain, reason
 from steplab.report.precision_grids import (
     accumulation_grid,
     accumulation_title,
@@ -19,7 +20,6 @@ from steplab.report.precision_grids import (
     type_grid,
 )
 from steplab.report.precision_rows import TIMING_COLUMNS, timing_rows
-from steplab.report.terminal import draw, plain, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,7 +14,7 @@ from steplab.report.precision_figures import (
     shorts,
 )
 from steplab.report.run_text import describe
-from steplab.report.shares import format_share
+from steplab.units import format_share
 
 AUTOCAST = {"fp16": "fp16", "bf16": "bf16"}
 """Precision -> the type autocast computes in."""

@@ -7,10 +7,10 @@ from steplab import units
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.records.run import Run
 from steplab.report import profile_words as words
-from steplab.report.charts import Chart, Picture
 from steplab.report.kernel_names import short_kernel
+from steplab.report.kit.charts import CATEGORY_COLORS, INK, MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.profile_figures import Span, TopKernel, passes, shown_categories, spans, top_kernels
-from steplab.report.svg import CATEGORY_COLORS, INK, MUTED, PAPER, SERIES, Drawing, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,9 +6,9 @@ from steplab import units
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report import profile_words as words
-from steplab.report.columns import ABSENT
 from steplab.report.grid import Grid
 from steplab.report.kernel_names import short_kernel
+from steplab.report.kit.text import ABSENT
 from steplab.report.profile_figures import TopKernel, shown_categories, spans
 
 _MOST_HOST_CALLS = 12

@@ -10,9 +10,10 @@ from steplab.report import profile_words as words
 from steplab.report.attention_table import attention_grid, attention_notes, attention_rows
 from steplab.report.blocks import INDENT, grid_table, section
 from steplab.report.fitting import fit
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import plain
 from steplab.report.profile_figures import top_kernels
 from steplab.report.profile_grids import category_grid, host_call_grid, kernel_grid, phase_grid
-from steplab.report.terminal import draw, plain, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

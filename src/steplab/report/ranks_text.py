@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.ranks import RankSamples
 from steplab.report.blocks import figure_table
-from steplab.report.columns import ABSENT
-from steplab.report.shares import format_share
-from steplab.report.terminal import plain
+from steplab.report.kit.text import ABSENT, plain
+from steplab.units import format_share
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

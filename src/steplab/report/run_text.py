@@ -10,18 +10,19 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Failure, Run
 from steplab.records.timing import Timing, curve, find_phase
 from steplab.report.blocks import figure_table, pairs_table, section
-from steplab.report.columns import ABSENT, reason, show_bucket
+from steplab.report.columns import show_bucket
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.host_lead import lead_s, waiting_words
+from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.text import ABSENT, plain, reason
 from steplab.report.memory_text import memory_parts
 from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.ranks_text import rank_parts
-from steplab.report.shares import format_share
-from steplab.report.terminal import draw, plain, terminal_width
 from steplab.specs.layout_fit import num_microbatches
 from steplab.specs.step import StepSpec
+from steplab.units import format_share
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile, Timeline
-from steplab.report import axes as ax
-from steplab.report.charts import Chart, Picture
 from steplab.report.close_up import Window, close_ups
 from steplab.report.kernel_names import last_part, short_kernel
+from steplab.report.kit import charts as ax
+from steplab.report.kit.charts import GRID, INK, MUTED, css_color
+from steplab.report.kit.document import Chart, Picture
 from steplab.report.profile_charts import category_color, category_legend
-from steplab.report.svg import GRID, INK, MUTED, css_color
 
 _WIDTH, _LEFT, _RIGHT = 1040, 76, 10
 _TOP, _BOTTOM, _GAP = 20, 24, 8

@@ -7,7 +7,7 @@ from steplab.records.rows import Row
 from steplab.report.columns import Column, make_sheet
 from steplab.report.formats import escape_markdown, render_rows
 from steplab.report.grid import Grid
-from steplab.report.terminal import draw
+from steplab.report.kit.terminal import draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

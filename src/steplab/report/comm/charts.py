@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
-from steplab.report import axes as ax
-from steplab.report.charts import AXES_HEIGHT, GLYPHS, MARKERS, Chart, Picture
-from steplab.report.columns import reason
-from steplab.report.comm_rows import bus_bandwidth, show_gb
-from steplab.report.svg import SERIES, Drawing, drawing
+from steplab.report.comm.figures import bus_bandwidth
+from steplab.report.kit import charts as ax
+from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.quantities import GB_PER_S
+from steplab.report.kit.text import reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +25,7 @@ _WIDTH, _BESIDE_OTHERS = 640.0, 440.0
 _BELOW = 44.0
 _CURVE_POINTS = 40
 _LEAST_TICKS_PX = 44.0
-_SIZE, _RANKS = "size of the message", "ranks"
+_SIZE, _RANKS = "message size", "ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +75,8 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
         )
         for key, group in groups.items()
     ]
-    note = "Median time of the slowest rank; both axes are logarithmic. "
-    note += "Dashed: α + β · bytes, as the profile has it. " if any(panel.fits for panel in panels) else ""
+    note = "Median time of the slowest rank. Both axes are logarithmic. "
+    note += "Dashed lines are the fitted α + β · bytes. " if any(panel.fits for panel in panels) else ""
     return _chart(panels, _SIZE, "time of a call", note)
 
 
@@ -89,7 +90,7 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
         if len({cell.spec.world_size for cell in group}) > 1:
             title = _title(group[0], groups, "way", "dtype", "size_bytes")
             panels.append(_Panel(title=title, lines=_by_collective(group), fits={}, family=title))
-    note = "The message has the same size whatever the number of ranks. Both axes are logarithmic."
+    note = "Median time of the slowest rank at one message size. Both axes are logarithmic."
     return _chart(panels, _RANKS, "time of a call by ranks", note) if panels else None
 
 
@@ -104,7 +105,7 @@ def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
         if len(lines) > 1:
             title = _title(group[0], groups, "collective", "dtype", "world_size") or group[0].spec.collective
             panels.append(_Panel(title=title, lines=lines, fits={}))
-    note = "Median time of the slowest rank; both axes are logarithmic."
+    note = "Median time of the slowest rank. Both axes are logarithmic."
     return _chart(panels, _SIZE, "time of a call by backend", note) if panels else None
 
 
@@ -183,7 +184,7 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
         (mark,) = axes.plot(
             [x], [y], color=color, marker=MARKERS[index % len(MARKERS)], markersize=7, markeredgewidth=0
         )
-        picture.tip(mark, f"{cell.spec.label}: {units.format_time(y)}, {show_gb(bus_bandwidth(cell))} GB/s")
+        picture.tip(mark, f"{cell.spec.label}: {units.format_time(y)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s")
         points.append((x, y))
     if points:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)

@@ -1,4 +1,4 @@
-"""From a matplotlib figure to SVG that belongs in a page: its colours, its font, no ids, no addresses.
+"""The chart kit: matplotlib figures as SVG that belongs in a page, scales with their ticks, marks of failures.
 
 Figures are drawn with stand-in colours that are replaced by the page's CSS variables, so that one picture
 serves the light and the dark scheme; text stays text, so that the page's font and a screen reader get it.
@@ -7,14 +7,28 @@ serves the light and the dark scheme; text stays text, so that the page's font a
 import contextlib
 import html
 import io
+import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from steplab import units
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
+"""What stands for a marker in a legend."""
+AXES_HEIGHT = 224
+LEFT, RIGHT, TOP = 64, 12, 10
+"""Margins of axes, in pixels."""
+_LOG_FROM = 20  # ratio of the largest to the smallest value
+_FAILURES = {"out_of_memory": "OOM", "crashed": "crashed", "timeout": "timed out", "error": "error"}
 
 INK, MUTED, GRID, PAPER, BAD = "#010203", "#010204", "#010205", "#010206", "#010207"
 """Stand-ins for text, lesser text, rules, the background, and failures."""
@@ -117,3 +131,90 @@ def drawing(width: float, height: float, title: str) -> Iterator[Drawing]:
 
     with matplotlib.rc_context(_STYLE):
         yield Drawing(width, height, title)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """The y axis of all panels of one chart."""
+
+    low: float
+    """Lower end."""
+    high: float
+    """Upper end, with room for what stands above the marks."""
+    log: bool
+    """Whether it is logarithmic."""
+    ticks: tuple[float, ...]
+    """Where the rules go."""
+    show: Callable[[float], str]
+    """Text of a tick or a value."""
+
+
+def time_scale(values: Iterable[float], log_from: float = _LOG_FROM) -> Scale:
+    """Seconds: from zero, or logarithmic where the range is wide."""
+    low, high = min(values := list(values)), max(values)
+    if low <= 0 or high <= log_from * low:
+        ticks = _steps(high, 10)
+        return Scale(low=0, high=max(1.14 * high, ticks[-1]), log=False, ticks=ticks, show=units.format_time)
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if math.log10(high / low) < 2 else (1, 3) if math.log10(high / low) < 3 else (1,)
+    ticks = tuple(f * 10.0**e for e in range(first, last + 1) for f in factors)
+    bottom, top = 0.75 * low, 1.9 * high
+    inside = tuple(tick for tick in ticks if bottom <= tick <= top)
+    return Scale(low=bottom, high=top, log=True, ticks=inside, show=units.format_time)
+
+
+def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
+    """Bytes from zero; up to the device's memory where it is near enough to matter."""
+    high = max(values)
+    high = max(high, capacity) if capacity is not None else high
+    return Scale(low=0, high=1.12 * high, log=False, ticks=_steps(high, 2), show=units.format_bytes)
+
+
+def count_scale(values: Iterable[float]) -> Scale:
+    """Counts, or rates whose unit is said elsewhere, from zero: 600 T."""
+    high = max(values)
+    return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
+
+
+def log_bytes_scale(values: Iterable[float]) -> Scale:
+    """Bytes on a logarithmic axis, its rules at powers of two."""
+    low, high = min(values := list(values)), max(values)
+    bottom, top = 0.6 * low, 2.0 * high
+    apart = max(1, math.ceil(math.log2(top / bottom) / 7))
+    first = math.ceil(math.log2(bottom) / apart)
+    ticks = tuple(2.0 ** (apart * index) for index in range(first, math.floor(math.log2(top) / apart) + 1))
+    return Scale(low=bottom, high=top, log=True, ticks=ticks, show=units.format_bytes)
+
+
+def percent_scale(values: Iterable[float]) -> Scale:
+    """Shares from zero."""
+    high = max(values)
+    return Scale(low=0, high=1.15 * high, log=False, ticks=_steps(high, 10), show=units.format_share)
+
+
+def _steps(high: float, base: int) -> tuple[float, ...]:
+    """Zero and three to six round steps up to `high`: 1, 2, 5 in base 10, powers in base 2."""
+    if high <= 0:
+        return (0.0,)
+    size = float(base) ** math.floor(math.log(high, base))
+    factors = (0.1, 0.2, 0.5, 1, 2) if base == 10 else (0.125, 0.25, 0.5, 1)
+    step = next(size * factor for factor in factors if high / (size * factor) <= 6)
+    return tuple(step * index for index in range(int(high / step + 1e-9) + 1))
+
+
+def tidy(text: str) -> str:
+    """A tick's text without digits that say nothing: '10.0 ms' -> '10 ms'."""
+    return re.sub(r"\.0+(?= )|(\.\d*?[1-9])0+(?= )", r"\1", text)
+
+
+def failure_word(status: str) -> str:
+    """What stands in a chart where a cell has no figure."""
+    return _FAILURES.get(status, "failed")
+
+
+def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "Text":
+    """The word for a failure, upright where a mark would be, from the top or the bottom of the axes."""
+    return axes.text(
+        x, 0.985 if top else 0.015, word, transform=axes.get_xaxis_transform(), rotation=90, fontsize=10,
+        ha="center", va="top" if top else "bottom", color=BAD,
+    )  # fmt: skip

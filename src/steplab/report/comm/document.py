@@ -1,0 +1,237 @@
+"""What a report says of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.comm import CommCell, CommFit, CommRun
+from steplab.records.rows import Row, Scalar
+from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
+from steplab.report.comm.figures import bus_bandwidth, comm_rows
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import (
+    RESULT,
+    Column,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    named_section,
+    notes_section,
+    record_section,
+)
+from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
+from steplab.report.kit.text import reason
+from steplab.specs.comm import COLLECTIVES
+
+TERMS = (
+    (
+        "algbw, busbw",
+        "Algorithm bandwidth is the message's bytes per second. Bus bandwidth, as nccl-tests defines it, is that times "
+        "2(n−1)/n for an all-reduce, (n−1)/n for all-gather, reduce-scatter and all-to-all, and 1 for broadcast and "
+        "send/receive: what each rank has to send at least, to be compared with the link's own bandwidth. GB is 1e9 "
+        "bytes.",
+    ),
+    (
+        "time of a call",
+        "Median over its samples on the slowest rank. Back to back, on a GPU: the time between events around calls "
+        "that nothing waits between; a sample of short calls is the mean of as many as take a millisecond. Alone: one "
+        "call after a barrier, by the host's clock, which is all there is on a CPU. Spread: how much longer the "
+        "slowest rank takes than the fastest.",
+    ),
+    (
+        "α, β, γ",
+        "The line fitted to the times of a collective: α for a call that moves nothing, β for each byte that a rank "
+        "has to send, γ for each rank where several world sizes are fitted together (Hockney 1994). 1/β is the bus "
+        "bandwidth that long messages approach. The fit minimises the squares of the relative differences; the "
+        "residual is their root mean square.",
+    ),
+)
+"""Terms of this section, and what they mean."""
+
+
+def comm_document(run: CommRun) -> Document:
+    """All that is said of one benchmark."""
+    made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
+    libraries = [(name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items()]
+    return Document(
+        title=f"Collectives: {run.name or run.study.name}",
+        subtitle=" · ".join(part for part in made if part),
+        verdict=_verdict(run),
+        sections=(*_sections(run), *environment_section(run.environment, *libraries)),
+        data=_cells(run),
+    )
+
+
+def comm_chapter(runs: Sequence[CommRun]) -> Section | None:
+    """The benchmarks on a page, in their order; last, where backends were measured in different ones, all together."""
+    parts = [
+        record_section(_page_heading(run), _verdict(run), _sections(run), title=_name(run) if len(runs) > 1 else "")
+        for run in runs
+    ]
+    together = backends_side_by_side([cell for run in runs for cell in run.cells])
+    if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):
+        ids = Sentences(texts=(" · ".join(f"benchmark {run.id}" for run in runs),), role="note")
+        parts.append(named_section("Backends side by side", ids, together))
+    return Section(title="Communication", anchor="communication", blocks=tuple(parts)) if parts else None
+
+
+def comm_cell_line(cell: CommCell) -> str:
+    """What came of one cell, for a line of progress."""
+    if cell.failure or cell.slowest is None:
+        failed = reason(cell.failure.kind, cell.failure.message) if cell.failure else "not measured"
+        return f"{cell.spec.label}: {failed}"
+    return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s"
+
+
+def _name(run: CommRun) -> str:
+    return run.name or run.study.name
+
+
+def _page_heading(run: CommRun) -> str:
+    libraries = [f"{name.upper()} {version}" for name, version in run.libraries.items()]
+    return " · ".join(
+        part for part in (run.device_name or "", *libraries, run.created_utc, f"benchmark {run.id}") if part
+    )
+
+
+def _verdict(run: CommRun) -> tuple[str, ...]:
+    told = [f"{units.counted_results(len(run.cells), 'cell', sum(cell.failure is not None for cell in run.cells))}."]
+    return (*told, f"{_processes(run)}.") if run.ranks else tuple(told)
+
+
+def _processes(run: CommRun) -> str:
+    """'2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200', by machine."""
+    hosts: dict[str, list[str]] = {}
+    for rank in run.ranks:
+        hosts.setdefault(rank.host, []).append(rank.device)
+    machines = "; ".join(f"{host} {_counted_devices(devices)}" for host, devices in hosts.items())
+    return f"{units.counted(len(run.ranks), 'rank')}: {machines}"
+
+
+def _counted_devices(devices: list[str]) -> str:
+    """Each device once, with the number of times it occurs."""
+    counts = {device: devices.count(device) for device in devices}
+    return ", ".join(device if count == 1 else f"{count} × {device}" for device, count in counts.items())
+
+
+def _sections(run: CommRun) -> Iterator[Section]:
+    if any(bus_bandwidth(cell) for cell in run.cells):
+        yield named_section("Bus bandwidth", bandwidth_table(run.cells))
+    pictures = {
+        "Time over message size": time_over_size(run.cells, run.profile),
+        "Time over ranks": time_over_ranks(run.cells),
+        "Backends": backends_side_by_side(run.cells),
+    }
+    for title, chart in pictures.items():
+        if chart:
+            yield named_section(title, chart)
+    yield named_section("Every cell", _cells(run))
+    if run.profile:
+        yield named_section("Communication profile", _profile(run.profile))
+    yield from notes_section(run.notes)
+
+
+_HEAD = (
+    Column(key="collective", header="collective"),
+    Column(key="way", header="backend", shared="{}"),
+    Column(key="dtype", header="type", shared="{}"),
+    Column(key="world_size", header="ranks", quantity=LABEL, shared="{} rank{s}"),
+)
+
+
+def bandwidth_table(cells: Sequence[CommCell]) -> Table:
+    """Bus bandwidth: one row per collective, backend and world size, one column per message size."""
+    sizes = sorted({cell.spec.size_bytes for cell in cells})
+    rows: dict[tuple[Scalar, ...], dict[str, Scalar]] = {}
+    for cell in sorted(cells, key=lambda cell: COLLECTIVES.index(cell.spec.collective)):
+        head = {column.key: getattr(cell.spec, column.key) for column in _HEAD}
+        row = rows.setdefault(tuple(head.values()), head)
+        row[str(cell.spec.size_bytes)] = cell.failure.kind.replace("_", " ") if cell.failure else bus_bandwidth(cell)
+    return Table(
+        name="bus_bandwidth",
+        columns=(
+            *_HEAD,
+            *(Column(key=str(size), header=units.format_message(size), quantity=GB_PER_S) for size in sizes),
+        ),
+        rows=tuple(rows.values()),
+        caption="GB/s (1e9 bytes per second), as nccl-tests defines bus bandwidth.",
+    )
+
+
+_TIMED_ONE_BY_ONE = "Calls are timed one by one, each after a barrier, by the host's clock."
+_TIMED_BACK_TO_BACK = (
+    "Calls follow each other back to back and are timed by events on the device, short ones in groups of "
+    "calls_per_sample. Alone is one call after a barrier, by the host's clock."
+)
+_TIMED_EACH = (
+    "Calls follow each other back to back with an event around each, and the host was given no head start: times of "
+    "short messages, and α, include event and launch overhead. Alone is one call after a barrier, by the host's clock."
+)
+
+
+def _cells(run: CommRun) -> Table:
+    ranks = [times for cell in run.cells for times in cell.ranks]
+    on_device = [times for times in ranks if times.device_s]
+    how = _TIMED_BACK_TO_BACK if on_device else _TIMED_ONE_BY_ONE
+    if any(times.num_waits is None for times in on_device):
+        how = _TIMED_EACH
+    columns = (
+        *_HEAD,
+        Column(key="size_bytes", header="size", quantity=MESSAGE, shared="{}"),
+        Column(key="busbw_bytes_per_s", header="busbw GB/s", quantity=GB_PER_S),
+        Column(key="algbw_bytes_per_s", header="algbw GB/s", quantity=GB_PER_S, rank=2),
+        Column(key="time_s", header="median", quantity=TIME),
+        Column(key="min_s", header="min", quantity=TIME, rank=1),
+        Column(key="p95_s", header="p95", quantity=TIME, rank=1),
+        Column(key="alone_s", header="alone", quantity=TIME, rank=3),
+        Column(key="rank_spread", header="spread", quantity=PERCENT, rank=2),
+        RESULT,
+    )
+    return Table(
+        name="cells",
+        columns=tuple(column for column in columns if on_device or column.key != "alone_s"),
+        rows=tuple(comm_rows(run.cells)),
+        caption=f"Times of the slowest rank. {how} Spread is how much longer the slowest rank's median is than the "
+        "fastest's. Results were checked before they were timed.",
+    )
+
+
+def _profile(profile: Sequence[CommFit]) -> Table:
+    caption = "Time of a call = α + β · bytes on the wire (+ γ · ranks, where all world sizes are fitted together)."
+    if any(fit.rms_relative is not None for fit in profile):
+        caption += (
+            " Residual is the root mean square of the relative differences, and worst the largest of them, above zero "
+            "where the fit is too long."
+        )
+    return Table(
+        name="profile",
+        columns=(
+            *_HEAD[:3],
+            Column(key="ranks", header="ranks", quantity=LABEL, shared="{} rank{s}"),
+            Column(key="alpha_s", header="α", quantity=TIME),
+            Column(key="bandwidth_bytes_per_s", header="1/β GB/s", quantity=GB_PER_S),
+            Column(key="gamma_s_per_rank", header="γ per rank", quantity=TIME),
+            Column(key="rms_relative", header="residual", quantity=PERCENT),
+            Column(key="worst_relative", header="worst", quantity=PERCENT, rank=1),
+            Column(key="num_points", header="points", quantity=LABEL, rank=2),
+        ),
+        rows=tuple(map(_fit_row, profile)),
+        caption=caption,
+    )
+
+
+def _fit_row(fit: CommFit) -> Row:
+    return {
+        "collective": fit.collective,
+        "way": fit.way,
+        "dtype": fit.dtype,
+        "world_size": fit.world_size,
+        "ranks": "all" if fit.world_size is None else fit.world_size,
+        "alpha_s": fit.alpha_s,
+        "beta_s_per_byte": fit.beta_s_per_byte,
+        "bandwidth_bytes_per_s": 1 / fit.beta_s_per_byte if fit.beta_s_per_byte else None,
+        "gamma_s_per_rank": fit.gamma_s_per_rank,
+        "rms_relative": fit.rms_relative,
+        "worst_relative": fit.worst_relative,
+        "num_points": fit.num_points,
+    }

@@ -1,0 +1,157 @@
+"""What a report is made of, whatever it is printed as: plain data, with raw values in base units.
+
+A section of a report says here once what it has to say. The renderers beside this file print any document: `terminal`,
+`html`, `markup` (Markdown and LaTeX) and `data` (JSON and CSV).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from steplab.records.rows import Scalar
+from steplab.report.kit.quantities import TEXT, Quantity
+
+Row = Mapping[str, Scalar]
+
+Role = Literal["text", "finding", "note", "warning", "code"]
+"""Of sentences: running text; what was found, as a list; remarks, in small print; what is wrong; a line to copy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """How one field of a table's rows is shown."""
+
+    key: str
+    """Field of the row."""
+    header: str
+    """Heading, with the convention where one is needed to read the figure."""
+    quantity: Quantity = TEXT
+    """How its values are written, and whether they are figures."""
+    shared: str = ""
+    """How the caption says a value that all rows share, which then has no column: '{} ranks', with {s} for the plural's
+    s. Empty: the column always stays."""
+    rank: int = 0
+    """On a terminal that is too narrow columns of the highest rank are left out first, of one rank the last; those of
+    rank 0 never are."""
+    wraps_from: int | None = None
+    """Least width to which a terminal may wrap its texts; None: each stays on one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of one kind.
+
+    A row with a `status` other than 'ok' is a failure and stands out; `RESULT` is the column that says why.
+    """
+
+    name: str
+    """What it is called in JSON, and by a screen reader."""
+    columns: tuple[Column, ...]
+    """What people are shown. A column for which no row has a value is left out."""
+    rows: tuple[Row, ...]
+    """Values in base units. JSON and CSV have all their fields, people are shown those with a column."""
+    caption: str = ""
+    """How to read it, in whole sentences."""
+    first: int | None = None
+    """How many rows come first: a terminal shows these alone, a page has the others closed. None: all of them."""
+    folded: bool = False
+    """Whether a page starts with it closed. Longer tables start so in any case."""
+
+
+RESULT = Column(key="failure", header="result", wraps_from=12)
+"""'ok', or why there is none, from a row's `status` and `failure`; left out of a table without failures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sentences:
+    """Whole sentences, one under the other."""
+
+    texts: tuple[str, ...]
+    """Each without what would steer a terminal being looked for: renderers take that out."""
+    role: Role = "text"
+    """How they are set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """Names and what they are."""
+
+    pairs: tuple[tuple[str, str], ...]
+    """Each once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """One SVG."""
+
+    title: str
+    """What this panel shows; empty for the only one."""
+    svg: str
+    """The element."""
+    width: float
+    """Pixels it was drawn for."""
+    subtitle: str = ""
+    """What there is to say of it beside the title."""
+    alarming: bool = False
+    """Whether the subtitle is bad news."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Pictures that belong together. A page alone shows them."""
+
+    pictures: tuple[Picture, ...]
+    """A panel each."""
+    legend: tuple[tuple[int, str, str], ...] = ()
+    """Number of the colour (from 1), glyph, label; empty where there is nothing to tell apart."""
+    note: str = ""
+    """How to read it, and what is not shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """What stands under one heading."""
+
+    title: str
+    """The heading; empty for none."""
+    blocks: tuple["Block", ...] = ()
+    """In the order they are read; a section among them is one level down."""
+    anchor: str = ""
+    """Name that a page's links lead to; empty: none leads here."""
+    folded: bool = False
+    """Whether a page starts with it closed."""
+
+
+Block = Sentences | Table | Pairs | Chart | Section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """All that is said of a record, or of several."""
+
+    title: str
+    """What it is about."""
+    subtitle: str = ""
+    """Which record it is, of when, and by which version."""
+    verdict: tuple[str, ...] = ()
+    """The answer, in sentences, before anything else."""
+    sections: tuple[Section, ...] = ()
+    """In the order they are read."""
+    data: Table | tuple[Table, ...] = ()
+    """What programs get: the rows of one table; or of several, each under its name."""
+
+
+def named_section(title: str, *blocks: Block | None) -> Section:
+    """A section of those blocks that there are."""
+    return Section(title=title, blocks=tuple(block for block in blocks if block is not None))
+
+
+def notes_section(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:
+    """A section of these notes as a list; none without any."""
+    return (Section(title=title, blocks=(Sentences(texts=tuple(notes), role="finding"),)),) if notes else ()
+
+
+def record_section(heading: str, verdict: Iterable[str], sections: Iterable[Section], *, title: str) -> Section:
+    """A record as part of a page: its heading, its verdict and its sections, one level down."""
+    first = Sentences(texts=(heading,), role="note")
+    return Section(title=title, blocks=(first, Sentences(texts=tuple(verdict), role="finding"), *sections))

@@ -1,0 +1,54 @@
+"""A document as HTML: sections of one page that needs nothing else, no network, no script, no second file."""
+
+from typing import TYPE_CHECKING
+
+from steplab.report.kit.document import Chart, Column, Section, Sentences, Table
+from steplab.report.kit.table import sheet
+from steplab.report.kit.text import unbroken
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_OPEN_ROWS = 24
+"""Rows up to which a table starts open."""
+
+
+def section_html(section: Section, level: int = 2) -> str:
+    """The section with everything in it as an HTML element, its heading one of `level`; safe to insert as it is."""
+    macros = environment().get_template("blocks.html.j2").module
+    return str(macros.section(section, level))  # type: ignore[attr-defined]  # a macro of the template
+
+
+def environment() -> "Environment":
+    """Templates of the kit, which escape whatever a record says."""
+    import jinja2
+
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("steplab.report.kit", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters |= {"unbroken": unbroken, "sheet": sheet, "first_rows": _first_rows, "look": _look}
+    kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences}
+    for name, kind in kinds.items():
+        made.tests[name] = lambda block, kind=kind: isinstance(block, kind)
+    return made
+
+
+def _first_rows(table: Table) -> int:
+    """How many rows start open: those that the table says, or all of a short one."""
+    if table.folded:
+        return 0
+    return min(table.first if table.first is not None else len(table.rows) if len(table.rows) <= _OPEN_ROWS else 0,
+               len(table.rows))  # fmt: skip
+
+
+def _look(column: Column) -> str:
+    """The class of a column's cells: figures, or texts that may be wrapped."""
+    from markupsafe import Markup
+
+    if column.quantity.numeric:
+        return Markup(' class="n"')
+    return Markup(' class="w"') if column.wraps_from is not None else Markup()

@@ -1,0 +1,153 @@
+"""A document as Markdown and as LaTeX. Pictures are left out: a page has them."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from steplab.report.kit.document import Block, Document, Pairs, Section, Sentences, Table
+from steplab.report.kit.table import sheet
+from steplab.report.kit.text import plain
+
+
+def escape_markdown(text: str) -> str:
+    """Text for a paragraph or a cell of Markdown: nothing in it ends the cell or the row, or is taken for HTML."""
+    for character in "\\`*_[]|":
+        text = text.replace(character, "\\" + character)
+    return " ".join(plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+_LATEX_ESCAPES = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "–": "--",
+    "…": r"\ldots{}",
+    "µ": r"\textmu{}",
+    "·": r"\textperiodcentered{}",
+    "×": r"$\times$",
+    "−": "$-$",
+    "≈": r"$\approx$",
+    "→": r"$\rightarrow$",
+    "α": r"$\alpha$",
+    "β": r"$\beta$",
+    "γ": r"$\gamma$",
+} | {character: "\\" + character for character in "&%$#_{}"}
+
+
+def escape_latex(text: str) -> str:
+    """Text that LaTeX prints as it stands, character by character, so that no escape is escaped again."""
+    return " ".join("".join(_LATEX_ESCAPES.get(character, character) for character in plain(text)).split())
+
+
+def to_markdown(document: Document) -> str:
+    """The document in Markdown, with a heading of the first level, without a newline at the end."""
+    head = [f"# {escape_markdown(document.title)}", escape_markdown(document.subtitle)]
+    head += [escape_markdown(sentence) for sentence in document.verdict]
+    parts = [part for section in document.sections for part in _sections(section, 2, _markdown_heading, _markdown)]
+    return "\n\n".join(part for part in [*head, *parts] if part)
+
+
+def to_latex(document: Document) -> str:
+    """The document as LaTeX to put into one's own, without a newline at the end; its tables need booktabs."""
+    head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1), escape_latex(document.subtitle)]
+    head += [escape_latex(sentence) for sentence in document.verdict]
+    parts = [part for section in document.sections for part in _sections(section, 2, _latex_heading, _latex)]
+    return "\n\n".join(part for part in [*head, *parts] if part)
+
+
+def _sections(
+    section: Section, level: int, heading: Callable[[str, int], str], write: Callable[[Block], str]
+) -> Iterator[str]:
+    """The heading and the blocks under it; nothing where they are all pictures."""
+    parts: list[str] = []
+    for block in section.blocks:
+        if isinstance(block, Section):
+            parts += _sections(block, level + 1, heading, write)
+        elif text := write(block):
+            parts.append(text)
+    if parts:
+        yield from [heading(section.title, level), *parts] if section.title else parts
+
+
+def _markdown_heading(title: str, level: int) -> str:
+    return f"{'#' * level} {escape_markdown(title)}"
+
+
+def _latex_heading(title: str, level: int) -> str:
+    name = ("section", "subsection", "subsubsection", "paragraph")[min(level, 4) - 1]
+    return rf"\{name}*{{{escape_latex(title)}}}"
+
+
+def _markdown(block: Block) -> str:
+    if isinstance(block, Table):
+        return markdown_table(block)
+    if isinstance(block, Pairs):
+        return "\n".join(f"- {escape_markdown(name)}: {escape_markdown(value)}" for name, value in block.pairs)
+    if not isinstance(block, Sentences):
+        return ""
+    if block.role == "code":
+        return _fenced([plain(text) for text in block.texts])
+    texts = [escape_markdown(text) for text in block.texts]
+    if block.role == "finding":
+        return "\n".join(f"- {text}" for text in texts)
+    return "\n\n".join(f"**{text}**" if block.role == "warning" else text for text in texts)
+
+
+def _fenced(lines: Sequence[str]) -> str:
+    """Lines to copy, between fences longer than any in them."""
+    fence = "```"
+    while any(fence in line for line in lines):
+        fence += "`"
+    return "\n".join((fence, *lines, fence))
+
+
+def markdown_table(table: Table) -> str:
+    """A table of all rows and columns, its caption under it."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cells) + " |"
+
+    if not table.rows:
+        return "nothing was measured"
+    shown = sheet(table)
+    lines = [line([escape_markdown(column.header) for column in shown.columns])]
+    lines.append(line(["---:" if column.quantity.numeric else "---" for column in shown.columns]))
+    lines += [line([escape_markdown(cell) for cell in cells]) for cells in shown.rows]
+    return "\n".join(lines + (["", escape_markdown(shown.caption)] if shown.caption else []))
+
+
+def _latex(block: Block) -> str:
+    if isinstance(block, Table):
+        return _latex_table(block)
+    if isinstance(block, Pairs):
+        items = [rf"\item[{escape_latex(name)}] {escape_latex(value)}" for name, value in block.pairs]
+        return "\n".join((r"\begin{description}", *items, r"\end{description}"))
+    if not isinstance(block, Sentences):
+        return ""
+    if block.role == "code":
+        return "\n\n".join(rf"\texttt{{{escape_latex(text)}}}" for text in block.texts)
+    texts = [escape_latex(text) for text in block.texts]
+    if block.role == "finding":
+        return "\n".join((r"\begin{itemize}", *(rf"\item {text}" for text in texts), r"\end{itemize}"))
+    return "\n\n".join(rf"\textbf{{{text}}}" if block.role == "warning" else text for text in texts)
+
+
+def _latex_table(table: Table) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(escape_latex(cell) for cell in cells) + r" \\"
+
+    if not table.rows:
+        return "nothing was measured"
+    shown = sheet(table)
+    alignment = "".join("r" if column.quantity.numeric else "l" for column in shown.columns)
+    lines = [
+        rf"\begin{{tabular}}{{{alignment}}}",
+        r"\toprule",
+        line([column.header for column in shown.columns]),
+        r"\midrule",
+        *(line(cells) for cells in shown.rows),
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines + ([r"\par\smallskip " + escape_latex(shown.caption)] if shown.caption else []))

@@ -1,0 +1,63 @@
+"""The quantities of reports, each with the one way in which its values are written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from steplab import units
+from steplab.records.rows import Scalar
+from steplab.report.kit.text import ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A kind of value, in the base unit that it has in rows."""
+
+    write: Callable[[float], str]
+    """Text of a number."""
+    numeric: bool = True
+    """Whether its column is one of figures, aligned to the right."""
+
+    def show(self, value: Scalar) -> str:
+        """Text of a value; a text among figures stays as it is, for it says why there is no figure."""
+        if value is None or value == "":
+            return ABSENT
+        return value if isinstance(value, str) else self.write(value)
+
+
+def _decimal(value: float) -> str:
+    """1,234,567 as it is; a fraction with six significant digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+TEXT = Quantity(str, numeric=False)
+"""Words; a number among them is written as Python does."""
+LABEL = Quantity(str)
+"""A number that names something: a rank, a batch size; written as Python does."""
+NUMBER = Quantity(_decimal)
+"""A count or an exact number of bytes, with all its digits: 1,234,567."""
+COUNT = Quantity(units.format_count)
+"""A large count: 3.41 G."""
+TIME = Quantity(units.format_time)
+"""Seconds: 12.3 ms."""
+BYTES = Quantity(units.format_bytes)
+"""Bytes in memory, in binary units: 1.50 GiB."""
+MESSAGE = Quantity(units.format_message)
+"""Bytes of a message, in decimal units: 1 MB."""
+SHARE = Quantity(units.format_share)
+"""A share of one: 43.1 %; small ones keep their digits."""
+PERCENT = Quantity(units.format_percent)
+"""A share of one with one decimal, however small."""
+TIMES = Quantity(lambda value: f"{value:.2f}×")
+"""A ratio: 1.23×."""
+FLOPS = Quantity(lambda value: units.format_rate(value, "FLOP"))
+"""Floating-point operations: 3.41 TFLOP."""
+FLOPS_PER_S = Quantity(lambda value: units.format_rate(value, "FLOP/s"))
+"""Floating-point operations a second: 990 TFLOP/s."""
+BYTES_PER_S = Quantity(lambda value: units.format_rate(value, "B/s"))
+"""Bytes a second, in decimal units: 4.80 TB/s."""
+GB_PER_S = Quantity(lambda value: units.three_digits(value / 1e9))
+"""Bytes a second in GB/s, where the heading names the unit; GB is 1e9 bytes."""
+DIGITS = Quantity(units.three_digits)
+"""A number with three significant digits."""
+ERROR = Quantity(lambda value: f"{value:.1e}")
+"""A relative error: 1.2e-03."""

@@ -1,0 +1,145 @@
+"""A table's values as texts, and how they fit in the width of a terminal."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from steplab.report.kit.document import RESULT, Column, Row, Table
+from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, plain, reason
+
+_GAP = "  "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sheet:
+    """A table as people read it, in any syntax."""
+
+    columns: tuple[Column, ...]
+    """Those for which some row has a value of its own."""
+    rows: tuple[tuple[str, ...], ...]
+    """Texts."""
+    caption: str
+    """What all rows share, and how to read the table."""
+    failures: frozenset[int]
+    """Indices of the rows of failures."""
+
+
+def sheet(table: Table) -> Sheet:
+    """The columns of a table that say something; what all rows share moves to the caption."""
+    kept: list[Column] = []
+    shared: list[str] = []
+    failures = frozenset(index for index, row in enumerate(table.rows) if row.get("status", "ok") != "ok")
+    for column in table.columns:
+        texts = [_text(column, row) for row in table.rows]
+        if all(text == ABSENT for text in texts) or (column.key == RESULT.key and not failures):
+            continue
+        if column.shared and len(table.rows) > 1 and (text := _common(column, table.rows)):
+            shared.append(column.shared.format(text, s="" if text == "1" else "s"))
+        else:
+            kept.append(column)
+    parts = [" · ".join(shared), table.caption]
+    return Sheet(
+        columns=tuple(kept),
+        rows=tuple(tuple(_text(column, row) for column in kept) for row in table.rows),
+        caption=". ".join(plain(part) for part in parts if part),
+        failures=failures,
+    )
+
+
+def _text(column: Column, row: Row) -> str:
+    if column.key != RESULT.key:
+        return plain(column.quantity.show(row.get(column.key)))
+    status = row.get("status")
+    if status is None:  # a row about several results has no single one
+        return ABSENT
+    return "ok" if status == "ok" else plain(reason(str(status), str(row.get(RESULT.key) or "")))
+
+
+def _common(column: Column, rows: Sequence[Row]) -> str | None:
+    """The text that all rows have; one that failed before it could say does not count, any other does."""
+    silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
+    texts = {_text(column, row) for row in rows if row.get(column.key) is not None}
+    return texts.pop() if len(texts) == 1 and silent_failures else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """A table in the columns of a terminal."""
+
+    header: tuple[str, ...]
+    """The lines of its headings; none where every row is a block of its own."""
+    rows: tuple[tuple[str, ...], ...]
+    """The lines of each row."""
+    left_out: tuple[str, ...]
+    """Headings of the columns for which there was no room."""
+
+
+def drawn(shown: Sheet, width: int) -> Drawn:
+    """The table in at most `width` columns: with as many of its columns as fit, or one field to a line."""
+    chosen = _fitting(shown, width)
+    if not chosen:
+        label = max((columns(column.header) for column in shown.columns), default=0)
+        return Drawn(
+            header=(), rows=tuple(tuple(_stacked(shown, row, label, width)) for row in shown.rows), left_out=()
+        )
+    widths = _widths(shown, chosen, width)
+
+    def lines(cells: Sequence[str]) -> tuple[str, ...]:
+        broken = [flowed(cells[index], size) for index, size in zip(chosen, widths, strict=True)]
+        height = max(map(len, broken))
+        placed = []
+        for index, size, own in zip(chosen, widths, broken, strict=True):
+            right = shown.columns[index].quantity.numeric
+            padded = [*own, *[""] * (height - len(own))]
+            placed.append([" " * (size - columns(t)) + t if right else t + " " * (size - columns(t)) for t in padded])
+        return tuple(_GAP.join(pieces).rstrip() for pieces in zip(*placed, strict=True))
+
+    rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+    return Drawn(
+        header=(*lines([column.header for column in shown.columns]), rule),
+        rows=tuple(map(lines, shown.rows)),
+        left_out=tuple(column.header for index, column in enumerate(shown.columns) if index not in chosen),
+    )
+
+
+def _fitting(shown: Sheet, width: int) -> list[int]:
+    """Indices of the columns that there is room for; none where not even those of rank 0 fit."""
+    chosen = list(range(len(shown.columns)))
+    while sum(_least(shown, index) for index in chosen) + len(_GAP) * (len(chosen) - 1) > width:
+        last = max(chosen, key=lambda index: (shown.columns[index].rank, index))
+        if shown.columns[last].rank == 0:
+            return []
+        chosen.remove(last)
+    return chosen
+
+
+def _least(shown: Sheet, index: int) -> int:
+    """Columns of the terminal without which a column would cut a figure, or a text that stays on one line."""
+    column = shown.columns[index]
+    widest = max((columns(row[index]) for row in shown.rows), default=0)
+    if column.wraps_from is not None:
+        widest = min(widest, column.wraps_from)
+    return max(widest, longest_piece(column.header))
+
+
+def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
+    """The least widths, and what is left over first to those columns that lack least."""
+    given = [_least(shown, index) for index in chosen]
+    whole = [
+        max(columns(text) for text in (shown.columns[index].header, *(row[index] for row in shown.rows)))
+        for index in chosen
+    ]
+    left = width - sum(given) - len(_GAP) * (len(chosen) - 1)
+    for place in sorted(range(len(chosen)), key=lambda place: whole[place] - given[place]):
+        more = min(whole[place] - given[place], left)
+        given[place] += more
+        left -= more
+    return given
+
+
+def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterator[str]:
+    """A line a field: for a terminal too narrow for even the columns that always stay."""
+    for column, text in zip(shown.columns, row, strict=True):
+        first, *rest = flowed(text, max(width - label - len(_GAP), 8))
+        yield f"{column.header:<{label}}{_GAP}{first}".rstrip()
+        yield from (" " * (label + len(_GAP)) + line for line in rest)
+    yield ""

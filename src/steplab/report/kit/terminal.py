@@ -1,0 +1,162 @@
+"""A document on a terminal; what a terminal can show: its width and colour."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, TYPE_CHECKING
+
+from steplab import units
+from steplab.report.kit.document import Block, Document, Pairs, Section, Sentences, Table
+from steplab.report.kit.table import drawn, sheet
+from steplab.report.kit.text import flowed, plain
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_PIPED_WIDTH = 120
+_LONGEST_LINE = 120  # of sentences: longer ones are hard to read
+INDENT = 2
+"""Columns by which what stands under a heading is moved to the right."""
+
+
+def terminal_width() -> int:
+    """Columns to fill: COLUMNS if it is set, else the terminal's own width, else 120 (a pipe has none)."""
+    return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
+
+
+def wants_color(stream: IO[str]) -> bool:
+    """Whether to colour what goes to `stream`: a terminal, not a dumb one, and no NO_COLOR."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def draw(*parts: "RenderableType", width: int, color: bool) -> str:
+    """The parts one under the other, as text without trailing blanks; with ANSI colour only if asked.
+
+    The console is given everything it would otherwise look up in the process's environment, so that the
+    same record always gives the same text.
+    """
+    import io
+
+    from rich.console import Console
+
+    target = io.StringIO()
+    console = Console(
+        file=target,
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+        _environ={},
+    )
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
+
+
+def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
+    """The document as text for a terminal, without a newline at the end; `width` None: the terminal's own.
+
+    Pictures are left out: a page has them.
+    """
+    return "\n".join(_document(document, width or terminal_width(), _styled if color else _bare)).rstrip("\n")
+
+
+def render_sections(sections: Iterable[Section], *, width: int) -> str:
+    """Sections as text without colour, for a text that is not a document."""
+    return "\n".join(line for section in sections for line in _section(section, width, _bare))
+
+
+Style = Callable[[str, str], str]
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "cyan": "36"}
+
+
+def _styled(text: str, style: str) -> str:
+    return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text and style else text
+
+
+def _bare(text: str, style: str) -> str:
+    return text
+
+
+def _document(document: Document, width: int, style: Style) -> Iterator[str]:
+    for line in flowed(plain(document.title), width):
+        yield style(line, "bold")
+    for line in flowed(plain(document.subtitle), width) if document.subtitle else []:
+        yield style(line, "dim")
+    if document.verdict:
+        yield ""
+    for sentence in document.verdict:
+        yield from flowed(plain(sentence), min(width, _LONGEST_LINE))
+    for section in document.sections:
+        yield from _section(section, width, style)
+
+
+def _section(section: Section, width: int, style: Style) -> Iterator[str]:
+    """An empty line, the title, and what stands under it, indented."""
+    lines = _apart(section.blocks, width - INDENT, style)
+    if not lines:  # only pictures
+        return
+    yield ""
+    if section.title:
+        yield from (style(line, "bold") for line in flowed(plain(section.title), width))
+    yield from (" " * INDENT + line if line else "" for line in lines)
+
+
+def _apart(blocks: Iterable[Block], width: int, style: Style) -> list[str]:
+    """The blocks one under the other with an empty line between them; a section and a note bring what they need."""
+    lines: list[str] = []
+    for block in blocks:
+        own = list(_block(block, width, style))
+        joined = isinstance(block, Section) or (isinstance(block, Sentences) and block.role == "note")
+        lines += ([] if joined or not lines or not own else [""]) + own
+    return lines
+
+
+def _block(block: Block, width: int, style: Style) -> Iterator[str]:
+    if isinstance(block, Section):
+        yield from _section(block, width, style)
+    elif isinstance(block, Table):
+        yield from _table(block, width, style)
+    elif isinstance(block, Sentences):
+        yield from _sentences(block, min(width, _LONGEST_LINE), style)
+    elif isinstance(block, Pairs):
+        label = max(len(name) for name, _ in block.pairs)
+        for name, value in block.pairs:
+            lines = flowed(plain(value), max(width - label - 2, 20))
+            yield style(f"{name:<{label}}", "dim") + f"  {lines[0]}"
+            yield from (" " * (label + 2) + line for line in lines[1:])
+
+
+def _sentences(block: Sentences, width: int, style: Style) -> Iterator[str]:
+    look = {"note": "dim", "warning": "red", "code": "cyan"}.get(block.role, "")
+    for text in block.texts:
+        if block.role == "code":  # to be copied as it stands
+            yield style(plain(text), look)
+        elif block.role == "finding":
+            first, *rest = flowed(plain(text), width - 2)
+            yield from (f"- {first}", *(f"  {line}" for line in rest))
+        else:
+            yield from (style(line, look) for line in flowed(plain(text), width))
+
+
+def _table(table: Table, width: int, style: Style) -> Iterator[str]:
+    if not table.rows:
+        yield style("nothing was measured", "dim")
+        return
+    shown = sheet(table)
+    seen = drawn(shown, width)
+    yield from seen.header
+    for index, lines in enumerate(seen.rows[: table.first]):
+        yield from (style(line, "red") if index in shown.failures else line for line in lines)
+    notes = [shown.caption] if shown.caption else []
+    if table.first is not None and len(table.rows) > table.first:
+        notes.append(f"{units.counted(len(table.rows) - table.first, 'more row')}; --format md has all.")
+    if seen.left_out:
+        names = ", ".join(seen.left_out)
+        notes.append(f"Left out at {width + INDENT} columns: {names}; a wider terminal or --format md has them.")
+    for note in notes:
+        yield from (style(line, "dim") for line in flowed(note, min(width, _LONGEST_LINE)))

@@ -1,0 +1,72 @@
+"""Texts of reports: what stands for an absent value, why a cell failed, and lines that break in the right places."""
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+ABSENT = "–"
+"""Shown where a value was not measured; a zero would be a claim."""
+
+_REASON_LENGTH = 90
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_UNITS = r"[%×µ°]|[mn]?s\b|[KMGTPE]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
+"""What follows a figure and stays on its line."""
+_FIXED = "\u00a0"
+"""A space that does not break."""
+
+
+def plain(text: str) -> str:
+    """Text from a record without what would steer the terminal: escape sequences and control characters."""
+    return _CONTROL.sub("", text)
+
+
+def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
+    """Why a cell failed, short, its kind said once: 'out of memory: asked 8.00 GiB'; whole where `most` is None."""
+    words = kind.replace("_", " ")
+    text = " ".join(message.split())
+    text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
+    return text if most is None or len(text) <= most else text[:most].rpartition(" ")[0] + " …"
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal that a text takes: two for each wide (East Asian) character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        for letter in text
+    )
+
+
+def unbroken(text: str) -> str:
+    """The text with spaces that do not break between a figure and its unit, and before a separating dot."""
+    return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=] )|(?<==) ", _FIXED, text)
+
+
+def longest_piece(text: str) -> int:
+    """Columns of the longest piece of a text that `flowed` keeps together."""
+    return max(map(columns, unbroken(text).split(" ")))
+
+
+def flowed(text: str, width: int) -> list[str]:
+    """A text in lines of at most `width` columns, broken between words and never between a figure and its unit.
+
+    A word longer than a line is cut. Line breaks of the text itself stay.
+    """
+    lines = [line for paragraph in unbroken(text).split("\n") for line in _flowed(paragraph.split(" "), width)]
+    return [line.replace(_FIXED, " ") for line in lines]
+
+
+def _flowed(pieces: Iterable[str], width: int) -> list[str]:
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and columns(lines[-1]) + 1 + columns(piece) > width:
+            lines.append("")
+        while columns(piece) > width:
+            cut = width
+            while cut > 1 and columns(piece[:cut]) > width:
+                cut -= 1
+            lines[-1:] = [piece[:cut], ""]
+            piece = piece[cut:]
+        lines[-1] = f"{lines[-1]} {piece}".strip(" ")
+    return lines

@@ -1,0 +1,139 @@
+"""Documents of reports: one description, printed for a terminal, a page, Markdown, LaTeX and programs."""
+
+import csv
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+
+from steplab.errors import UserError
+from steplab.report.kit.document import RESULT, Chart, Column, Document, Pairs, Picture, Row, Section, Sentences, Table
+from steplab.report.kit.html import section_html
+from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME
+from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.kit.text import columns, flowed
+
+ROWS: tuple[Row, ...] = (
+    {"name": "a_b", "ranks": 2, "time_s": 0.0123, "size_bytes": 3 * 1024**2, "share": 0.5, "status": "ok", "extra": 1},
+    {"name": "c<d>", "ranks": 2, "time_s": None, "size_bytes": None, "share": None, "status": "timeout",
+     "failure": "nothing for 5min"},
+)  # fmt: skip
+TABLE = Table(
+    name="cells",
+    columns=(
+        Column(key="name", header="name"),
+        Column(key="ranks", header="ranks", quantity=LABEL, shared="{} rank{s}"),
+        Column(key="time_s", header="median time", quantity=TIME),
+        Column(key="size_bytes", header="size", quantity=BYTES, rank=1),
+        Column(key="share", header="share", quantity=SHARE, rank=2),
+        Column(key="absent", header="absent"),
+        RESULT,
+    ),
+    rows=ROWS,
+    caption="Medians.",
+)
+CHART = Chart(pictures=(Picture(title="", svg="<svg></svg>", width=100),), note="How to read it.")
+
+
+def document(*blocks: object, **fields: object) -> Document:
+    section = Section(title="Cells", blocks=blocks or (TABLE,))  # type: ignore[arg-type]
+    return dataclasses.replace(Document(title="Title", subtitle="made", sections=(section,), data=TABLE), **fields)  # type: ignore[arg-type]
+
+
+def test_a_terminal_has_texts_of_raw_values_and_says_once_what_rows_share() -> None:
+    assert render(document(verdict=("It is 5 ms.",)), width=80) == (
+        "Title\n"
+        "made\n"
+        "\n"
+        "It is 5 ms.\n"
+        "\n"
+        "Cells\n"
+        "  name  median time      size   share  result\n"
+        f"  {'─' * len('name  median time      size   share  timeout: nothing for 5min')}\n"
+        "  a_b       12.3 ms  3.00 MiB  50.0 %  ok\n"
+        "  c<d>            –         –       –  timeout: nothing for 5min\n"
+        "  2 ranks. Medians."
+    )
+
+
+@pytest.mark.parametrize("width", range(12, 90, 3))
+def test_no_line_is_wider_than_the_terminal_and_no_row_is_lost(width: int) -> None:
+    text = render(document(), width=width)
+    assert max(map(columns, text.splitlines())) <= max(width, 24)
+    assert re.search(r"12\.3 ms", text)
+    assert "c<d>" in text
+
+
+def test_columns_of_the_highest_rank_give_way_first() -> None:
+    text = " ".join(render(document(), width=44).split())
+    assert "share" not in text.partition("─")[0]
+    assert "Left out at 44 columns: share" in text
+    assert "12.3 ms" in text
+
+
+def test_a_terminal_shows_the_first_rows_and_markdown_all_of_them() -> None:
+    many = dataclasses.replace(TABLE, rows=tuple({"name": f"row{index}"} for index in range(7)), first=3)
+    text = render(document(many), width=80)
+    assert "row2" in text
+    assert "row3" not in text
+    assert "4 more rows; --format md has all." in text
+    assert "row6" in render(document(many), "md")
+
+
+def test_programs_get_raw_values_with_every_field() -> None:
+    assert json.loads(render(document(), "json")) == [dict(row) for row in ROWS]
+    first = next(csv.DictReader(io.StringIO(render(document(), "csv"))))
+    assert (first["time_s"], first["extra"], first["failure"]) == ("0.0123", "1", "")
+    several = document(data=(TABLE, dataclasses.replace(TABLE, name="more", rows=())))
+    assert json.loads(render(several, "json")) == {"cells": [dict(row) for row in ROWS], "more": []}
+    assert render(several, "csv") == render(document(), "csv")
+
+
+def test_nothing_of_a_record_is_taken_for_syntax() -> None:
+    evil = "\x1b[31m<script>|`_$\\end{x}` & 100%"
+    made = document(Sentences(texts=(evil,)), Sentences(texts=(evil,), role="code"), Pairs(pairs=(("name", evil),)))
+    for syntax in ("table", "md", "latex"):
+        assert "\x1b" not in render(made, syntax)
+    assert r"&lt;script&gt;\|\`\_$\\end{x}\`" in render(made, "md")
+    assert r"\textless{}script\textgreater{}\textbar{}`\_\$\textbackslash{}end\{x\}` \& 100\%" in render(made, "latex")
+    page = section_html(made.sections[0])
+    assert "<script>" not in page
+    assert page.count("&lt;script&gt;") == 3
+
+
+def test_pictures_are_for_the_page() -> None:
+    made = document(CHART)
+    assert "<svg>" in section_html(made.sections[0])
+    for syntax in ("table", "md", "latex"):
+        assert "Cells" not in render(made, syntax)
+
+
+def test_a_page_starts_with_long_tables_closed_and_marks_failures() -> None:
+    page = section_html(document().sections[0])
+    assert page.count('<tr class="bad">') == 1
+    assert "<details>" not in page
+    rows = tuple({"name": f"row{index}"} for index in range(30))
+    assert "<summary>30 rows</summary>" in section_html(document(dataclasses.replace(TABLE, rows=rows)).sections[0])
+    some = section_html(document(dataclasses.replace(TABLE, rows=rows, first=8)).sections[0])
+    assert some.index("row7") < some.index("<summary>22 more rows</summary>") < some.index("row8")
+
+
+def test_a_section_in_a_section_is_one_level_down() -> None:
+    inner = Section(title="Inner", blocks=(Sentences(texts=("Said.",)),))
+    made = document(inner)
+    assert render(made, width=80).endswith("Cells\n\n  Inner\n    Said.")
+    assert "## Cells\n\n### Inner\n\nSaid." in render(made, "md")
+    assert re.search(r"<h2>Cells</h2>.*<h3>Inner</h3>", section_html(made.sections[0]), flags=re.DOTALL)
+
+
+def test_lines_do_not_break_between_a_figure_and_its_unit() -> None:
+    assert flowed("it takes 12.3 ms of the 40 ms", 16) == ["it takes 12.3 ms", "of the 40 ms"]
+    assert flowed("abcdefghij", 4) == ["abcd", "efgh", "ij"]
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(UserError, match="format 'xml' is not known; choose one of table, json, csv, md, latex"):
+        render(document(), "xml")
+    assert FORMATS == ("table", "json", "csv", "md", "latex")
