@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.report.attention_rows import median_s
-from steplab.report.attention_speeds import PASS_WORDS, scatter
-from steplab.report.grid import Grid
+from steplab.report.attention.figures import PASS_WORDS, median_s, scatter
+from steplab.report.kit.document import Table, table_of_texts
 from steplab.specs.attention import PASSES, AttentionSpec
 
 APART = 0.05
@@ -19,14 +18,15 @@ def cells_of(runs: Sequence[AttentionRun], grid: str) -> list[AttentionCell]:
     return list(found.values())
 
 
-def sources(runs: Sequence[AttentionRun], grid: str) -> Grid | None:
+def sources(runs: Sequence[AttentionRun], grid: str) -> Table | None:
     """A row a record: when it was made, of what code, on which GPU, and which of its cells are shown. None where one
     record has the whole grid."""
     shown = {cell.spec: run.id for run in runs if run.study.name == grid for cell in run.cells}
     own = [run for run in runs if run.id in shown.values()]
     if len(own) < 2:
         return None
-    return Grid(
+    return table_of_texts(
+        "table",
         headers=("record", "made, UTC", "code", "GPU", "type", "dim", "positions", "cells", "of"),
         rows=tuple(_source_row(run, [spec for spec, source in shown.items() if source == run.id]) for run in own),
         numeric=(*(False for _ in range(7)), True, True),
@@ -48,7 +48,7 @@ def _source_row(run: AttentionRun, specs: Sequence[AttentionSpec]) -> tuple[str,
     return run.id, *words, str(len(specs)), str(len(run.cells))
 
 
-def disagreements(runs: Sequence[AttentionRun], grid: str) -> Grid | None:
+def disagreements(runs: Sequence[AttentionRun], grid: str) -> Table | None:
     """Cells that two records have, each with hardly any scatter, and whose times differ even so; None without any."""
     rows = []
     for (earlier, cell), (later, again) in _pairs(runs, grid):
@@ -61,7 +61,8 @@ def disagreements(runs: Sequence[AttentionRun], grid: str) -> Grid | None:
                 rows.append((*what, *times, f"{both[1] / both[0]:.2f}", earlier.id, later.id))
     if not rows:
         return None
-    return Grid(
+    return table_of_texts(
+        "table",
         headers=("B×H×S×D", "type", "implementation", "pass", "earlier", "later", "ratio", "of record", "of record"),
         rows=tuple(rows),
         numeric=(False, False, False, False, True, True, True, False, False),

@@ -6,8 +6,8 @@ from statistics import median
 
 from steplab.records.run import Run
 from steplab.records.timing import find_phase
-from steplab.report.grid import Grid
 from steplab.report.host_lead import waits_for_host
+from steplab.report.kit.document import Table, table_of_texts
 
 OURS = "flash_triton"
 STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"
@@ -15,7 +15,7 @@ STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"
 _WANTED = {"precision": "bf16", "pass_name": "train", "batch": 4, "checkpointing": "none"}
 
 
-def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Grid | None:
+def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Table | None:
     """The step of each model by who computes its attention; of one measured twice, the later. Earlier ones are marked:
     they were not measured beside the others; and so are those that are the host's more than the device's."""
     found: dict[tuple[str, str], dict[str, Run]] = {}
@@ -38,7 +38,8 @@ def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Grid | None:
 
     rows = [(*key, *(text(own.get(column)) for column in columns)) for key, own in compared.items()]
     ids = ", ".join(run.id for own in compared.values() for run in own.values())
-    return Grid(
+    return table_of_texts(
+        "table",
         headers=("model", "context", *columns),
         rows=tuple(rows),
         numeric=(False, True, *(True for _ in columns)),

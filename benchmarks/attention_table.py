@@ -11,7 +11,7 @@ nothing is typed in but the ceilings below.
 import gzip
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -24,10 +24,11 @@ from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
 from steplab.records.run import Run
-from steplab.report.attention_rows import default_peer, median_s
-from steplab.report.attention_speeds import PASS_WORDS, by_shape, geometric_means, markdown, speed_grid
-from steplab.report.attention_text import account_grid
-from steplab.report.grid import Grid
+from steplab.report.attention.figures import PASS_WORDS, default_peer, median_s
+from steplab.report.attention.tables import account_table, by_shape, mean_speeds, speed_table
+from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.markup import markdown_table
+from steplab.report.kit.quantities import BYTES, LABEL
 from steplab.specs.attention import PASSES, AttentionSpec
 
 Kind = TypeVar("Kind", AttentionRun, Run)
@@ -111,9 +112,9 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
     if peers := cells_of(runs, "peers"):
         yield "## Against its peers"
         for name in PASSES:
-            yield from _titled(PASS_WORDS[name].capitalize(), speed_grid(peers, PEER, name))
+            yield from _titled(PASS_WORDS[name].capitalize(), speed_table(peers, PEER, name))
         for peer in dict.fromkeys(cell.spec.column for cell in peers if cell.spec.column != OURS):
-            yield from _titled(f"Speed over all shapes, {peer} being 1", geometric_means(peers, peer))
+            yield from _titled(f"Speed over all shapes, {peer} being 1", mean_speeds(peers, peer))
         yield from _titled(f"Which cell of {OURS} is bound by what", bounds(peers))
         yield from _titled("Errors and first calls, the worst of all shapes", worst(peers))
         yield from _titled("Memory, peak of forward and backward beyond the inputs", memory(peers))
@@ -127,7 +128,7 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
         for dtype in dict.fromkeys(cell.spec.dtype for cell in cells):
             own = [cell for cell in cells if cell.spec.dtype == dtype]
             for name in PASSES:
-                yield from _titled(f"{PASS_WORDS[name].capitalize()}, {dtype}", speed_grid(own, "plain", name))
+                yield from _titled(f"{PASS_WORDS[name].capitalize()}, {dtype}", speed_table(own, "plain", name))
             yield from _titled(f"Memory kept from forward until backward, {dtype}", memory(own, kept=True))
             yield from _titled(f"Memory, peak of forward and backward beyond the inputs, {dtype}", memory(own))
             yield from _titled(f"Errors and first calls, the worst of all shapes, {dtype}", worst(own))
@@ -135,19 +136,21 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
             text = f"{account.moment}; the device has {units.format_bytes(account.memory_bytes)}."
             said = f" It said: {account.measured.message}." if account.measured else ""
             yield f"### The smallest plain attention that ran out of memory: {account.spec.label}"
-            yield markdown(account_grid(account).remarking(f"Most at once: {text}{said}"))
+            yield markdown_table(replace(account_table(account), caption=f"Most at once: {text}{said}"))
 
 
 def for_docs(peers: Sequence[AttentionCell], long: Sequence[AttentionCell]) -> Iterator[str]:
     """What docs/attention.md shows."""
-    yield markdown(by_shape(peers, _three_times, f"{_OF_PASSES}."))
+    yield markdown_table(by_shape(peers, _three_times, LABEL, f"{_OF_PASSES}."))
     for peer in (PEER, default_peer(peers)):
-        if means := geometric_means(peers, peer):
-            yield markdown(means)
+        if means := mean_speeds(peers, peer):
+            yield markdown_table(means)
     if longest := [cell for cell in _in_order(long) if cell.spec.queries == LONGEST]:
-        yield markdown(by_shape(longest, _three_times, f"{_OF_PASSES}; the longest sequences of the long grid."))
+        yield markdown_table(
+            by_shape(longest, _three_times, LABEL, f"{_OF_PASSES}; the longest sequences of the long grid.")
+        )
     if found := bounds(peers):
-        yield markdown(found)
+        yield markdown_table(found)
 
 
 def _three_times(cell: AttentionCell) -> str | None:
@@ -160,7 +163,7 @@ def _in_order(cells: Sequence[AttentionCell]) -> list[AttentionCell]:
     return sorted(cells, key=lambda cell: (cell.spec.dtype, cell.spec.dim, cell.spec.queries))
 
 
-def bounds(cells: Sequence[AttentionCell]) -> Grid | None:
+def bounds(cells: Sequence[AttentionCell]) -> Table | None:
     """Of each cell of flash_triton and pass: its time, and the least that each unit needs for the work by itself."""
     rows = []
     for cell in cells:
@@ -170,7 +173,8 @@ def bounds(cells: Sequence[AttentionCell]) -> Grid | None:
                 rows.append(_bound_row(cell.spec, name, work, seconds))
     if not rows:
         return None
-    return Grid(
+    return table_of_texts(
+        "table",
         headers=("B×H×S×D", "pass", "measured", "products", "exponentials", "bytes", "bound by", "products' share"),
         rows=tuple(rows),
         numeric=(False, False, True, True, True, True, False, True),
@@ -210,7 +214,7 @@ def pairs_of_head(spec: AttentionSpec) -> int:
     return square * (square + 1) // 2 + (spec.queries - square) * spec.num_keys
 
 
-def worst(cells: Sequence[AttentionCell]) -> Grid:
+def worst(cells: Sequence[AttentionCell]) -> Table:
     """Largest errors over plain attention's, and the longest first call, of each implementation."""
     rows = []
     for column in dict.fromkeys(cell.spec.column for cell in cells):
@@ -222,7 +226,8 @@ def worst(cells: Sequence[AttentionCell]) -> Grid:
         calls = [cell.first_call_s for cell in own if cell.first_call_s is not None]
         texts = [f"{ratio:.2f}" if ratio else "–" for ratio in ratios]
         rows.append((column, *texts, *(units.format_time(f(calls)) if calls else "–" for f in (median, max))))
-    return Grid(
+    return table_of_texts(
+        "table",
         headers=("implementation", "output", "dQ", "dK", "dV", "first call, median", "longest"),
         rows=tuple(rows),
         numeric=(False, *(True for _ in range(6))),
@@ -237,20 +242,21 @@ def _ratio(cell: AttentionCell, tensor: str) -> float:
     return 0.0
 
 
-def memory(cells: Sequence[AttentionCell], *, kept: bool = False) -> Grid:
+def memory(cells: Sequence[AttentionCell], *, kept: bool = False) -> Table:
     """Bytes of each cell, shapes by implementations."""
 
-    def text(cell: AttentionCell) -> str | None:
+    def value(cell: AttentionCell) -> int | None:
         found = (cell.memory.saved_bytes if kept else cell.memory.both_peak_bytes) if cell.memory else None
-        return units.format_bytes(found) if found is not None and not cell.failure else None
+        return None if cell.failure else found
 
-    return by_shape(cells, text, "The output is among it." if kept else "The output and the gradients are among it.")
+    told = "The output is included." if kept else "The output and the gradients are included."
+    return by_shape(cells, value, BYTES, told)
 
 
-def _titled(title: str, grid: Grid | None) -> Iterator[str]:
-    if grid:
+def _titled(title: str, table: Table | None) -> Iterator[str]:
+    if table:
         yield f"### {title}"
-        yield markdown(grid)
+        yield markdown_table(table)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,27 @@ from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import decode, encode, kind_of
 from steplab.records.timing import PhaseSamples
-from steplab.report.attention_rows import attention_rows, default_peer
-from steplab.report.attention_speeds import geometric_means, speed_grid
+from steplab.report.attention.document import account_document, attention_document
+from steplab.report.attention.figures import attention_rows, default_peer
+from steplab.report.attention.tables import account_table, mean_speeds, speed_table
 from steplab.report.attention_steps import attention_step_grid, attention_step_rows
-from steplab.report.attention_text import account_grid, render_account, render_attention
 from steplab.report.html import render_page
+from steplab.report.kit.document import Table
+from steplab.report.kit.rendering import render
+from steplab.report.kit.table import sheet
 from steplab.specs.attention_study import Grid
 from steplab.store.database import Store
-from steplab.units import format_time
+
+
+def render_attention(
+    run: AttentionRun, format: str = "table", *, against: str | None = None, width: int | None = None
+) -> str:
+    return render(attention_document(run, against=against), format, width=width)
+
+
+def texts_of(table: Table) -> tuple[list[str], list[tuple[str, ...]]]:
+    shown = sheet(table)
+    return [column.header for column in shown.columns], list(shown.rows)
 
 
 @pytest.fixture(scope="module")
@@ -90,41 +103,44 @@ def test_rows_are_medians_rates_and_ratios_of_the_samples(peers: AttentionRun) -
 
 
 def test_means_over_shapes_are_geometric(peers: AttentionRun) -> None:
-    grid = geometric_means(peers.cells, "sdpa_flash")
-    assert grid is not None
-    shown = {row[0]: row for row in grid.rows}
+    table = mean_speeds(peers.cells, "sdpa_flash")
+    assert table is not None
+    headers, found = texts_of(table)
+    shown = {row[0]: row for row in found}
     rows = attention_rows(peers.cells, "sdpa_flash")
     speeds = [row["both_speed"] for row in rows if row["implementation"] == "flash_triton"]
     numbers = [float(speed) for speed in speeds if speed is not None]
     assert len(numbers) == 7
-    at = grid.headers.index("both")
-    assert shown["flash_triton"][at] == f"{math.prod(numbers) ** (1 / 7):.2f}"
-    assert shown["flash_triton"][at + 1] == f"{min(numbers):.2f}"
+    at = headers.index("both")
+    assert shown["flash_triton"][at] == f"{math.prod(numbers) ** (1 / 7):.2f}×"
+    assert shown["flash_triton"][at + 1] == f"{min(numbers):.2f}×"
     assert "sdpa_flash" not in shown
 
 
 def test_speeds_stand_shape_by_shape_with_each_implementation_beside_the_peer(peers: AttentionRun) -> None:
-    grid = speed_grid(peers.cells, "flex", "both")
-    assert grid is not None
+    table = speed_table(peers.cells, "flex", "both")
+    assert table is not None
     columns = ["plain", "sdpa_flash", "flex", "sdpa_cudnn", "flash_triton"]
-    assert [*grid.headers] == ["B×H×S×D", *columns]
+    headers, texts = texts_of(table)
+    assert [header for header in headers if header != "×"] == ["B×H×S×D", *columns]
+    assert headers.count("×") == 4
     rows = attention_rows(peers.cells, "flex")
     found = {(row["shape"], row["causal"], row["implementation"]): row for row in rows}
-    assert len(grid.rows) == 7
-    for label, *texts in grid.rows:
-        shape, _, causal = label.partition(" ")
-        for column, text in zip(columns, texts, strict=True):
-            row = found[shape, "yes" if causal else "no", column]
-            seconds, times = row["both_s"], row["both_speed"]
-            if not isinstance(seconds, float) or not isinstance(times, float):
-                assert text == "out of memory"
+    assert len(table.rows) == len(texts) == 7
+    for shown in table.rows:
+        shape, _, mask = str(shown["shape"]).partition(" ")
+        for column in columns:
+            row = found[shape, "yes" if mask else "no", column]
+            if row["both_s"] is None:
+                assert shown[column] == "out of memory"
             else:
-                assert text == format_time(seconds) + ("" if column == "flex" else f" {times:.2f}×")
-    assert len(grid.bad_rows) == 6
-    assert speed_grid(peers.cells, None, "both") is not None
+                assert shown[column] == row["both_s"]
+                assert shown[f"{column} ratio"] == (None if column == "flex" else row["both_speed"])
+    assert sum(text == "out of memory" for row in texts for text in row) == 6
+    assert speed_table(peers.cells, None, "both") is not None
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
-    assert speed_grid(alone, None, "both") is None
-    assert speed_grid([make_cell(cell.spec, passes=()) for cell in peers.cells], None, "both") is None
+    assert speed_table(alone, None, "both") is None
+    assert speed_table([make_cell(cell.spec, passes=()) for cell in peers.cells], None, "both") is None
 
 
 def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_that_do(peers: AttentionRun) -> None:
@@ -137,15 +153,15 @@ def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_
     def shown(samples: tuple[float, ...]) -> tuple[str, str]:
         timed = {flex: steady, ours: samples}
         cells = [make_cell(spec, passes=(PhaseSamples(phase="both", device_s=found),)) for spec, found in timed.items()]
-        grid = speed_grid(cells, "flex", "both")
-        assert grid is not None
-        return " ".join(grid.rows[0][1:]), grid.caption
+        table = speed_table(cells, "flex", "both")
+        assert table is not None
+        return " ".join(texts_of(table)[1][0][-3:]), table.caption
 
     assert shown(steady)[0] == "1.00 ms 1.00 ms 1.00×"
     assert "~" not in shown(steady)[1]
     text, caption = shown(waiting)
     assert text == "1.00 ms ~1.20 ms 0.83×"
-    assert "~: the middle half of its samples is spread over more than 20% of it" in caption
+    assert "~ marks a median whose middle half of samples spreads over more than 20% of it" in caption
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
@@ -157,8 +173,8 @@ def test_the_answer_is_on_the_first_screen_and_nothing_is_cut(grid: str, width: 
     assert titles[:3] == ["Speed over all shapes", "Speed, forward + backward", "Time and rate"]
     answer = "\n".join(lines[: lines.index("Time and rate")])
     assert len(answer.splitlines()) < 28 + 22
-    assert re.search(r"flash_triton +\d+ +\d\.\d\d +\d\.\d\d", answer)
-    assert re.search(r"\d [µm]s \d\.\d\d×", answer)
+    assert re.search(r"flash_triton +(\d+ +)?\d\.\d\d× +\d\.\d\d×", answer)
+    assert re.search(r"\d [µm]s +\d", answer)
     head = lines[lines.index("Error against float64") + 1]
     assert all(name in head.split() for name in ("output", "dQ", "dK", "dV"))  # a table, and not a record a cell
 
@@ -166,7 +182,7 @@ def test_the_answer_is_on_the_first_screen_and_nothing_is_cut(grid: str, width: 
 def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
     assert default_peer(alone) is None
-    assert geometric_means(alone, None) is None
+    assert mean_speeds(alone, None) is None
     assert "vs" not in render_attention(make_benchmark("peers", {"implementation": ["flex"]}), width=200)
 
 
@@ -178,7 +194,7 @@ def test_the_terminal_names_what_failed_for_memory_and_what_was_asked(peers: Att
     assert text.count("out of memory: 64.0 GiB more for backward") == 2 * 6  # among times and among memory
     first = next(cell for cell in peers.cells if cell.spec.implementation == "flash_triton")
     assert f"{1e3 * median(first.samples('both')):.2f} ms" in text
-    assert "Times as fast as sdpa_flash" in text
+    assert "How many times as fast as sdpa_flash" in text
     assert max(map(len, render_attention(peers, width=80).splitlines())) <= 80
 
 
@@ -220,12 +236,13 @@ def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: Att
 def test_an_account_sums_to_the_bytes_it_states() -> None:
     account = account_of_failure(make_benchmark("study").cells, 20 * 1024**3, "a GPU")
     assert account is not None
-    grid = account_grid(account)
-    sizes = [int(row[4].replace(",", "")) for row in grid.rows]
-    assert sum(sizes[:-1]) == sizes[-1] == account.total_bytes
-    for row, size in zip(grid.rows[:-1], sizes, strict=False):
-        assert math.prod(map(int, row[2].split("×"))) * int(row[3]) == size
-    text = render_account(account, width=140)
+    rows = account_table(account).rows
+    sizes = [row["num_bytes"] for row in rows]
+    assert sum(size for size in sizes[:-1] if isinstance(size, int)) == sizes[-1] == account.total_bytes
+    for row in rows[:-1]:
+        assert isinstance(row["element_bytes"], int)
+        assert math.prod(map(int, str(row["shape"]).split("×"))) * row["element_bytes"] == row["num_bytes"]
+    text = render(account_document(account), width=140)
     assert "The smallest plain attention that does not fit: 8×1×16384×16 fp32" in text
     assert "B H S K e" in text
     assert "The device said: asked for 64.0 GiB more" in text
@@ -246,8 +263,8 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
     assert grid is not None
     assert grid.bad_rows == {3}
     page = render_page([other, *plain, fused, failed], title="Steps")
-    assert "Who computes it, and what that does to the whole step" in page
-    assert "Who computes it" not in render_page([other, plain[0]], title="Steps")
+    assert "Training steps by attention implementation" in page
+    assert "Training steps by attention" not in render_page([other, plain[0]], title="Steps")
 
 
 # --- what is asked ----------------------------------------------------------------------------------------

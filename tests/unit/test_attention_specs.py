@@ -12,7 +12,7 @@ from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
 from steplab.ops.attention.plain import plain_attention
 from steplab.plan.attention_memory import OF_CUDA_ALONE, account_of_failure, plain_account, smallest_that_does_not_fit
-from steplab.report.attention_text import render_account
+from steplab.report.attention.document import account_document
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid, grid_names, resolve_attention
 
@@ -180,10 +180,10 @@ def test_the_smallest_that_does_not_fit_is_found_by_doubling() -> None:
     assert (account.spec.queries, account.spec.dim) == (131072, 16)
     found = account.spec.label
     asked = "Plain attention of 1×1×1024×16 causal fp32 fits; its sequence doubled until it does not: "
-    assert render_account(account, width=200).splitlines()[0] == f"{asked}{found}"
+    assert account_document(account).title == f"{asked}{found}"
     given = smallest_that_does_not_fit([account.spec, *cells], 140 * GIB, "a GPU", backward=True)
     assert given.spec == account.spec
-    assert render_account(given).splitlines()[0] == f"The smallest plain attention that does not fit: {found}"
+    assert account_document(given).title == f"The smallest plain attention that does not fit: {found}"
     squares = 4 * 4 * 131072**2 + 131072**2
     assert squares < account.total_bytes < 1.01 * squares
     assert account.previous is not None

@@ -24,7 +24,8 @@ from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
 from steplab.ops.attention.triton_tuning import Tiles, read_table
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles, TileTrial
-from steplab.report.tuning_rows import render_tuning, tuning_rows
+from steplab.report.attention.tuning import tuning_document, tuning_json, tuning_rows
+from steplab.report.kit.rendering import render
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_tuning import (
     KERNELS,
@@ -414,8 +415,8 @@ def test_rows_say_how_long_and_which_was_chosen() -> None:
     ]
     assert tuning_rows(found)[0]["time_s"] == pytest.approx(math.sqrt(0.5))
     assert tuning_rows(found)[0]["flops_per_s"] == pytest.approx(1e12 / math.sqrt(0.5))
-    assert "chosen" in render_tuning(found, "table", width=100)
-    assert json.loads(render_tuning(found, "json"))["trials"][0]["device_s"] == [1000.0, 0.5, 0.0]
+    assert "chosen" in render(tuning_document(found), width=100)
+    assert json.loads(tuning_json(found))["trials"][0]["device_s"] == [1000.0, 0.5, 0.0]
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
@@ -457,7 +458,7 @@ def test_rows_of_32_bits_are_written_beside_those_of_16(monkeypatch: pytest.Monk
         (longs[0].queries, 32, "chosen"),
         (longs[0].queries, 32, None),
     ]
-    assert "32 bits" in render_tuning(found, "table", width=100)
+    assert "32 bits" in render(tuning_document(found), width=100)
 
     text = table_with(found, before)
     mine = "NVIDIA H200", 32, 128, "forward"

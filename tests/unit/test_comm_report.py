@@ -21,13 +21,14 @@ from steplab.lab.reporting import runs_to_report
 from steplab.records.codec import decode, encode, kind_of
 from steplab.records.comm import CommCell, CommRun
 from steplab.records.rows import benchmark_row, ddp_run_row
-from steplab.report.attention_text import render_attention
+from steplab.report.attention.document import attention_document
 from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp_text import render_ddp
 from steplab.report.formats import render_rows
 from steplab.report.html import render_page
+from steplab.report.kit.document import Document
 from steplab.report.kit.rendering import render
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
@@ -269,8 +270,8 @@ def test_documents_get_the_tables(gpus: CommRun, format: str) -> None:
 
 @pytest.mark.parametrize(
     ("render", "run"),
-    [(render_ddp, make_ddp_run(("flat",))), (render_attention, make_benchmark())],
-    ids=["ddp", "attention"],
+    [(render_ddp, make_ddp_run(("flat",)))],
+    ids=["ddp"],
 )
 def test_documents_get_the_notes(render: Callable[..., str], run: Any) -> None:
     noted = dataclasses.replace(run, notes=("of one_thing\nand another",))
@@ -278,10 +279,15 @@ def test_documents_get_the_notes(render: Callable[..., str], run: Any) -> None:
     assert "\n% Notes\n% of one_thing and another" in render(noted, "latex")
 
 
-def test_comm_documents_get_the_notes(gpus: CommRun) -> None:
-    noted = dataclasses.replace(gpus, notes=("of one_thing\nand another",))
-    assert "\n## Notes\n\n- of one\\_thing and another" in render_comm(noted, "md")
-    latex = render_comm(noted, "latex")
+@pytest.mark.parametrize(
+    ("document_of", "run"),
+    [(comm_document, make_comm()), (attention_document, make_benchmark())],
+    ids=["comm", "attention"],
+)
+def test_whole_documents_get_the_notes(document_of: Callable[[Any], Document], run: Any) -> None:
+    noted = document_of(dataclasses.replace(run, notes=("of one_thing\nand another",)))
+    assert "\n## Notes\n\n- of one\\_thing and another" in render(noted, "md")
+    latex = render(noted, "latex")
     assert "\\subsection*{Notes}" in latex
     assert "\\item of one\\_thing and another" in latex
 

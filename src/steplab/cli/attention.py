@@ -103,10 +103,11 @@ def attention(
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.attention import account_for_memory, attention_study, measure_attention
-    from steplab.report.attention_text import cell_line, render_account, render_attention
+    from steplab.report.attention.document import account_document, attention_cell_line, attention_document
+    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out.output, allowed=("table",) if derive else ROW_FORMATS)
+    chosen = chosen_format(out.format, out.output, allowed=ROW_FORMATS)
     color = stdout_color() and out.output is None
     if hardware is not None and not derive:
         raise UserError("--hardware is for --derive: what is measured is measured on this machine")
@@ -120,7 +121,8 @@ def attention(
         seed=seed,
     )
     if derive:
-        emit(render_account(account_for_memory(study.cells, hardware, store=out.store), color=color), out.output)
+        account = account_for_memory(study.cells, hardware, store=out.store)
+        emit(render(account_document(account), chosen, color=color), out.output)
         return 0
     columns = list(dict.fromkeys(cell.column for cell in study.cells))
     if against is not None and against not in columns:
@@ -132,8 +134,8 @@ def attention(
             store=out.store,
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
-            on_cell=lambda index, cell: line.done(index + 1, len(study.cells), cell_line(cell)),
+            on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
         )
-    emit(render_attention(run, chosen, against=against, color=color), out.output)
+    emit(render(attention_document(run, against=against), chosen, color=color), out.output)
     say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

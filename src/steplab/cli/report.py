@@ -74,7 +74,7 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
     from steplab.cli.precision import render_audits
     from steplab.errors import UserError
     from steplab.records.rows import run_row
-    from steplab.report.attention_text import render_attention
+    from steplab.report.attention.document import attention_document
     from steplab.report.comm.document import comm_document
     from steplab.report.ddp_text import render_ddp
     from steplab.report.formats import render_rows
@@ -90,7 +90,7 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
         )
     texts = [render_rows([run_row(run) for run in selection.runs], format, color=color)] if selection.runs else []
     texts += [render_audits(selection.numerics, format, to_file=to_file)] if audits else []
-    texts += [render_attention(run, format, color=color) for run in selection.attention]
+    texts += [render(attention_document(run), format, color=color) for run in selection.attention]
     texts += [render(comm_document(run), format, color=color) for run in selection.comm]
     texts += [render_ddp(run, format, color=color) for run in selection.ddp]
     return "\n\n".join(text.rstrip("\n") for text in texts)

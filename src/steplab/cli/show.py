@@ -25,7 +25,7 @@ def show(
     from steplab.records.ddp import DdpRun
     from steplab.records.numerics import Numerics
     from steplab.records.run import Run
-    from steplab.report.attention_text import render_attention
+    from steplab.report.attention.document import attention_document
     from steplab.report.ceilings_text import render_ceilings
     from steplab.report.comm.document import comm_document
     from steplab.report.ddp_text import render_ddp
@@ -46,7 +46,7 @@ def show(
     elif isinstance(record, Numerics):
         emit(render_numerics(record, color=stdout_color()), None)
     elif isinstance(record, AttentionRun):
-        emit(render_attention(record, color=stdout_color()), None)
+        emit(render(attention_document(record), color=stdout_color()), None)
     elif isinstance(record, CommRun):
         emit(render(comm_document(record), color=stdout_color()), None)
     elif isinstance(record, DdpRun):

@@ -45,7 +45,8 @@ def attention(
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.tuning import packaged_table, rows_of, rows_text, table_before, table_with, tune_attention
-    from steplab.report.tuning_rows import render_tuning
+    from steplab.report.attention.tuning import tuning_document, tuning_json
+    from steplab.report.kit.rendering import render
     from steplab.specs.attention_tuning import TuningStudy
 
     chosen = chosen_format(out.format, out.output)
@@ -65,7 +66,9 @@ def attention(
     )
     with ProgressLine() as line:
         tuning = tune_attention(study, on_progress=line.within)
-    emit(render_tuning(tuning, chosen, color=stdout_color() and out.output is None), out.output)
+    color = stdout_color() and out.output is None
+    text = tuning_json(tuning) if chosen == "json" else render(tuning_document(tuning), chosen, color=color)
+    emit(text, out.output)
     if tiles is not None:
         emit(table_with(tuning, before), tiles)
     elif tuning.chosen:

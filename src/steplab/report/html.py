@@ -15,7 +15,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import curve
 from steplab.report import charts
-from steplab.report.attention_page import attention_sections
+from steplab.report.attention.document import attention_chapter
 from steplab.report.attention_steps import attention_step_grid
 from steplab.report.cells import Cell, cells_of, label, varying
 from steplab.report.columns import make_sheet
@@ -27,6 +27,7 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.grid import Grid
+from steplab.report.kit.document import Table, table_of_texts
 from steplab.report.kit.html import section_html
 from steplab.report.kit.text import ABSENT, reason, unbroken
 from steplab.report.memory_page import memory_part
@@ -72,6 +73,8 @@ def render_page(
     environment.filters["unbroken"] = unbroken
     cells = cells_of(runs)
     runs_table = _run_table(cells)
+    grid = attention_step_grid([cell.run for cell in cells])
+    steps = _as_table(grid) if grid else None
     alone = describe(runs[0].spec) if len(runs) == 1 and runs[0].spec else ""
     shared = runs_table.caption if len(runs) > 1 else alone
     return environment.get_template("page.html.j2").render(
@@ -91,11 +94,10 @@ def render_page(
         memory=charts.peak_memory(cells),
         watched=memory_part(cells, predictions or {}, references),
         precision=precision_part(runs, numerics),
-        attention=attention_sections(attention),
+        attention=section_html(found) if (found := attention_chapter(attention, steps)) else "",
         comm=section_html(found) if (found := comm_chapter(comm)) else "",
         comm_terms=COMM_TERMS if comm else (),
         ddp=ddp_sections(ddp),
-        attention_steps=attention_step_grid([cell.run for cell in cells]),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
         runs=runs_table,
@@ -231,3 +233,8 @@ def _environments(
         if record.environment:
             groups.setdefault(tuple(environment_pairs(record.environment)), []).append(record.environment)
     return [(len(envs), [*pairs, *condition_pairs(envs)]) for pairs, envs in groups.items()]
+
+
+def _as_table(grid: Grid) -> Table:
+    """A grid of texts as a table."""
+    return table_of_texts("steps", grid.headers, grid.rows, numeric=grid.numeric, caption=grid.caption)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from steplab.records.rows import Scalar
-from steplab.report.kit.quantities import TEXT, Quantity
+from steplab.report.kit.quantities import LABEL, TEXT, Quantity
 
 Row = Mapping[str, Scalar]
 
@@ -31,8 +31,8 @@ class Column:
     """How the caption says a value that all rows share, which then has no column: '{} ranks', with {s} for the plural's
     s. Empty: the column always stays."""
     rank: int = 0
-    """On a terminal that is too narrow columns of the highest rank are left out first, of one rank the last; those of
-    rank 0 never are."""
+    """On a terminal that is too narrow columns of the highest rank are left out first, of one rank the last, together
+    with those of the same heading; those of rank 0 never are."""
     wraps_from: int | None = None
     """Least width to which a terminal may wrap its texts; None: each stays on one line."""
 
@@ -144,6 +144,18 @@ class Document:
 def named_section(title: str, *blocks: Block | None) -> Section:
     """A section of those blocks that there are."""
     return Section(title=title, blocks=tuple(block for block in blocks if block is not None))
+
+
+def table_of_texts(
+    name: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Sequence[bool], caption: str = ""
+) -> Table:
+    """A table whose cells are texts already, because they are not figures of one quantity to a column."""
+    columns = tuple(
+        Column(key=str(index), header=header, quantity=LABEL if figures else TEXT)
+        for index, (header, figures) in enumerate(zip(headers, numeric, strict=True))
+    )
+    found = tuple({str(index): text for index, text in enumerate(row)} for row in rows)
+    return Table(name=name, columns=columns, rows=found, caption=caption)
 
 
 def notes_section(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:

@@ -97,7 +97,7 @@ def drawn(shown: Sheet, width: int) -> Drawn:
     return Drawn(
         header=(*lines([column.header for column in shown.columns]), rule),
         rows=tuple(map(lines, shown.rows)),
-        left_out=tuple(column.header for index, column in enumerate(shown.columns) if index not in chosen),
+        left_out=tuple(dict.fromkeys(c.header for index, c in enumerate(shown.columns) if index not in chosen)),
     )
 
 
@@ -105,17 +105,20 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
     """Indices of the columns that there is room for; none where not even those of rank 0 fit."""
     chosen = list(range(len(shown.columns)))
     while sum(_least(shown, index) for index in chosen) + len(_GAP) * (len(chosen) - 1) > width:
-        last = max(chosen, key=lambda index: (shown.columns[index].rank, index))
-        if shown.columns[last].rank == 0:
+        last = shown.columns[max(chosen, key=lambda index: (shown.columns[index].rank, index))]
+        if last.rank == 0:
             return []
-        chosen.remove(last)
+        alike = (last.rank, last.header)
+        chosen = [index for index in chosen if (shown.columns[index].rank, shown.columns[index].header) != alike]
     return chosen
 
 
 def _least(shown: Sheet, index: int) -> int:
-    """Columns of the terminal without which a column would cut a figure, or a text that stays on one line."""
+    """Columns of the terminal without which a column would cut a figure, or a text that stays on one line; a text among
+    figures, which says why there is none, may be broken between words."""
     column = shown.columns[index]
-    widest = max((columns(row[index]) for row in shown.rows), default=0)
+    measured = longest_piece if column.quantity.numeric else columns
+    widest = max((measured(row[index]) for row in shown.rows), default=0)
     if column.wraps_from is not None:
         widest = min(widest, column.wraps_from)
     return max(widest, longest_piece(column.header))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.report import axes as ax
-from steplab.report.attention_rows import flops_per_s
-from steplab.report.attention_speeds import PASS_WORDS, shape_label
+from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
 from steplab.report.cells import Layout
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 Figure = Callable[[AttentionCell], float | None]
 _BESIDE_OTHERS = 440.0
 """Width of a panel that is not alone."""
-_FACTORS = "; from one length to the next is a factor as well"
+_FACTORS = "; lengths grow by factors too"
 _WORD_PX = 13.0
 """Between two failures at one length, whose words stand upright."""
 
@@ -66,22 +65,22 @@ def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None
-    note = f"{PASS_WORDS[name].capitalize()}: FLOPs, as the convention counts them, over the median time."
+    note = f"FLOPs of {PASS_WORDS[name]}, as the convention counts them, over the median time."
     scale = kit.count_scale(values)
     return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], lambda v: units.format_rate(v, "FLOP/s")), note)
 
 
-def memory_chart(cells: Sequence[AttentionCell], *, kept: bool) -> Chart | None:
-    """Bytes kept for backward, or the peak of forward and backward; None where neither is known."""
+def memory_chart(cells: Sequence[AttentionCell], *, saved: bool) -> Chart | None:
+    """Bytes saved for backward, or the peak of forward and backward; None where neither is known."""
 
     def figure(cell: AttentionCell) -> float | None:
         memory = cell.memory
-        return (memory.saved_bytes if kept else memory.both_peak_bytes) if memory else None
+        return (memory.saved_bytes if saved else memory.both_peak_bytes) if memory else None
 
     values = [value for cell in cells if (value := figure(cell))]
     if not values:
         return None
-    what = "Kept from forward until backward" if kept else "Most at once in forward and backward"
+    what = "Memory saved for backward" if saved else "Peak of forward and backward"
     factors = any(panel.ordered for panel in _panels(cells))
     note = f"{what}, beyond the inputs, on a logarithmic axis{_FACTORS if factors else ''}."
     scale = kit.log_bytes_scale(values)

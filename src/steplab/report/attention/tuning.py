@@ -6,24 +6,31 @@ from statistics import geometric_mean, median
 
 import msgspec
 
-from steplab import units
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles, TileTrial
-from steplab.records.rows import Row, Scalar
-from steplab.report.columns import Column, figure_column, show_time
-from steplab.report.formats import render_rows
+from steplab.records.rows import Row
+from steplab.report.kit.document import Column, Document, Table, named_section
+from steplab.report.kit.quantities import FLOPS_PER_S, LABEL, TIME, Quantity
 from steplab.specs.attention_tuning import KERNELS, TileCandidate
 
 
-def render_tuning(tuning: AttentionTuning, format: str, *, width: int | None = None, color: bool = False) -> str:
-    """The tuning in one of formats.FORMATS, without a newline at the end. JSON is all that was measured."""
-    if format == "json":
-        return json.dumps(msgspec.to_builtins(tuning), indent=2, ensure_ascii=False)
-    rows, empty = tuning_rows(tuning), "no candidates"
-    return render_rows(rows, format, columns=_COLUMNS, empty=empty, width=width, color=color)
+def tuning_document(tuning: AttentionTuning) -> Document:
+    """The candidates, and which of them were chosen."""
+    table = Table(
+        name="candidates",
+        columns=_COLUMNS,
+        rows=tuple(tuning_rows(tuning)),
+        caption="Times and rates are geometric means over head dimensions, causal and not.",
+    )
+    return Document(title="Tiles of flash_triton", sections=(named_section("Candidates", table),), data=table)
+
+
+def tuning_json(tuning: AttentionTuning) -> str:
+    """All that was measured."""
+    return json.dumps(msgspec.to_builtins(tuning), indent=2, ensure_ascii=False)
 
 
 def tuning_rows(tuning: AttentionTuning) -> list[Row]:
-    """A row a candidate and length, the fastest of its kernel and box first; then the candidates that were dropped.
+    """One row per candidate and length, the fastest of its kernel and box first; then the candidates that were dropped.
 
     Times and rates are geometric means over head dimensions, causal and not.
     """
@@ -70,22 +77,14 @@ def _row(
     }
 
 
-def _rate(value: Scalar) -> str:
-    return units.format_rate(value, "FLOP/s") if isinstance(value, (int, float)) else str(value)
-
-
-def _times(value: Scalar) -> str:
-    return f"{value:.3f}×" if isinstance(value, (int, float)) else str(value)
-
-
-_COLUMNS: tuple[Column, ...] = (
-    Column(key="kernel", header="kernel", shared=False),
-    Column(key="bits", header="bits", numeric=True, caption="{} bits"),
-    Column(key="box", header="box", numeric=True, shared=False),
-    Column(key="tokens", header="tokens", numeric=True, shared=False),
-    Column(key="candidate", header="queries×keys", shared=False),
-    figure_column("time_s", "time", show_time, 0),
-    figure_column("flops_per_s", "rate", _rate, 1),
-    figure_column("slowdown", "÷ fastest", _times, 1),
-    Column(key="result", header="result", shared=False, wraps_from=12),
+_COLUMNS = (
+    Column(key="kernel", header="kernel"),
+    Column(key="bits", header="bits", quantity=LABEL, shared="{} bits"),
+    Column(key="box", header="box", quantity=LABEL),
+    Column(key="tokens", header="tokens", quantity=LABEL),
+    Column(key="candidate", header="queries×keys"),
+    Column(key="time_s", header="time", quantity=TIME),
+    Column(key="flops_per_s", header="rate", quantity=FLOPS_PER_S, rank=1),
+    Column(key="slowdown", header="time over the fastest", quantity=Quantity(lambda value: f"{value:.3f}×"), rank=1),
+    Column(key="result", header="result", wraps_from=12),
 )

@@ -1,17 +1,21 @@
-"""A benchmark of attention as rows, and as the tables people read: time and speed, memory, errors."""
+"""Figures of a benchmark of attention, and its cells as rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 
 from steplab import units
 from steplab.records.attention import AttentionCell
-from steplab.records.rows import Row, Scalar
-from steplab.report.columns import Column, figure_column
-from steplab.report.titled_table import TitledTable
+from steplab.records.rows import Row
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
 """What errors are of, and what it is called beside a figure."""
+PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
+"""What a pass is called."""
+_BY_INTEREST = ("both", "forward", "backward")
+SCATTERED = 0.2
+"""Of a median: where the middle half of the samples is spread over more, it is marked. Kernels by themselves repeat
+within a few per cent; what scatters more is a wait for the host, or somebody else at work on the device."""
 _PEERS = ("sdpa_flash", "sdpa", "plain")
 
 
@@ -100,98 +104,28 @@ def _over(over: float | None, under: float | None) -> float | None:
     return over / under if over is not None and under else None
 
 
-def _times(value: Scalar) -> str:
-    return f"{value:.2f}×" if isinstance(value, (int, float)) else str(value)
+def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
+    """The pass that says most: both together where they were timed; None where nothing was."""
+    return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 
-def _time(value: Scalar) -> str:
-    return units.format_time(value) if isinstance(value, (int, float)) else str(value)
+def scatter(cell: AttentionCell, name: str) -> float:
+    """How far the middle half of a pass's samples is spread, over their median; 0 with fewer than four."""
+    samples = cell.samples(name)
+    if len(samples) < 4:
+        return 0.0
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return (high - low) / median(samples)
 
 
-def _rate(value: Scalar) -> str:
-    return units.format_rate(value, "FLOP/s") if isinstance(value, (int, float)) else str(value)
-
-
-def _size(value: Scalar) -> str:
-    return units.format_bytes(value) if isinstance(value, (int, float)) else str(value)
-
-
-def _error(value: Scalar) -> str:
-    return f"{value:.1e}" if isinstance(value, (int, float)) else str(value)
-
-
-_CAUSAL = {"yes": "causal", "no": "not causal"}
-_HEAD = (
-    Column(key="shape", header="B×H×S×D", caption="{} (batch, heads, sequence, dimension)"),
-    Column(key="causal", header="causal", show=lambda value: _CAUSAL[str(value)]),
-    Column(key="dtype", header="type"),
-    Column(key="column", header="implementation"),
-)
-_RESULT = Column(key="failure", header="result", shared=False, wraps_from=12)
-ERROR_COLUMNS = (
-    *_HEAD,
-    *(figure_column(f"{tensor}_error_ratio", name, _times, 0) for tensor, name in TENSORS.items()),
-    *(figure_column(f"{tensor}_error", f"{name} relative", _error, 1) for tensor, name in TENSORS.items()),
-    *(figure_column(f"{tensor}_max_abs", f"{name} largest", _error, 2) for tensor, name in TENSORS.items()),
-)
-MEMORY_COLUMNS = (
-    *_HEAD,
-    figure_column("saved_bytes", "kept", _size, 0),
-    figure_column("forward_peak_bytes", "peak, forward", _size, 1),
-    figure_column("both_peak_bytes", "peak, both", _size, 0),
-    _RESULT,
-)
-
-
-def time_columns(peer: str | None) -> tuple[Column, ...]:
-    """Times, rates, and speeds against the peer."""
-    words = {"forward": "forward", "backward": "backward", "both": "both"}
-    return (
-        *_HEAD,
-        *(figure_column(f"{name}_s", word, _time, 0) for name, word in words.items()),
-        *(figure_column(f"{name}_speed", f"{word} vs {peer}", _times, 1) for name, word in words.items() if peer),
-        *(figure_column(f"{name}_flops_per_s", f"{word} rate", _rate, 2) for name, word in words.items()),
-        figure_column("first_call_s", "first call", _time, 3),
-        _RESULT,
-    )
-
-
-def attention_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[TitledTable]:
-    """Time, memory and errors of the cells; those about which nothing is known are left out."""
-    rows = attention_rows(cells, peer)
-    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
-    kept = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
-    tables = [
-        TitledTable(
-            title="Time and rate",
-            columns=time_columns(peer),
-            rows=rows,
-            caption="Medians, implementations in turns; a GPU's caches are cold, and it is kept busy until Python has "
-            "started the pass. FLOPs are 4 B H Sq Sk D forward, half "
-            "if causal, and 2.5 times as many backward, whatever is executed.",
-        )
-    ]
-    if kept:
-        tables.append(
-            TitledTable(
-                title="Memory beyond the inputs",
-                columns=MEMORY_COLUMNS,
-                rows=[row for row in rows if row in kept or row["status"] == "out_of_memory"],
-                caption="Kept: from the end of forward until backward, the output among it, beside the inputs. Peak: "
-                "most at once, the output and the gradients among it.",
-            )
-        )
-    if checked:
-        tables.append(
-            TitledTable(
-                title="Error against float64",
-                columns=ERROR_COLUMNS,
-                rows=checked,
-                caption="As a multiple of plain attention's error in the same type. Relative: norm of the difference "
-                "over the norm of the result. Largest: difference of an element.",
-            )
-        )
-    return tables
+def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
+    """What tells a shape from the others."""
+    words = [shape.sizes_label]
+    if len({other.causal for other in others}) > 1:
+        words += ["causal"] * shape.causal
+    if len({other.dtype for other in others}) > 1:
+        words.append(shape.dtype)
+    return " ".join(words)
 
 
 def notes_of(cells: Iterable[AttentionCell]) -> list[str]:

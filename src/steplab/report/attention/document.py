@@ -1,0 +1,114 @@
+"""What a report says of attention by itself: a benchmark, and the memory that plain attention would need."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
+from steplab.report.attention.charts import memory_chart, rate_chart
+from steplab.report.attention.figures import (
+    PASS_WORDS,
+    attention_rows,
+    default_peer,
+    median_s,
+    notes_of,
+    telling_pass,
+)
+from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import (
+    Document,
+    Section,
+    Sentences,
+    Table,
+    named_section,
+    notes_section,
+    record_section,
+)
+from steplab.report.kit.text import reason
+from steplab.specs.attention import PASSES
+
+_SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes per element"
+
+
+def attention_document(run: AttentionRun, *, against: str | None = None) -> Document:
+    """All that is said of one benchmark.
+
+    `against` names the implementation that the others are compared with; None: the first of sdpa_flash, sdpa and plain
+    that was measured.
+    """
+    peer = against or default_peer(run.cells)
+    made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
+    return Document(
+        title=f"Attention: {run.study.description or run.study.name}",
+        subtitle=" · ".join(part for part in (*made, f"'{run.name}'" if run.name else "") if part),
+        verdict=_verdict(run),
+        sections=(*_sections(run, peer), *environment_section(run.environment)),
+        data=Table(name="cells", columns=(), rows=tuple(attention_rows(run.cells, peer))),
+    )
+
+
+def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Section | None:
+    """Attention on a page: `steps`, training steps that differ in their attention alone, then the benchmarks."""
+    parts = [named_section("Training steps by attention implementation", steps)] if steps else []
+    for run in runs:
+        made = [run.study.description or run.study.name, run.device_name or "", run.created_utc, f"benchmark {run.id}"]
+        heading, title = " · ".join(part for part in made if part), (run.name or run.study.name)
+        sections = _sections(run, default_peer(run.cells))
+        parts.append(record_section(heading, _verdict(run), sections, title=title if len(runs) > 1 else ""))
+    return Section(title="Attention", anchor="attention", blocks=tuple(parts)) if parts else None
+
+
+def attention_cell_line(cell: AttentionCell) -> str:
+    """What came of one cell, for a line of progress."""
+    times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
+    failed = [reason(cell.failure.kind, cell.failure.message)] if cell.failure else []
+    return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
+
+
+def _verdict(run: AttentionRun) -> tuple[str, ...]:
+    failures = [cell.failure for cell in run.cells if cell.failure]
+    no_memory = sum(failure.kind == "out_of_memory" for failure in failures)
+    told = units.counted_results(len(run.cells), "cell", len(failures))
+    return (f"{told}, {no_memory} of them out of memory." if no_memory else f"{told}.",)
+
+
+def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
+    if means := mean_speeds(run.cells, peer):
+        yield named_section("Speed over all shapes", means)
+    telling = telling_pass(run.cells)
+    if telling and (speeds := speed_table(run.cells, peer, telling)):
+        yield named_section(f"Speed, {PASS_WORDS[telling]}", speeds)
+    for name in PASSES:
+        if chart := rate_chart(run.cells, name):
+            yield named_section(f"FLOP/s, {PASS_WORDS[name]}", chart)
+    for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
+        if chart := memory_chart(run.cells, saved=saved):
+            yield named_section(title, chart)
+    yield from cell_tables(run.cells, peer)
+    yield from notes_section([*run.notes, *notes_of(run.cells)])
+
+
+def account_document(account: AttentionAccount) -> Document:
+    """What plain attention holds at its peak, tensor by tensor, against the device's memory."""
+    total, memory = account.total_bytes, account.memory_bytes
+    saved = sum(term.num_bytes for term in account.terms if term.kept)
+    held = f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
+    held += f"{units.format_bytes(memory)}"
+    told = [
+        f"The peak is {account.moment}. {_SYMBOLS}.",
+        f"{held}: {units.format_bytes(total - memory)} too little."
+        if total > memory
+        else f"{held}, part of which CUDA, libraries and the allocator's gaps take.",
+        f"{units.format_bytes(saved)} of it is saved from forward until backward.",
+    ]
+    if account.previous and account.previous_bytes is not None:
+        told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")
+    if account.measured:
+        told.append(f"The device said: {account.measured.message}.")
+    title = f"The smallest plain attention that does not fit: {account.spec.label}"
+    if account.asked:
+        title = f"Plain attention of {account.asked.label} fits; its sequence doubled until it does not: "
+        title += account.spec.label
+    table = account_table(account)
+    told_last = Sentences(texts=tuple(told), role="finding")
+    return Document(title=title, sections=(Section(title="", blocks=(table, told_last)),), data=table)

@@ -1,0 +1,229 @@
+"""Tables of a benchmark of attention: shapes by implementations, means over all shapes, and every cell."""
+
+from collections.abc import Callable, Sequence
+from statistics import geometric_mean
+
+from steplab import units
+from steplab.records.attention import AttentionAccount, AttentionCell
+from steplab.records.rows import Row, Scalar
+from steplab.report.attention.figures import (
+    PASS_WORDS,
+    SCATTERED,
+    TENSORS,
+    attention_rows,
+    median_s,
+    peers_of,
+    scatter,
+    shape_label,
+    speed,
+)
+from steplab.report.kit.document import RESULT, Column, Section, Table, named_section
+from steplab.report.kit.quantities import BYTES, ERROR, FLOPS_PER_S, LABEL, NUMBER, TIME, TIMES, Quantity
+from steplab.specs.attention import PASSES, AttentionSpec
+
+_SHAPE = (
+    Column(key="shape", header="B×H×S×D", shared="{} (batch, heads, sequence, dimension)", wraps_from=14),
+    Column(key="mask", header="mask", shared="{}"),
+    Column(key="dtype", header="type", shared="{}"),
+)
+Value = Callable[[AttentionCell], Scalar]
+
+
+def by_shape(
+    cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
+) -> Table:
+    """One row per shape, one column per implementation, and beside it one for its `ratio` where there is any; where a
+    cell that failed has no value, how it failed."""
+    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
+    rows: dict[object, dict[str, Scalar]] = {}
+    for cell in cells:
+        shape = cell.spec.shape
+        row = rows.setdefault(shape, _shape_row(shape, cells))
+        known = value(cell)
+        row[cell.spec.column] = cell.failure.kind.replace("_", " ") if known is None and cell.failure else known
+        row[f"{cell.spec.column} ratio"] = ratio(cell) if ratio and known is not None else None
+    by_implementation = [
+        column
+        for name in columns
+        for column in (
+            Column(key=name, header=name, quantity=quantity),
+            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1),
+        )
+    ]
+    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
+
+
+def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
+    """A shape with what tells it from the others; beside it the mask and the type that all of them share."""
+    shapes = [cell.spec.shape for cell in cells]
+    return {
+        "shape": shape_label(shape, shapes),
+        "mask": ("causal" if shape.causal else "not causal") if len({s.causal for s in shapes}) == 1 else None,
+        "dtype": shape.dtype if len({s.dtype for s in shapes}) == 1 else None,
+    }
+
+
+def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
+    """Median time of a pass and speed against the peer: shapes by implementations. None with one implementation.
+    Medians of samples that scatter are marked."""
+    columns = {cell.spec.column for cell in cells}
+    if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
+        return None
+    peers = peers_of(cells, peer)
+
+    def time(cell: AttentionCell) -> Scalar:
+        seconds = median_s(cell, name)
+        scatters = seconds is not None and scatter(cell, name) > SCATTERED
+        return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
+
+    def ratio(cell: AttentionCell) -> Scalar:
+        return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
+
+    caption = f"Median time of {PASS_WORDS[name]}."
+    if peer in columns:
+        caption += f" × is how many times as fast as {peer}."
+    if any(scatter(cell, name) > SCATTERED for cell in cells):
+        caption += f" ~ marks a median whose middle half of samples spreads over more than {SCATTERED:.0%} of it."
+    return by_shape(cells, time, TIME, caption, ratio=ratio)
+
+
+def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
+    """Speed of each implementation against the peer over all shapes they share; None without anything to compare."""
+    peers = peers_of(cells, peer)
+    rows: list[Row] = []
+    for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
+        own = [cell for cell in cells if cell.spec.column == column]
+        found = {name: [s for cell in own if (s := speed(cell, peers, name)) is not None] for name in PASSES}
+        if any(found.values()):
+            row: Row = {"implementation": column, "shapes": max(map(len, found.values()))}
+            for name, speeds in found.items():
+                row |= {name: geometric_mean(speeds), f"{name}_min": min(speeds)} if speeds else {}
+            rows.append(row)
+    if not peer or not rows:
+        return None
+    return Table(
+        name="mean_speeds",
+        columns=(
+            Column(key="implementation", header="implementation"),
+            Column(key="shapes", header="shapes", quantity=LABEL, rank=2),
+            *(
+                column
+                for name in PASSES
+                for column in (
+                    Column(key=name, header=name, quantity=TIMES),
+                    Column(key=f"{name}_min", header=f"{name}, min", quantity=TIMES, rank=1),
+                )
+            ),
+        ),
+        rows=tuple(rows),
+        caption=f"How many times as fast as {peer}: the geometric mean over the shapes that both ran, and the minimum.",
+    )
+
+
+_HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
+
+
+def _cell_rows(cells: Sequence[AttentionCell], peer: str | None) -> list[Row]:
+    """The rows that programs get, with what tells a shape from the others in one field."""
+    rows = zip(attention_rows(cells, peer), cells, strict=True)
+    return [row | _shape_row(cell.spec.shape, cells) for row, cell in rows]
+
+
+def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[Section]:
+    """Time, memory and errors of every cell; a table about which nothing is known is left out."""
+    rows = _cell_rows(cells, peer)
+    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
+    measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
+    sections = [named_section("Time and rate", _times(rows, peer))]
+    if measured:
+        known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
+        sections.append(named_section("Memory beyond the inputs", _memory(known)))
+    return [*sections, named_section("Error against float64", _errors(checked))] if checked else sections
+
+
+def _times(rows: Sequence[Row], peer: str | None) -> Table:
+    return Table(
+        name="times",
+        columns=(
+            *_HEAD,
+            *(Column(key=f"{name}_s", header=name, quantity=TIME) for name in PASSES),
+            *(
+                Column(key=f"{name}_speed", header=f"{name} vs {peer}", quantity=TIMES, rank=1)
+                for name in PASSES
+                if peer
+            ),
+            *(
+                Column(key=f"{name}_flops_per_s", header=f"{name} rate", quantity=FLOPS_PER_S, rank=2)
+                for name in PASSES
+            ),
+            Column(key="first_call_s", header="first call", quantity=TIME, rank=3),
+            RESULT,
+        ),
+        rows=tuple(rows),
+        caption="Medians, implementations measured in turns. On a GPU caches are cold, and the device is kept busy "
+        "until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 times "
+        "as many backward, whatever is executed.",
+    )
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    return Table(
+        name="memory",
+        columns=(
+            *_HEAD,
+            Column(key="saved_bytes", header="saved for backward", quantity=BYTES),
+            Column(key="forward_peak_bytes", header="peak, forward", quantity=BYTES, rank=1),
+            Column(key="both_peak_bytes", header="peak, both", quantity=BYTES),
+            RESULT,
+        ),
+        rows=tuple(rows),
+        caption="Bytes beyond the inputs. Saved for backward includes the output; the peaks include the output and the "
+        "gradients.",
+    )
+
+
+def _errors(rows: Sequence[Row]) -> Table:
+    return Table(
+        name="errors",
+        columns=(
+            *_HEAD,
+            *(Column(key=f"{key}_error_ratio", header=name, quantity=TIMES) for key, name in TENSORS.items()),
+            *(Column(key=f"{key}_error", header=f"{name} relative", quantity=ERROR, rank=1)
+              for key, name in TENSORS.items()),
+            *(Column(key=f"{key}_max_abs", header=f"{name} largest", quantity=ERROR, rank=2)
+              for key, name in TENSORS.items()),
+        ),
+        rows=tuple(rows),
+        caption="Multiples of the error of plain attention in the same type. Relative is the norm of the difference "
+        "over the norm of the result; largest is the largest difference of one element.",
+    )  # fmt: skip
+
+
+def account_table(account: AttentionAccount) -> Table:
+    """One row per tensor that plain attention holds at its peak, and their sum."""
+    rows: list[Row] = [
+        {
+            "tensor": term.what,
+            "formula": term.formula,
+            "shape": "×".join(map(str, term.shape)),
+            "element_bytes": term.element_bytes,
+            "num_bytes": term.num_bytes,
+            "size_bytes": term.num_bytes,
+            "saved": "yes" if term.kept else None,
+        }
+        for term in account.terms
+    ]
+    rows.append({"tensor": "sum", "num_bytes": account.total_bytes, "size_bytes": account.total_bytes})
+    return Table(
+        name="tensors",
+        columns=(
+            Column(key="tensor", header="tensor"),
+            Column(key="formula", header="bytes in symbols"),
+            Column(key="shape", header="shape", rank=1),
+            Column(key="element_bytes", header="e", quantity=LABEL, rank=2),
+            Column(key="num_bytes", header="bytes", quantity=NUMBER, rank=3),
+            Column(key="size_bytes", header="size", quantity=BYTES),
+            Column(key="saved", header="saved for backward", rank=1),
+        ),
+        rows=tuple(rows),
+    )
