@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from steplab.records.ddp import DdpRun
-from steplab.report.ddp_rows import ddp_rows
+from steplab.report.ddp.rows import ddp_rows
 from steplab.store.database import Store
 from steplab.units import format_time
 

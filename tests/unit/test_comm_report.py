@@ -25,7 +25,7 @@ from steplab.report.attention.document import attention_document
 from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document
 from steplab.report.comm.figures import comm_rows
-from steplab.report.ddp_text import render_ddp
+from steplab.report.ddp.document import ddp_document
 from steplab.report.formats import render_rows
 from steplab.report.html import render_page
 from steplab.report.kit.document import Document
@@ -269,22 +269,11 @@ def test_documents_get_the_tables(gpus: CommRun, format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("render", "run"),
-    [(render_ddp, make_ddp_run(("flat",)))],
-    ids=["ddp"],
-)
-def test_documents_get_the_notes(render: Callable[..., str], run: Any) -> None:
-    noted = dataclasses.replace(run, notes=("of one_thing\nand another",))
-    assert "\n## Notes\n\n- of one\\_thing and another" in render(noted, "md")
-    assert "\n% Notes\n% of one_thing and another" in render(noted, "latex")
-
-
-@pytest.mark.parametrize(
     ("document_of", "run"),
-    [(comm_document, make_comm()), (attention_document, make_benchmark())],
-    ids=["comm", "attention"],
+    [(comm_document, make_comm()), (ddp_document, make_ddp_run(("flat",))), (attention_document, make_benchmark())],
+    ids=["comm", "ddp", "attention"],
 )
-def test_whole_documents_get_the_notes(document_of: Callable[[Any], Document], run: Any) -> None:
+def test_documents_get_the_notes(document_of: Callable[[Any], Document], run: Any) -> None:
     noted = document_of(dataclasses.replace(run, notes=("of one_thing\nand another",)))
     assert "\n## Notes\n\n- of one\\_thing and another" in render(noted, "md")
     latex = render(noted, "latex")

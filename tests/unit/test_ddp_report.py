@@ -17,15 +17,20 @@ from steplab.records.codec import decode, encode, kind_of
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.rows import ddp_run_row
 from steplab.records.timing import PhaseSamples
-from steplab.report import ddp_figures as figures
-from steplab.report.ddp_bars import memory_bars, parts_of_step, step_bars
-from steplab.report.ddp_curve import bucket_curve
-from steplab.report.ddp_rows import ddp_rows, ddp_tables
-from steplab.report.ddp_text import cell_line, render_ddp
-from steplab.report.ddp_timelines import timelines
-from steplab.report.ddp_words import told_of
+from steplab.report.ddp import figures
+from steplab.report.ddp.bars import memory_bars, parts_of_step, step_bars
+from steplab.report.ddp.curve import bucket_curve
+from steplab.report.ddp.document import ddp_cell_line, ddp_document
+from steplab.report.ddp.rows import ddp_rows
+from steplab.report.ddp.timelines import timelines
+from steplab.report.ddp.words import verdict
 from steplab.report.html import render_page
+from steplab.report.kit.rendering import render
 from steplab.store.database import Store
+
+
+def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None) -> str:
+    return render(ddp_document(run), format, width=width)
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +151,11 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     assert figures.hidden(beside(0.099, 0.0)) == 1.0, "a step cannot hide more than there is"
     assert figures.hidden(beside(0.104, 0.1)) is None, "10 ms to either side, of 10 ms"
     for noise, explained in ((0.0, True), (0.1, False)):
-        times = ddp_tables(dataclasses.replace(run, cells=(beside(0.104, noise),)))[0]
-        assert ("Hidden: " in times.caption) == explained
+        assert ("Hidden is" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
     noisy = dataclasses.replace(run, cells=(run.cells[0], beside(0.104, 0.1)), model=None)
-    assert "4.00 ms of it exposed (-6.40 ms to 14.4 ms), 4.0 % of the step without it" in render_ddp(noisy, "md")
-    assert "at least" in render_ddp(noisy, width=150)
+    text = render_ddp(noisy, "md")
+    assert "4.00 ms of it exposed (-6.40 ms to 14.4 ms), 4.0 % of the step without communication" in text
+    assert "exposed, min" in text
 
 
 def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(run: DdpRun) -> None:
@@ -187,17 +192,17 @@ def test_every_format_names_every_contender_and_every_failure(format: str) -> No
 
 
 def test_for_how_long_devices_were_held_is_told_where_it_is_known(run: DdpRun) -> None:
-    assert not any("held" in text for text in told_of(run))
+    assert not any("held" in text for text in verdict(run))
     held = [dataclasses.replace(rank, held_s=0.1 + 0.02 * rank.rank) for rank in run.cells[1].ranks]
     cells = (run.cells[0], dataclasses.replace(run.cells[1], ranks=tuple(held)), *run.cells[2:])
-    (text,) = (text for text in told_of(dataclasses.replace(run, cells=cells)) if "held" in text)
-    assert "held for 100 ms to 120 ms" in text
+    (text,) = (text for text in verdict(dataclasses.replace(run, cells=cells)) if "held" in text)
+    assert "held idle for 100 ms to 120 ms" in text
 
 
 def test_a_line_of_progress_says_the_step_and_what_is_exposed(run: DdpRun) -> None:
-    assert cell_line(cell_of(run, "naive")).startswith("naive: ")
-    assert "of it exposed" in cell_line(cell_of(run, "naive"))
-    assert "out of memory" in cell_line(cell_of(make_ddp_run(broken=("flat",)), "flat"))
+    assert ddp_cell_line(cell_of(run, "naive")).startswith("naive: ")
+    assert "of it exposed" in ddp_cell_line(cell_of(run, "naive"))
+    assert "out of memory" in ddp_cell_line(cell_of(make_ddp_run(broken=("flat",)), "flat"))
 
 
 def test_the_page_has_its_pictures(run: DdpRun) -> None:

@@ -10,8 +10,8 @@ from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.cells import cells_of
-from steplab.report.ddp_rows import ddp_rows
-from steplab.report.ddp_words import told_of
+from steplab.report.ddp.rows import ddp_rows
+from steplab.report.ddp.words import verdict
 from steplab.report.host_lead import lead_s, waiting_words
 from steplab.report.narrative import facts
 from steplab.report.run_text import render_run
@@ -91,12 +91,12 @@ def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> Non
         return dataclasses.replace(cell, ranks=ranks)
 
     measured = dataclasses.replace(run, cells=tuple(map(with_leads, run.cells)))
-    said = [sentence for sentence in told_of(measured) if "hardly ahead" in sentence]
+    said = [sentence for sentence in verdict(measured) if "launch-bound" in sentence]
     assert said == [
-        f"Python was hardly ahead of the device in {late.contender.label}: what is exposed there has the device's "
-        "waits for Python in it, and not communication alone."
+        f"Nearly launch-bound (host lead under 1 % of the step): {late.contender.label}. Exposed communication there "
+        "includes the device's waits for the host."
     ]
     found = {row["contender"]: row["host_lead_s"] for row in ddp_rows(measured)}
     assert found[late.contender.label] == 0.004
     assert set(found.values()) == {0.2, 0.004}
-    assert not [sentence for sentence in told_of(run) if "hardly ahead" in sentence]
+    assert not [sentence for sentence in verdict(run) if "launch-bound" in sentence]

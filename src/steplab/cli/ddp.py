@@ -85,7 +85,8 @@ def ddp(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.ddp import ddp_step, ddp_study, measure_ddp
     from steplab.lab.processes import is_first_rank
-    from steplab.report.ddp_text import cell_line, render_ddp
+    from steplab.report.ddp.document import ddp_cell_line, ddp_document
+    from steplab.report.kit.rendering import render
     from steplab.specs.ddp import bucket_sizes as parsed_sizes
     from steplab.units import parse_duration
 
@@ -111,10 +112,10 @@ def ddp(
             traces=traces,
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
-            on_cell=lambda number, cell: told(number + 1, len(study.contenders), cell_line(cell)),
+            on_cell=lambda number, cell: told(number + 1, len(study.contenders), ddp_cell_line(cell)),
         )
     if not is_first_rank():
         return 0  # the first one says how it went
-    emit(render_ddp(run, chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render(ddp_document(run), chosen, color=stdout_color() and out.output is None), out.output)
     say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -76,7 +76,7 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
     from steplab.records.rows import run_row
     from steplab.report.attention.document import attention_document
     from steplab.report.comm.document import comm_document
-    from steplab.report.ddp_text import render_ddp
+    from steplab.report.ddp.document import ddp_document
     from steplab.report.formats import render_rows
     from steplab.report.kit.rendering import render
 
@@ -92,5 +92,5 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
     texts += [render_audits(selection.numerics, format, to_file=to_file)] if audits else []
     texts += [render(attention_document(run), format, color=color) for run in selection.attention]
     texts += [render(comm_document(run), format, color=color) for run in selection.comm]
-    texts += [render_ddp(run, format, color=color) for run in selection.ddp]
+    texts += [render(ddp_document(run), format, color=color) for run in selection.ddp]
     return "\n\n".join(text.rstrip("\n") for text in texts)

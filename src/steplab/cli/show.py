@@ -28,7 +28,7 @@ def show(
     from steplab.report.attention.document import attention_document
     from steplab.report.ceilings_text import render_ceilings
     from steplab.report.comm.document import comm_document
-    from steplab.report.ddp_text import render_ddp
+    from steplab.report.ddp.document import ddp_document
     from steplab.report.kit.rendering import render
     from steplab.report.precision_text import render_numerics
     from steplab.report.run_text import render_run
@@ -50,6 +50,6 @@ def show(
     elif isinstance(record, CommRun):
         emit(render(comm_document(record), color=stdout_color()), None)
     elif isinstance(record, DdpRun):
-        emit(render_ddp(record, color=stdout_color()), None)
+        emit(render(ddp_document(record), color=stdout_color()), None)
     else:
         emit(render_ceilings(record, color=stdout_color()), None)

@@ -22,7 +22,8 @@ from steplab.report.columns import make_sheet
 from steplab.report.comm.document import TERMS as COMM_TERMS
 from steplab.report.comm.document import comm_chapter
 from steplab.report.curves import relative, settling, warmup_curves, worth_a_curve
-from steplab.report.ddp_page import ddp_sections
+from steplab.report.ddp.document import TERMS as DDP_TERMS
+from steplab.report.ddp.document import ddp_chapter
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
@@ -97,7 +98,8 @@ def render_page(
         attention=section_html(found) if (found := attention_chapter(attention, steps)) else "",
         comm=section_html(found) if (found := comm_chapter(comm)) else "",
         comm_terms=COMM_TERMS if comm else (),
-        ddp=ddp_sections(ddp),
+        ddp=section_html(found) if (found := ddp_chapter(ddp)) else "",
+        ddp_terms=DDP_TERMS if ddp else (),
         mfu=charts.mfu(cells),
         utilization=_utilization_table(cells),
         runs=runs_table,

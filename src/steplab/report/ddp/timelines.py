@@ -1,4 +1,4 @@
-"""Timelines of a data-parallel study: of each contender one step, what was computed above what was sent."""
+"""Timelines of a data-parallel study: one step of each variant, computation above messages."""
 
 from steplab import units
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpRun
@@ -11,7 +11,7 @@ _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
 
 
 def timelines(run: DdpRun) -> Chart | None:
-    """A picture a contender, all on one axis of time; None where nothing was traced."""
+    """One picture per variant, all on one axis of time; None where nothing was traced."""
     traced = [(cell, cell.traced) for cell in run.cells if cell.traced and cell.traced.timeline.kernel]
     if not traced:
         return None
@@ -23,14 +23,16 @@ def timelines(run: DdpRun) -> Chart | None:
         told = ""
         if steps.communication_s:
             told = (
-                f"messages {units.format_time(steps.communication_s)} a step, of which "
-                f"{units.format_time(steps.exposed_s)} beside no computation"
+                f"messages take {units.format_time(steps.communication_s)} per step, "
+                f"{units.format_time(steps.exposed_s)} of it beside no computation"
             )
         pictures.append(Picture(title=drawn.title, svg=drawn.svg, width=drawn.width, subtitle=told))
     seen = {category for _, steps in traced for category in steps.timeline.categories}
-    note = "One traced step of rank 0 of each contender, on one axis of time. Each pixel's column is filled by what "
-    note += "ran in it, as high as its share of the time; what is empty is idle. Where a message stands under "
-    note += "computation, the two overlap. A profiler slows the host: for lengths see the bars above."
+    note = (
+        "One traced step of rank 0 of each variant, on one axis of time. Each pixel's column is filled by what ran in "
+    )
+    note += "it, as high as its share of the time; empty is idle. A message under computation overlaps with it. A "
+    note += "profiler slows the host: the bars above have the unprofiled times."
     return Chart(
         pictures=tuple(pictures), legend=category_legend([name for name in CATEGORIES if name in seen]), note=note
     )

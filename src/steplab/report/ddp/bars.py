@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.ddp import CATEGORIES, MOMENTS, DdpCell, DdpRun, StateMemory
-from steplab.report import ddp_figures as figures
-from steplab.report.ddp_rows import MOMENT_WORDS
+from steplab.report.ddp import figures
+from steplab.report.ddp.words import MOMENT_WORDS
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import BAD, INK, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
@@ -23,14 +23,14 @@ _WORDS = {"optimizer": "optimizer state"}
 
 
 def step_bars(run: DdpRun) -> Chart | None:
-    """A bar a contender: the step without communication, and what communication adds to it."""
+    """One bar per variant: the step without communication, and what communication adds to it."""
     bars = [(cell, parts_of_step(run, cell)) for cell in run.cells]
     bars = [(cell, parts) for cell, parts in bars if parts or cell.failure]
     longest = max((sum(parts) for _, parts in bars if parts), default=0.0)
     if not longest:
         return None
     scale = ax.time_scale([0.0, longest])
-    with drawing(_WIDTH, 10 + _ROW_PX * len(bars) + _BELOW, "step time by contender") as picture:
+    with drawing(_WIDTH, 10 + _ROW_PX * len(bars) + _BELOW, "step time by variant") as picture:
         axes = _frame(picture, [cell.contender.label for cell, _ in bars], scale)
         for index, (cell, parts) in enumerate(bars):
             if parts:
@@ -39,10 +39,9 @@ def step_bars(run: DdpRun) -> Chart | None:
                 _failed(picture, axes, index, cell)
         svg = picture.to_svg()
     note = (
-        "Median step of the slowest rank. Computation: the same step without communication, measured in turns with it "
+        "Median step of the slowest rank. Computation is the same step without communication, measured in turns with "
     )
-    note += "(its own bar: the median of those); "
-    note += "exposed communication: what is left of the step."
+    note += "each variant; its own bar is the median of those. Exposed communication is the rest of the step."
     legend = ((1, "■", "computation"), (2, "■", "exposed communication"))
     return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=note)
 
@@ -76,7 +75,7 @@ def _step_bar(picture: Drawing, axes: "Axes", index: int, name: str, parts: tupl
 
 
 def memory_bars(run: DdpRun) -> Chart | None:
-    """A panel a moment, a bar a contender: parameters, gradients, optimizer state, and all else; a mark by formula."""
+    """One panel per moment, one bar per variant: parameters, gradients, optimizer state, rest; a mark by formula."""
     cells = [cell for cell in run.cells if figures.memory_at(cell, MOMENTS[-1])]
     if not cells:
         return None
@@ -94,10 +93,13 @@ def memory_bars(run: DdpRun) -> Chart | None:
             pictures.append(Picture(title=MOMENT_WORDS[moment], svg=picture.to_svg(), width=_WIDTH))
     shown = [kind for kind in CATEGORIES if any(_bytes(memory, kind) for memory in held)]
     legend = tuple((CATEGORIES.index(kind) + 1, "■", _WORDS.get(kind, kind)) for kind in shown)
-    note = "Of the rank that holds most, at the first step, whose update makes the optimizer's state. The stroke is "
-    note += "what the formulas give for parameters, gradients and optimizer state."
+    note = (
+        "Memory of the rank that holds most, at the first step, whose update creates the optimizer state. The stroke "
+    )
+    note += "marks what the formulas give for parameters, gradients and optimizer state."
     if any(memory.other_bytes is None for memory in held):
-        note += " Where the allocator keeps no count, or what others held changed meanwhile, all else is not known."
+        note += " Other memory is not known where the allocator keeps no count, or where memory of an earlier variant "
+        note += "was freed meanwhile."
     return Chart(pictures=tuple(pictures), legend=legend, note=note)
 
 

@@ -1,7 +1,7 @@
 """The step's time over the size of a bucket, measured, with the model's curves and its best size.
 
-What is drawn is the step without communication, once, with what communication adds to each contender, measured in turns
-with it: a machine that is faster by the time of the last contender than at the first changes neither.
+What is drawn is the step without communication, once, with what communication adds to each variant, measured in turns
+with it: a machine that is faster at the last variant than at the first changes neither.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
-from steplab.report import ddp_figures as figures
+from steplab.report.ddp import figures
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
@@ -24,7 +24,7 @@ _OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
 
 
 def bucket_curve(run: DdpRun) -> Chart | None:
-    """Marks for what was measured, a line a family of contenders; None where no family has a bucket size."""
+    """Marks for what was measured, one line per family of variants; None where no family has a bucket size."""
     families: dict[str, list[DdpCell]] = {}
     for cell in figures.timed(run):
         if cell.contender.bucket_size_mb is not None:
@@ -104,23 +104,24 @@ def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axe
     low, high = math.floor(math.log10(min(sizes_mb))), math.ceil(math.log10(max(sizes_mb)))
     ticks = [10.0**power for power in range(low, high + 1) if min(sizes_mb) / 1.6 <= 10.0**power <= max(sizes_mb) * 1.6]
     axes.set_xticks(ticks, [f"{tick:g} MB" for tick in ticks], fontsize=11, color=INK)
-    axes.set_xlabel("size of a bucket, 1 MB = 1,000,000 bytes", fontsize=11)
+    axes.set_xlabel("bucket size, 1 MB = 1,000,000 bytes", fontsize=11)
     axes.grid(axis="y")
     return axes
 
 
 def _note(model: OverheadModel | None) -> str:
-    note = "Step time over the size of a bucket: the step without communication (the level line: the median of those "
-    note += "taken in turns), with what communication adds to it. The axis does not begin at zero."
+    note = (
+        "Step time over bucket size: the step without communication (the level line, the median of those measured in "
+    )
+    note += "turns) plus what communication adds to it. The axis does not begin at zero."
     if model is None:
-        return (
-            note + " There is no curve of the model: too little was measured to fit a bandwidth and a call's overhead."
-        )
+        return note + " The model has no curve: too little was measured to fit a bandwidth and an overhead per call."
     return (
-        f"{note} Dashed: the model, in which the last bucket is left when the backward pass ends, or what the link is "
-        f"behind; dotted: each call's overhead is left as well. Fitted to {model.num_fitted} contenders' communication "
-        f"by itself: {units.format_message(model.gradient_bytes)} at {units.format_rate(model.bytes_per_s, 'B/s')} and "
-        f"{units.format_time(model.call_s)} a call, off by at most {units.format_percent(model.worst_fit)}. Best by "
-        f"the dotted one: buckets of {model.best_bucket_mb:.3g} MB, {units.format_time(model.least_serial_s)} left. "
-        "Neither knows that communication slows what it runs beside."
+        f"{note} Dashed: the model in which the last bucket is exposed when the backward pass ends, or whatever the "
+        f"link has not sent by then. Dotted: the overhead of every call is exposed as well. The model is fitted to the "
+        f"communication alone of {model.num_fitted} variants, {units.format_message(model.gradient_bytes)} at "
+        f"{units.format_rate(model.bytes_per_s, 'B/s')} and {units.format_time(model.call_s)} per call, with an error "
+        f"of at most {units.format_percent(model.worst_fit)}. The dotted curve is lowest for buckets of "
+        f"{model.best_bucket_mb:.3g} MB, with {units.format_time(model.least_serial_s)} exposed. Neither "
+        "curve includes that communication slows the computation beside it."
     )

@@ -1,0 +1,179 @@
+"""What a report says of a data-parallel study: time with and without communication, bucket sizes, memory."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
+from steplab.records.rows import Row
+from steplab.report.ddp import figures
+from steplab.report.ddp.bars import memory_bars, step_bars
+from steplab.report.ddp.curve import bucket_curve
+from steplab.report.ddp.rows import PHASES, ddp_rows
+from steplab.report.ddp.timelines import timelines
+from steplab.report.ddp.words import MOMENT_WORDS, asked, model_words, notes_of, ranks_words, verdict
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import (
+    RESULT,
+    Column,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    named_section,
+    notes_section,
+    record_section,
+)
+from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME, TIMES
+from steplab.report.kit.text import reason
+
+TERMS = (
+    (
+        "without communication",
+        "The same step on the same ranks with nothing sent, measured in turns with each variant: some steps of one, "
+        "then some of the other. Where the study says so, the host is given a head start before each step: the device "
+        "is held idle until the host is ahead. Its own figures are the medians of those turns.",
+    ),
+    (
+        "exposed communication",
+        "What communication adds to a step: the step minus the same step without communication, of the turns between. "
+        "It includes what communication takes from the computation that it runs beside. Its bounds are the ends of "
+        "both medians' 95 % intervals set against each other, which makes them wide.",
+    ),
+    (
+        "alone, hidden",
+        "Alone is the time of the same messages with nothing beside them. Hidden is 1 − exposed / alone, where the "
+        "bounds of what is exposed allow it.",
+    ),
+    (
+        "bucket",
+        "Gradients that are sent together, in one collective, once the last of them is there. 1 MB is 1,000,000 bytes.",
+    ),
+    (
+        "by formula",
+        "P parameters of e bytes, with an optimizer that keeps k values for each, on N ranks: eP bytes of parameters, "
+        "eP of gradients and keP of optimizer state on every rank. The sharded optimizer has keP/N of the state, and "
+        "FSDP2 the N-th part of all three (ZeRO stages 1 and 3).",
+    ),
+)
+"""Terms of this section, and what they mean."""
+
+
+def ddp_document(run: DdpRun) -> Document:
+    """All that is said of one study."""
+    made = [f"study {run.id}", run.created_utc, f"steplab {run.steplab_version}", f"'{run.name}'" if run.name else ""]
+    return Document(
+        title=f"Data parallelism: {asked(run)}",
+        subtitle=" · ".join(part for part in (ranks_words(run), *made) if part),
+        verdict=tuple(verdict(run)),
+        sections=(*_sections(run), *environment_section(run.environment)),
+        data=Table(name="variants", columns=(), rows=tuple(ddp_rows(run))),
+    )
+
+
+def ddp_chapter(runs: Sequence[DdpRun]) -> Section | None:
+    """The studies on a page, in their order."""
+    parts = []
+    for run in runs:
+        heading = " · ".join((asked(run), ranks_words(run), run.created_utc, f"study {run.id}"))
+        title = (run.name or asked(run)) if len(runs) > 1 else ""
+        parts.append(record_section(heading, verdict(run), _sections(run), title=title))
+    return Section(title="Data parallelism", anchor="ddp", blocks=tuple(parts)) if parts else None
+
+
+def ddp_cell_line(cell: DdpCell) -> str:
+    """What came of one variant, for a line of progress."""
+    if cell.failure:
+        return f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"
+    step_s, added_s = figures.step_s(cell), figures.exposed_s(cell)
+    told = [f"{units.format_time(step_s)} per step"] if step_s is not None else []
+    told += [f"{units.format_time(added_s)} of it exposed"] if added_s is not None and added_s > 0 else []
+    return f"{cell.contender.label}: {', '.join(told)}"
+
+
+def _sections(run: DdpRun) -> Iterator[Section]:
+    if bars := step_bars(run):
+        yield named_section("Time of a step", bars)
+    rows = ddp_rows(run)
+    yield named_section("Time and communication", _time(rows))
+    curve, model = bucket_curve(run), tuple(model_words(run))
+    if curve or model:
+        yield named_section("Bucket size", curve, Sentences(texts=model) if model else None)
+    memory, held = memory_bars(run), [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
+    if memory or held:
+        yield named_section("Memory per rank", memory, _memory(held) if held else None)
+    if drawn := timelines(run):
+        yield named_section("One step of each variant", drawn)
+    yield from notes_section(notes_of(run))
+
+
+_VARIANT = Column(key="contender", header="variant")
+
+
+def _time(rows: Sequence[Row]) -> Table:
+    headers = {"gradient sync": "sync", "optimizer": "opt. step"}
+    caption = (
+        "Medians of the slowest rank. Without is the same step without communication, in turns with the variant. "
+        "Exposed is the difference; min and max are its bounds by the 95 % intervals of both. × DDP is exposed over "
+        "that of torch DDP at the bucket size with the shortest step. Alone is the time of the same messages with "
+        "nothing beside them."
+    )
+    if any(row["hidden"] is not None for row in rows):
+        caption += (
+            " Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
+            "communication slows the computation beside it by more than is hidden."
+        )
+    if any(row["traced_exposed_s"] is not None for row in rows):
+        caption += " Exposed in trace is the time of messages with no computation beside them, under a profiler."
+    if any(row["host_lead_s"] is not None for row in rows):
+        caption += (
+            " Host ahead is how far the host was ahead of the device at the end of the phase where it was least, "
+            "including the time for which the device was held before the step."
+        )
+    return Table(
+        name="time",
+        columns=(
+            _VARIANT,
+            Column(key="step_s", header="step", quantity=TIME),
+            Column(key="baseline_s", header="without", quantity=TIME, rank=1),
+            Column(key="exposed_s", header="exposed", quantity=TIME),
+            Column(key="exposed_low_s", header="exposed, min", quantity=TIME, rank=1),
+            Column(key="exposed_high_s", header="exposed, max", quantity=TIME, rank=1),
+            Column(key="of_best_ddp", header="× DDP", quantity=TIMES, rank=1),
+            Column(key="alone_s", header="alone", quantity=TIME, rank=1),
+            Column(key="hidden", header="hidden", quantity=SHARE, rank=2),
+            Column(key="traced_exposed_s", header="exposed in trace", quantity=TIME, rank=3),
+            Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
+            Column(key="sent_bytes", header="sent", quantity=BYTES, rank=4),
+            *(
+                Column(key=f"{name.replace(' ', '_')}_s", header=headers.get(name, name), quantity=TIME, rank=5)
+                for name in PHASES
+            ),
+            Column(key="host_lead_s", header="host ahead", quantity=TIME, rank=3),
+            Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
+            Column(key="first_step_s", header="first step", quantity=TIME, rank=7),
+            RESULT,
+        ),
+        rows=tuple(rows),
+        caption=caption,
+    )
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    return Table(
+        name="memory",
+        columns=(
+            _VARIANT,
+            *(Column(key=f"{moment}_bytes", header=words, quantity=BYTES) for moment, words in MOMENT_WORDS.items()),
+            Column(key="after_step_parameters_bytes", header="parameters", quantity=BYTES, rank=2),
+            Column(key="after_step_gradients_bytes", header="gradients", quantity=BYTES, rank=2),
+            Column(key="after_step_optimizer_bytes", header="optimizer state", quantity=BYTES, rank=1),
+            Column(key="after_step_other_bytes", header="other", quantity=BYTES, rank=3),
+            Column(key="after_step_formula_bytes", header="by formula", quantity=BYTES, rank=2),
+            Column(key="peak_bytes", header="peak of a step", quantity=BYTES, rank=1),
+        ),
+        rows=tuple(rows),
+        caption="Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the "
+        "categories are those after it. The formula counts parameters, gradients and optimizer state, of which ZeRO "
+        "divides nothing, the optimizer state (sharded) or all (FSDP2) by the number of ranks. The peak is the "
+        "allocator's, without the memory that peer copies share.",
+    )
