@@ -24,8 +24,6 @@ def rm(
     from steplab.lab.keeping import open_store
     from steplab.units import counted
 
-    if not ids:
-        raise UserError("name the records to remove; `steplab list` shows them")
     with open_store(store.store, write=False) as opened:
         found = opened.identify(ids)
     if not yes:

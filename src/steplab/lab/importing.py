@@ -35,7 +35,7 @@ def import_files(files: Sequence[Path], store: Path | str | None = None) -> tupl
 def _records(file: Path) -> Iterator[ForeignRecord]:
     try:
         if str(file) == "-":
-            yield from _in_lines(file, io.BufferedReader(sys.stdin.buffer))
+            yield from _in_lines(file, io.BufferedReader(sys.stdin.buffer))  # type: ignore[arg-type]
         else:
             with file.open("rb") as stream:
                 yield from _in_lines(file, stream)
