@@ -17,6 +17,18 @@ class UserError(SteplabError):
     exit_code = 2
 
 
+class LeftOut(UserWarning):
+    """One record was skipped and the rest goes on; the message is one line meant for the user.
+
+    A Python warning, so that a caller of any layer may turn it off or into an error. The command line prints it.
+    """
+
+    def __init__(self, message: str, error: Exception) -> None:
+        super().__init__(message)
+        self.error = error
+        """What kept it from being read or drawn."""
+
+
 class Unsupported(UserError):
     """A valid request that this device, build or model cannot serve; never answered by a silent fallback."""
 

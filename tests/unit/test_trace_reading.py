@@ -613,6 +613,14 @@ def test_what_may_not_be_read(tmp_path: Path) -> None:
         read_trace(path)
 
 
+@pytest.mark.parametrize("text", ["[1,1,1]", '{"traceEvents": ["a", [], {x}, null]}', "[[{}]]"])
+def test_a_list_without_any_event_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"t\.json holds no trace: none of the \d elements of its list is an event; "):
+        read_trace(path)
+
+
 def test_traces_without_anything(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "t.json", [])).notes == ("the list of events is empty",)
     trace = read_trace(write(tmp_path / "t.json", [{"ph": "X", "cat": "browser", "ts": 1, "dur": 1}] * 3))

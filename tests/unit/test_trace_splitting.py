@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from steplab.traces import document, splitting
 from steplab.traces.document import Document, NotATrace
-from steplab.traces.scanning import Scanner
+from steplab.traces.scanning import Parting, Scanner
+from steplab.traces.window import Window
 
 HOSTILE = st.text(alphabet=st.sampled_from('},{[]:"\\/\n\t a0é😀\u2028\x7f'), max_size=12) | st.sampled_from(
     ["},{", '"},{"ph":"X"', "\\", '\\"', "]}", "},\n  {", "[{", '"traceEvents": [', "\\\\\\"]
@@ -51,26 +52,31 @@ class Collected:
     def __init__(self) -> None:
         self.events = list[Any]()
         self.num_refused = 0
+        self.num_handed = 0
+        """Bytes that were handed over to be decoded."""
 
     def take(self, array: memoryview) -> bool:
+        self.num_handed += len(array)
         try:
             events = json.loads(bytes(array))
-        except ValueError:
+        except (ValueError, RecursionError):
             self.num_refused += 1
             return False
         assert isinstance(events, list)
         self.events += events
         return True
 
-    def salvage(self, elements: list[memoryview]) -> int:
+    def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
         for number, element in enumerate(elements):
             if not bytes(element).strip():
                 continue
+            self.num_handed += len(element)
             try:
                 self.events.append(json.loads(bytes(element)))
-            except ValueError:
-                return number
-        return len(elements)
+            except (ValueError, RecursionError):
+                if not goes_on(number):
+                    return False
+        return True
 
 
 def read(text: str | bytes, chunk_bytes: int, seed: int = 0) -> tuple[Collected, Document]:
@@ -294,3 +300,53 @@ def test_a_huge_member_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document, "_LONGEST_MEMBER_BYTES", 100)
     sink, result = read(json.dumps({"deviceProperties": ["x" * 500], "traceEvents": [{"a": 1}]}), 16)
     assert (sink.events, result.members) == ([{"a": 1}], {})
+
+
+def in_the_way(num_elements: int) -> dict[str, str]:
+    """Documents with many elements that nothing can be made of."""
+    event, bad = '\n  {\n    "ph": "X", "ts": 1\n  },', '\n  {\n    "ph": "a"b"\n  },'
+    events = 3 * event
+    return {
+        "numbers": "[" + "1," * num_elements + "1]",
+        "numbers in an object": '{"traceEvents": [' + "1," * num_elements + "1]}",
+        "letters": "[" + "x," * num_elements + "x]",
+        "strings": '["' + 'x","' * num_elements + '"]',
+        "objects that are none": "[" + "{x}," * num_elements + "1]",
+        "such behind indented events": "[" + events + "{x}," * num_elements + "1]",
+        "such before indented events": "[" + events + "{x}," * num_elements + events + "1]",
+        "such between indented events": "[" + (events + "{x}," + events) * (num_elements // 20) + "1]",
+        "events with stray quotes": "[" + (event + bad) * (num_elements // 10) + "1]",
+        "events between numbers": "[" + '{"ph": "X", "ts": 1},1,' * num_elements + "1]",
+        "lists": "[" + "[" * num_elements + "]" * num_elements + "]",
+        "lists without an end": "[" * num_elements,
+        "members": "{" + '"a":1,' * num_elements + '"traceEvents":[]}',
+        "lists of events": "{" + '"traceEvents":[],' * num_elements + '"a":1}',
+        "commas": "[" + "," * num_elements + "]",
+        "backslashes": '["' + "\\" * num_elements + '"]',
+        "spaces": "[" + " " * num_elements + "1]",
+    }
+
+
+@pytest.mark.parametrize("what", in_the_way(1))
+@pytest.mark.parametrize("chunk_bytes", [1000, 20_000, 10**6])
+def test_work_grows_as_the_document_does(what: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in bytes that are followed, decoded or copied."""
+    followed = 0
+    feed, fill = Scanner.feed, Window.fill
+
+    def counting_feed(scanner: Scanner, block: memoryview) -> Parting:
+        nonlocal followed
+        followed += len(block)
+        return feed(scanner, block)
+
+    def counting_fill(window: Window, size: int) -> None:
+        nonlocal followed
+        if len(window) < size and not window.exhausted:
+            followed += len(window)
+        fill(window, size)
+
+    monkeypatch.setattr(Scanner, "feed", counting_feed)
+    monkeypatch.setattr(Window, "fill", counting_fill)
+    text = in_the_way(10_000)[what]
+    sink, _ = read(text, chunk_bytes)
+    assert sink.num_handed + followed <= 40 * len(text)

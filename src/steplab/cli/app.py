@@ -3,7 +3,9 @@
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
@@ -24,11 +26,12 @@ from steplab.cli.plan import plan
 from steplab.cli.precision import precision
 from steplab.cli.profile import profile
 from steplab.cli.report import report
+from steplab.cli.rm import rm
 from steplab.cli.run import run
 from steplab.cli.show import show
 from steplab.cli.sweep import sweep
 from steplab.cli.tune import tune
-from steplab.errors import SteplabError, UserError
+from steplab.errors import LeftOut, SteplabError, UserError
 
 INTERRUPTED = 130
 
@@ -57,6 +60,7 @@ app.command(show, help=unwrapped(show.__doc__))
 app.command(report, help=unwrapped(report.__doc__))
 app.command(export, help=unwrapped(export.__doc__))
 app.command(import_, name="import", help=unwrapped(import_.__doc__))
+app.command(rm, help=unwrapped(rm.__doc__))
 app.command(import_trace, help=unwrapped(import_trace.__doc__))
 app.command(import_snapshot, help=unwrapped(import_snapshot.__doc__))
 app.command(doctor, help=unwrapped(doctor.__doc__))
@@ -74,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for argument in given:
             if not argument.isprintable() and any("\ud800" <= character <= "\udfff" for character in argument):
                 raise UserError(f"the argument {argument!r} is not text; records hold text only")
-        code = app(given, exit_on_error=False, print_error=False)
+        with _told_of_what_is_left_out(given):
+            code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
     except UnusedCliTokensError as error:
@@ -100,6 +105,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:  # a defect of steplab's
         return _fail(f"internal error: {type(error).__name__}: {error}; --debug shows where", 1, given)
+
+
+@contextmanager
+def _told_of_what_is_left_out(arguments: list[str]) -> Iterator[None]:
+    """Each record that is skipped is a line on standard error; every other warning is shown as ever."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", LeftOut)
+        usual, told = warnings.showwarning, set[str]()
+
+        def show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+            if isinstance(message, LeftOut):
+                if str(message) in told:  # a store is read more than once for some reports
+                    return
+                told.add(str(message))
+                if "--debug" in arguments:
+                    traceback.print_exception(message.error)
+                print(f"steplab: {' '.join(str(message).split())}", file=sys.stderr)
+            else:
+                usual(message, category, *where, **more)  # type: ignore[arg-type]
+
+        warnings.showwarning = show
+        yield
 
 
 def _is_told_elsewhere() -> bool:

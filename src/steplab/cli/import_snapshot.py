@@ -11,7 +11,7 @@ from steplab.cli.options import OutputOptions
 def import_snapshot(
     file: Annotated[
         Path,
-        Parameter(help="A memory snapshot, as torch.cuda.memory._dump_snapshot writes it (.pickle, .pickle.gz)"),
+        Parameter(help="A memory snapshot, as torch.cuda.memory._dump_snapshot writes it (.pickle, also .gz or .xz)"),
     ],
     /,
     *,

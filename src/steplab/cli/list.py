@@ -33,10 +33,12 @@ def list_(
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store
     from steplab.report.formats import render_rows
+    from steplab.report.kit.text import plain
 
     if limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
     elsewhere: list[str] = []
+    unknown: list[tuple[str, str]] = []
     with open_store(out.store, write=False) as store:
         if studies:
             rows, more = store.studies()[:limit], False
@@ -46,11 +48,17 @@ def list_(
             kind = next((kind for kind, wanted in asked.items() if wanted), "run")
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
+            unknown = store.of_unknown_kind()
             if kind == "run" and not study and (not rows or not name):
                 elsewhere = [switch for switch, other in _OTHERS.items() if store.rows(kind=other, limit=1)]
     chosen = chosen_format(out.format, out.output)
     emit(render_rows(rows, chosen, color=stdout_color() and out.output is None), out.output)
     if elsewhere:
         say(f"the store has other records; {' or '.join(elsewhere)} lists them")
+    for record_id, unknown_kind in unknown:
+        say(
+            f"record {record_id} is of the kind '{plain(unknown_kind)}', which this version does not know; upgrade "
+            f"steplab, or `steplab rm {record_id}` removes it"
+        )
     if more:
         say(f"the newest {limit}; --limit shows more")

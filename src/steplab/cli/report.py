@@ -1,14 +1,19 @@
 """steplab report"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from steplab.cli.options import StoreOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from steplab.lab.reporting import Selection
+    from steplab.records.numerics import Numerics
+    from steplab.records.run import Run
+    from steplab.report.kit.document import Document
 
 
 def report(
@@ -44,21 +49,26 @@ def report(
     if chosen == "html":
         from steplab.lab.memory import predictions_of
         from steplab.lab.memory_references import memory_references
+        from steplab.report.attempts import Attempts
         from steplab.report.html import render_page
 
+        attempts = Attempts()
+        runs = selection.runs
         with ProgressLine() as line:
-            predictions = predictions_of(selection.runs, line.within)
+            predictions = attempts.draw("predictions", runs, lambda some: predictions_of(some, line.within))
+            references = attempts.draw("comparisons", runs, lambda some: memory_references(some, store.store))
             line.within(Progress(stage="draw", done=0, total=0))
             page = render_page(
                 selection.runs,
                 title=title or selection.title,
                 description=selection.description,
                 predictions=predictions,
-                references=memory_references(selection.runs, store.store),
+                references=references,
                 numerics=selection.numerics,
                 attention=selection.attention,
                 comm=selection.comm,
                 ddp=selection.ddp,
+                attempts=attempts,
             )
         emit(page, output)
     else:
@@ -72,8 +82,9 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
     """
     from steplab.cli.output import stdout_color
     from steplab.cli.precision import render_audits
-    from steplab.errors import UserError
+    from steplab.errors import SteplabError, UserError
     from steplab.records.rows import run_row
+    from steplab.report.attempts import Attempts
     from steplab.report.attention.document import attention_document
     from steplab.report.comm.document import comm_document
     from steplab.report.ddp.document import ddp_document
@@ -88,9 +99,24 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
             f"{format} holds runs alone, or one benchmark: these records are of several tables; name fewer, or take "
             "--format table, md, latex or html"
         )
-    texts = [render_rows([run_row(run) for run in selection.runs], format, color=color)] if selection.runs else []
-    texts += [render_audits(selection.numerics, format, to_file=to_file)] if audits else []
-    texts += [render(attention_document(run), format, color=color) for run in selection.attention]
-    texts += [render(comm_document(run), format, color=color) for run in selection.comm]
-    texts += [render(ddp_document(run), format, color=color) for run in selection.ddp]
+    draw = Attempts().draw
+
+    def table(runs: "Sequence[Run]") -> list[str]:
+        return [render_rows([run_row(run) for run in runs], format, color=color)] if runs else []
+
+    def audit_tables(numerics: "Sequence[Numerics]") -> list[str]:
+        return [render_audits(numerics, format, to_file=to_file)] if numerics else []
+
+    def each(document: "Callable[[Any], Document]") -> "Callable[[Sequence[Any]], list[str]]":
+        return lambda some: [render(document(record), format, color=color) for record in some]
+
+    texts = [
+        *draw("the table of runs", selection.runs, table),
+        *draw("the table of audits", selection.numerics if audits else (), audit_tables),
+        *draw("the report", selection.attention, each(attention_document)),
+        *draw("the report", selection.comm, each(comm_document)),
+        *draw("the report", selection.ddp, each(ddp_document)),
+    ]
+    if not texts:
+        raise SteplabError("none of these records can be reported; --debug shows why")
     return "\n\n".join(text.rstrip("\n") for text in texts)

@@ -59,9 +59,9 @@ def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None
                 return record
             raise UserError(f"record {record.id} is no run; `steplab list` shows the runs there are")
         for row in opened.rows():
-            record = opened.get(str(row["id"]))
-            if isinstance(record, Run) and record.profile is not None:
-                return record
+            newest = opened.find(str(row["id"]))
+            if isinstance(newest, Run) and newest.profile is not None:
+                return newest
         raise UserError(
             f"no run in {opened.path} has a profile; `steplab profile` makes one, `steplab import-trace` takes one of "
             "your own, and `steplab explain ID` explains a run that was only timed"

@@ -32,7 +32,7 @@ def imported_run(path: Path, name: str | None) -> Run:
         id=new_id(),
         created_utc=now_utc(),
         steplab_version=__version__,
-        name=Path(path.name.removesuffix(".gz")).stem if name is None else checked_name(name),
+        name=Path(path.name.removesuffix(".gz").removesuffix(".xz")).stem if name is None else checked_name(name),
     )
 
 

@@ -16,7 +16,8 @@ def import_snapshot(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store what a memory snapshot tells: a pickle of torch.cuda.memory._dump_snapshot's, or that compressed by gzip.
+    """Store what a memory snapshot tells: a pickle of torch.cuda.memory._dump_snapshot's, or that
+    compressed by gzip or xz.
 
     Nothing in the file is executed: only containers, texts and numbers are admitted. `name` is the file's by default.
     The record has a memory profile and nothing else. Where the marks that `memory` keeps lie beside the file

@@ -9,8 +9,8 @@ from steplab.records.memory_profile import MemoryProfile
 
 
 def marks_beside(snapshot: Path) -> Path:
-    """Where the marks of a snapshot are kept: step.pickle, step.pickle.gz -> step.marks.json."""
-    return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz')).stem}.marks.json")
+    """Where the marks of a snapshot are kept: step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
+    return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz').removesuffix('.xz')).stem}.marks.json")
 
 
 def read_memory(

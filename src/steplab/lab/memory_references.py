@@ -61,7 +61,7 @@ def _counterparts(run: Run, opened: Store) -> Iterator[Run]:
             continue
         for row in opened.rows(status="ok"):  # the newest first
             if all(row.get(name) == wanted for name, wanted in asked.items()):
-                other = opened.get(str(row["id"]))
+                other = opened.find(str(row["id"]))
                 if isinstance(other, Run) and other.memory_profile and _differs_by(run, other, field, value):
                     yield other
                     break

@@ -70,11 +70,12 @@ def runs_to_report(
 
 
 def _newest(opened: Store) -> Record:
-    """The newest record that can be reported. Raises UserError where there is none."""
-    rows = [row for kind in _KINDS for row in opened.rows(kind=kind, limit=1)]
-    if not rows:
-        raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
-    return opened.get(str(max(rows, key=lambda row: str(row["created_utc"]))["id"]))
+    """The newest record that can be read and reported. Raises UserError where there is none."""
+    rows = [row for kind in _KINDS for row in opened.rows(kind=kind)]
+    for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
+        if record := opened.find(str(row["id"])):
+            return record
+    raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
 
 
 def _of_study(opened: Store, study_id: str) -> Selection:

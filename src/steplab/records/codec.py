@@ -48,6 +48,10 @@ def kind_of(record: Record) -> str:
     return record.schema.removeprefix("steplab.").partition("/")[0]
 
 
+KINDS: tuple[str, ...] = tuple(schema.removeprefix("steplab.").partition("/")[0] for schema in _TYPES)
+"""The kinds of records that this version knows."""
+
+
 class _Head(msgspec.Struct):
     schema: str
 
@@ -63,7 +67,7 @@ def decode(text: bytes | str) -> Record:
         if record_type is None:
             raise SteplabError(_refusal(schema))
         return msgspec.json.decode(text, type=record_type)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise SteplabError(f"not a steplab record: {error}") from error
 
 

@@ -75,6 +75,11 @@ class Cell:
     unsaid: frozenset[str] = frozenset()
     """Fields that a label leaves out, because others tell this cell from its neighbours."""
 
+    @property
+    def id(self) -> str:
+        """The run's."""
+        return self.run.id
+
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:
     """The runs in the order of their fields: sizes ascending, choices as the command line lists them."""

@@ -15,6 +15,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import curve
 from steplab.report import charts
+from steplab.report.attempts import Attempts
 from steplab.report.attention.document import attention_chapter
 from steplab.report.attention_steps import attention_step_grid
 from steplab.report.cells import Cell, cells_of, label, varying
@@ -28,7 +29,7 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.grid import Grid
-from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.document import Section, Table, table_of_texts
 from steplab.report.kit.html import section_html
 from steplab.report.kit.text import ABSENT, reason, unbroken
 from steplab.report.memory_page import memory_part
@@ -53,6 +54,7 @@ def render_page(
     attention: Sequence[AttentionRun] = (),
     comm: Sequence[CommRun] = (),
     ddp: Sequence[DdpRun] = (),
+    attempts: Attempts | None = None,
 ) -> str:
     """The page for `runs`, as HTML; `predictions` of their memory by the runs' ids are set beside what was measured,
     and `references` are what their memory is compared with.
@@ -60,7 +62,8 @@ def render_page(
     `numerics` are what was seen of the same steps' precision, and may stand without any run; so may `attention`
     and `comm`, benchmarks of attention alone and of collectives, and `ddp`, data-parallel studies.
 
-    The same runs always give the same page.
+    A record that a section cannot be drawn of is left out of that section, and the page says so; `attempts` has what
+    was left out before. The same runs always give the same page.
     """
     import jinja2
 
@@ -72,63 +75,70 @@ def render_page(
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["unbroken"] = unbroken
-    cells = cells_of(runs)
-    runs_table = _run_table(cells)
-    grid = attention_step_grid([cell.run for cell in cells])
-    steps = _as_table(grid) if grid else None
-    alone = describe(runs[0].spec) if len(runs) == 1 and runs[0].spec else ""
-    shared = runs_table.caption if len(runs) > 1 else alone
-    return environment.get_template("page.html.j2").render(
-        title=title,
-        description=description,
-        subtitle=" · ".join(
-            part for part in _subtitle(runs, numerics, attention, comm, ddp) if part and part not in shared
-        ),
-        shared=shared,
-        facts=facts(cells),
-        step_times=charts.step_times(cells),
-        phases=phases(cells),
-        curves=warmup_curves(cells),
-        settling=settling(cells),
-        warmup=_warmup_table(cells),
-        profiles=profile_sections(cells),
-        memory=charts.peak_memory(cells),
-        watched=memory_part(cells, predictions or {}, references),
-        precision=precision_part(runs, numerics),
-        attention=section_html(found) if (found := attention_chapter(attention, steps)) else "",
-        comm=section_html(found) if (found := comm_chapter(comm)) else "",
-        comm_terms=COMM_TERMS if comm else (),
-        ddp=section_html(found) if (found := ddp_chapter(ddp)) else "",
-        ddp_terms=DDP_TERMS if ddp else (),
-        mfu=charts.mfu(cells),
-        utilization=_utilization_table(cells),
-        runs=runs_table,
-        choices=_told_once(cells, choices),
-        doubts=_told_once(cells, doubts),
-        missing=_told_once(cells, _missing),
-        environments=_environments([*(cell.run for cell in cells), *attention, *comm, *ddp] or numerics),
-    )
+    tries = attempts if attempts is not None else Attempts()
+    draw = tries.draw
+    cells = draw("the page", runs, cells_of)
+    runs_table = draw("the table of runs", cells, _run_table)
+    shared = runs_table.caption if len(runs) > 1 else draw("the heading", cells, _alone)
+    drawn = {cell.id for cell in cells}
+    runs = [run for run in runs if run.id in drawn]
+    records: list[Run | Numerics | AttentionRun | CommRun | DdpRun]
+    records = [*runs, *numerics, *attention, *comm, *ddp]
+    machines: Sequence[Run | Numerics | AttentionRun | CommRun | DdpRun]
+    machines = [*(cell.run for cell in cells), *attention, *comm, *ddp] or numerics
+    steps = draw("attention", cells, _steps_by_attention)
+    sections = {
+        "shared": shared,
+        "facts": draw("the summary", cells, facts),
+        "step_times": draw("step time", cells, charts.step_times),
+        "phases": draw("phases of a step", cells, phases),
+        "curves": draw("warm-up", cells, warmup_curves),
+        "settling": draw("warm-up", cells, settling),
+        "warmup": draw("warm-up", cells, _warmup_table),
+        "profiles": draw("where the time goes", cells, profile_sections),
+        "memory": draw("memory", cells, charts.peak_memory),
+        "watched": draw("memory", cells, lambda some: memory_part(some, predictions or {}, references)),
+        "precision": draw("precision", numerics, lambda some: precision_part(runs, some)),
+        "attention": draw("attention", attention, lambda some: _html(attention_chapter(some, steps))),
+        "comm": draw("communication", comm, lambda some: _html(comm_chapter(some))),
+        "comm_terms": COMM_TERMS if comm else (),
+        "ddp": draw("data parallelism", ddp, lambda some: _html(ddp_chapter(some))),
+        "ddp_terms": DDP_TERMS if ddp else (),
+        "mfu": draw("utilization", cells, charts.mfu),
+        "utilization": draw("utilization", cells, _utilization_table),
+        "runs": runs_table,
+        "choices": draw("what was chosen", cells, lambda some: _told_once(some, choices)),
+        "doubts": draw("utilization", cells, lambda some: _told_once(some, doubts)),
+        "missing": draw("what was not measured", cells, lambda some: _told_once(some, _missing)),
+        "environments": draw("environments", machines, _environments),
+        "subtitle": " · ".join(part for part in draw("the heading", records, _subtitle) if part and part not in shared),
+    }
+    template = environment.get_template("page.html.j2")
+    return template.render(title=title, description=description, left_out=tries.left_out, **sections)
 
 
-def _subtitle(
-    runs: Sequence[Run],
-    numerics: Sequence[Numerics],
-    attention: Sequence[AttentionRun],
-    comm: Sequence[CommRun],
-    ddp: Sequence[DdpRun],
-) -> list[str]:
+def _alone(cells: Sequence[Cell]) -> str:
+    """The step of the only run; empty where it is not the only one."""
+    spec = cells[0].run.spec if len(cells) == 1 else None
+    return describe(spec) if spec else ""
+
+
+def _subtitle(records: Sequence[Run | Numerics | AttentionRun | CommRun | DdpRun]) -> list[str]:
     """How many runs, audits, benchmarks and studies, where, when, and with which version."""
-    records: list[Run | Numerics | AttentionRun | CommRun | DdpRun] = [*runs, *numerics, *attention, *comm, *ddp]
     named = (r.environment and r.environment.device.name if isinstance(r, Numerics) else r.device_name for r in records)
     devices = list(dict.fromkeys(name for name in named if name))
     days = sorted({record.created_utc[:10] for record in records})
     made = sorted({record.steplab_version for record in records})
-    audits = sum(record.spec is not None for record in numerics)
-    parts = [units.counted(len(runs), "run")] if runs else []
+    runs = sum(isinstance(record, Run) for record in records)
+    audits = sum(isinstance(record, Numerics) and record.spec is not None for record in records)
+    attention = sum(isinstance(record, AttentionRun) for record in records)
+    comm = sum(isinstance(record, CommRun) for record in records)
+    ddp = sum(isinstance(record, DdpRun) for record in records)
+    parts = [units.counted(runs, "run")] if runs else []
     parts += [units.counted(audits, "audit")] if audits else []
-    parts += [units.counted(len(attention), "benchmark") + " of attention"] if attention else []
-    parts += [units.counted(len(comm), "benchmark") + " of collectives"] if comm else []
-    parts += [f"{len(ddp)} data-parallel {'study' if len(ddp) == 1 else 'studies'}"] if ddp else []
+    parts += [units.counted(attention, "benchmark") + " of attention"] if attention else []
+    parts += [units.counted(comm, "benchmark") + " of collectives"] if comm else []
+    parts += [f"{ddp} data-parallel {'study' if ddp == 1 else 'studies'}"] if ddp else []
     parts += [", ".join(devices)]
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
     parts += [f"steplab {', '.join(made)}"] if made else []
@@ -237,6 +247,14 @@ def _environments(
     return [(len(envs), [*pairs, *condition_pairs(envs)]) for pairs, envs in groups.items()]
 
 
-def _as_table(grid: Grid) -> Table:
-    """A grid of texts as a table."""
+def _html(chapter: Section | None) -> str:
+    """A chapter as HTML; nothing for none."""
+    return section_html(chapter) if chapter else ""
+
+
+def _steps_by_attention(cells: Sequence[Cell]) -> Table | None:
+    """Training steps that differ in their attention alone."""
+    grid = attention_step_grid([cell.run for cell in cells])
+    if grid is None:
+        return None
     return table_of_texts("steps", grid.headers, grid.rows, numeric=grid.numeric, caption=grid.caption)

@@ -15,7 +15,7 @@ from steplab.snapshots.refusal import Refused
 from steplab.snapshots.stacks import Stacks
 from steplab.snapshots.window import WINDOW_BYTES, OnProgress, Window
 
-_WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip"
+_WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip or xz"
 _PROTO = b"\x80"
 _ZIP = b"PK\x03\x04"
 

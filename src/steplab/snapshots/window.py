@@ -1,6 +1,7 @@
-"""A file, plain or gzip, as a window of bytes that moves over it."""
+"""A file, plain or compressed by gzip or xz, as a window of bytes that moves over it."""
 
 import gzip
+import lzma
 import zlib
 from collections.abc import Callable
 from typing import BinaryIO
@@ -10,7 +11,7 @@ from steplab.snapshots.refusal import Refused
 OnProgress = Callable[[int, int], None]
 """Bytes read of the file, and its size."""
 
-GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 WINDOW_BYTES = 1 << 25
 """How much of a pickle is in memory at a time."""
 
@@ -27,9 +28,13 @@ class Window:
         """Whether the end of the file is."""
         self._file, self._size_bytes, self._on_progress = file, size_bytes, on_progress
         self._window_bytes = window_bytes
-        is_gzip = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        head = file.read(len(XZ_MAGIC))
         file.seek(0)
-        self._stream: gzip.GzipFile | BinaryIO = gzip.GzipFile(fileobj=file) if is_gzip else file
+        self._stream: gzip.GzipFile | lzma.LZMAFile | BinaryIO = file
+        if head.startswith(GZIP_MAGIC):
+            self._stream = gzip.GzipFile(fileobj=file)
+        elif head == XZ_MAGIC:
+            self._stream = lzma.LZMAFile(file)  # noqa: SIM115  # whoever opened the file closes it
 
     def move(self, begin: int) -> None:
         """Let what lies before `begin` go and read on; afterwards `bytes` starts there."""
@@ -46,5 +51,6 @@ class Window:
     def _read(self, most: int) -> bytes:
         try:
             return self._stream.read(most)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise Refused(f"its gzip stream is damaged or ends early ({error})") from error
+        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            packed = "xz" if isinstance(self._stream, lzma.LZMAFile) else "gzip"
+            raise Refused(f"its {packed} stream is damaged or ends early ({error})") from error

@@ -1,6 +1,6 @@
 """The store: every record steplab made on this machine, in one SQLite file. The way in to this folder."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +12,7 @@ from steplab.specs.study import StudySpec
 from steplab.store import record_table, study_table
 from steplab.store.connection import Connection, open_to_read, open_to_write
 from steplab.store.prefix import unique_id
+from steplab.store.record_table import ForeignRecord, read_foreign
 from steplab.store.selection import Selection
 
 
@@ -67,13 +68,23 @@ class Store:
         """Store the record in each line of JSON, all or none; blank lines are skipped.
 
         Returns how many were added and how many were there already. Raises SteplabError with the number of
-        the line that is no record, or whose id another record has.
+        the line that is no record, or not one that steplab can have written, or whose id another record has.
         """
-        return record_table.import_lines(self._connection, lines)
+        numbered = enumerate(lines, start=1)
+        found = [read_foreign(f"line {number}", line) for number, line in numbered if line.strip()]
+        return self.import_records(found)
+
+    def import_records(self, records: Sequence[ForeignRecord]) -> tuple[int, int]:
+        """The same of records that `read_foreign` found."""
+        return record_table.import_records(self._connection, records)
 
     def get(self, id_prefix: str) -> Record:
         """The record whose id begins with `id_prefix`. Raises UserError if none does, or more than one."""
         return record_table.get(self._connection, id_prefix)
+
+    def find(self, record_id: str) -> Record | None:
+        """The record with this id; None, with a LeftOut warning, if it cannot be read."""
+        return record_table.find(self._connection, record_id)
 
     def records(self, id_prefixes: Iterable[str]) -> list[Record]:
         """The records with these ids, in this order. Raises as `get` does."""
@@ -91,7 +102,8 @@ class Store:
     ) -> list[Row]:
         """One flat row a record, newest first, without reading any record's body; None does not restrict.
 
-        A row is as the version that stored the record made it: use `get` on it, a column may be missing.
+        A row is as the version that stored the record made it: use `get` on it, a column may be missing. Where it is
+        damaged, a LeftOut warning says so.
         """
         selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
         return record_table.rows(self._connection, selection, limit)
@@ -104,9 +116,30 @@ class Store:
         name: str | None = None,
         all_attempts: bool = False,
     ) -> Iterator[Record]:
-        """Whole records, oldest first, one at a time; None does not restrict."""
+        """Whole records, oldest first, one at a time; None does not restrict.
+
+        One that cannot be read is left out, with a LeftOut warning.
+        """
         selection = Selection(kind=kind, study=study, name=name, all_attempts=all_attempts)
         return record_table.iterate(self._connection, selection)
+
+    def of_unknown_kind(self) -> list[tuple[str, str]]:
+        """Id and kind of each record of a kind that this version does not know."""
+        return record_table.of_unknown_kind(self._connection)
+
+    def identify(self, id_prefixes: Iterable[str]) -> list[Row]:
+        """What is known of records without reading them, each once: id, kind, created_utc, name, status, study.
+
+        Raises as `get` does.
+        """
+        return record_table.identify(self._connection, id_prefixes)
+
+    def remove(self, ids: Iterable[str]) -> list[str]:
+        """Remove records by their whole ids, whether they can be read or not, all or none.
+
+        A study goes with its last record. Returns the ids of those that went.
+        """
+        return record_table.remove(self._connection, ids)
 
     def latest_ceilings(self, device_name: str) -> Ceilings | None:
         """The newest ceilings that were measured on a device of that name."""

@@ -24,7 +24,7 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
         _NUM_SHOWN + 1,
     )
     ids = [str(row[0]) for row in found]
-    if prefix and ids and (len(ids) == 1 or ids[0] == prefix):
+    if ids and (ids[0] == prefix or (prefix and len(ids) == 1)):
         return ids[0]
     if prefix and not ids:
         query = f"SELECT id FROM {table} WHERE name = ? ORDER BY created_utc DESC, id LIMIT ?"

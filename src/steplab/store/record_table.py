@@ -1,25 +1,52 @@
 """Records in the store: adding, finding, listing."""
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
-from steplab.errors import SteplabError
+from steplab.errors import LeftOut, SteplabError
 from steplab.records.attention import AttentionRun
 from steplab.records.ceilings import Ceilings
-from steplab.records.codec import Record, decode, encode, kind_of
+from steplab.records.codec import KINDS, Record, decode, encode, kind_of
 from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.rows import Row, benchmark_row, ddp_run_row, numerics_row, run_row
 from steplab.records.run import Run
+from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection
-from steplab.store.failures import MOVE_AWAY
 from steplab.store.prefix import unique_id
 from steplab.store.selection import Selection
 
 _ROWS = msgspec.json.Decoder(Row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForeignRecord:
+    """A record that was made elsewhere, and was found to be one."""
+
+    where: str
+    """What to call it in a message: runs.jsonl, line 3."""
+    body: bytes
+    """Its JSON as it came, with fields that only a later version knows."""
+    record: Record
+    """The same, decoded."""
+
+
+def read_foreign(where: str, line: bytes) -> ForeignRecord:
+    """The record in a line of JSON from outside.
+
+    Raises SteplabError, beginning with `where`, for what is no record, or one that no steplab can have written.
+    """
+    try:
+        record = decode(line)
+        check(record)
+    except SteplabError as error:
+        raise SteplabError(f"{where}: {error}; nothing was imported") from error
+    return ForeignRecord(where=where, body=line.strip(), record=record)
 
 
 def add(connection: Connection, record: Record, cell: str | None) -> None:
@@ -28,20 +55,16 @@ def add(connection: Connection, record: Record, cell: str | None) -> None:
         _insert(connection, record, encode(record), cell)
 
 
-def import_lines(connection: Connection, lines: Iterable[bytes]) -> tuple[int, int]:
-    """Store a record a line, all or none; returns how many were added and how many were there already."""
-    # All lines are understood before the lock is taken: nobody waits for a slow pipe or for a bad line.
-    parsed = [
-        (number, _parse(number, line), line.strip()) for number, line in enumerate(lines, start=1) if line.strip()
-    ]
+def import_records(connection: Connection, records: Sequence[ForeignRecord]) -> tuple[int, int]:
+    """Store them, all or none; returns how many were added and how many were there already."""
     num_added = 0
     with connection.transaction():
-        for number, record, body in parsed:
+        for foreign in records:
             try:
-                num_added += _insert(connection, record, body, None)
+                num_added += _insert(connection, foreign.record, foreign.body, None)
             except SteplabError as error:
-                raise SteplabError(f"line {number}: {error}") from error
-    return num_added, len(parsed) - num_added
+                raise SteplabError(f"{foreign.where}: {error}; nothing was imported") from error
+    return num_added, len(records) - num_added
 
 
 def get(connection: Connection, id_prefix: str) -> Record:
@@ -51,24 +74,48 @@ def get(connection: Connection, id_prefix: str) -> Record:
     return _decode(connection, record_id, body)
 
 
+def find(connection: Connection, record_id: str) -> Record | None:
+    """The record with this id; None, with a warning, if it cannot be read."""
+    try:
+        return get(connection, record_id)
+    except SteplabError as error:
+        _leave_out(error)
+        return None
+
+
 def rows(connection: Connection, selection: Selection, limit: int | None) -> list[Row]:
-    """Flat rows of the records that match, newest first."""
+    """Flat rows of the records that match, newest first; one with a damaged summary has what else is known of it."""
     found = connection.query(
-        f"SELECT summary FROM record WHERE {selection.condition()} ORDER BY created_utc DESC, seq DESC LIMIT ?",
+        f"SELECT id, created_utc, name, status, summary FROM record WHERE {selection.condition()}"
+        " ORDER BY created_utc DESC, seq DESC LIMIT ?",
         *selection.values(),
         -1 if limit is None else max(0, limit),
     )
+    return [_row(*columns) for columns in found]
+
+
+def _row(record_id: str, created_utc: str, name: str, status: str, summary: bytes) -> Row:
     try:
-        return [_ROWS.decode(summary) for (summary,) in found]
-    except msgspec.DecodeError as error:
-        raise SteplabError(f"the store {connection.path} has a damaged summary ({error}); {MOVE_AWAY}") from error
+        return _ROWS.decode(summary)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
+        return {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
 
 
 def iterate(connection: Connection, selection: Selection) -> Iterator[Record]:
-    """The records that match, oldest first."""
+    """The records that match, oldest first; one that cannot be read is left out, with a warning."""
     sql = f"SELECT id, body FROM record WHERE {selection.condition()} ORDER BY created_utc, seq"
     for record_id, body in connection.stream(sql, *selection.values()):
-        yield _decode(connection, record_id, body)
+        try:
+            record = _decode(connection, record_id, body)
+        except SteplabError as error:
+            _leave_out(error)
+        else:
+            yield record
+
+
+def _leave_out(error: SteplabError) -> None:
+    warnings.warn(LeftOut(f"left out: {error}", error), stacklevel=3)
 
 
 def latest_ceilings(connection: Connection, device_name: str) -> Ceilings | None:
@@ -80,9 +127,38 @@ def ceilings(connection: Connection, device_name: str) -> Iterator[Ceilings]:
     """All ceilings measured on a device of that name, newest first."""
     for row in rows(connection, Selection(kind="ceilings"), None):
         if row.get("device") == device_name:
-            record = get(connection, str(row["id"]))
+            record = find(connection, str(row["id"]))
             if isinstance(record, Ceilings):
                 yield record
+
+
+def of_unknown_kind(connection: Connection) -> list[tuple[str, str]]:
+    """Id and kind of each record of a kind that this version does not know."""
+    marks = ", ".join("?" * len(KINDS))
+    return connection.query(f"SELECT id, kind FROM record WHERE kind NOT IN ({marks}) ORDER BY seq", *KINDS)
+
+
+def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
+    """What is known of records without reading them, each once: id, kind, created_utc, name, status, study."""
+    columns = ("id", "kind", "created_utc", "name", "status", "study")
+    ids = dict.fromkeys(unique_id(connection, "record", prefix) for prefix in id_prefixes)
+    sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
+    return [dict(zip(columns, connection.query(sql, record_id)[0], strict=True)) for record_id in ids]
+
+
+def remove(connection: Connection, ids: Iterable[str]) -> list[str]:
+    """Remove records by their whole ids, read or not; returns the ids of the studies that went with their last one."""
+    emptied = dict[str, None]()
+    with connection.transaction():
+        for record_id in ids:
+            gone = connection.query("DELETE FROM record WHERE id = ? RETURNING study", record_id)
+            emptied |= {study: None for (study,) in gone if study is not None}
+        return [study for study in emptied if _remove_empty(connection, study)]
+
+
+def _remove_empty(connection: Connection, study: str) -> bool:
+    unused = "NOT EXISTS (SELECT 1 FROM record WHERE record.study = study.id)"
+    return bool(connection.query(f"DELETE FROM study WHERE id = ? AND {unused} RETURNING id", study))
 
 
 def summary_row(record: Record) -> Row:
@@ -139,15 +215,10 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
     return True
 
 
-def _parse(number: int, line: bytes) -> Record:
-    try:
-        return decode(line)
-    except SteplabError as error:
-        raise SteplabError(f"line {number}: {error}; nothing was imported") from error
-
-
 def _decode(connection: Connection, record_id: str, body: bytes) -> Record:
     try:
         return decode(body)
     except SteplabError as error:
-        raise SteplabError(f"record {record_id} in {connection.path}: {error}") from error
+        raise SteplabError(
+            f"record {record_id} in {connection.path} cannot be read: {error}; `steplab rm {record_id}` removes it"
+        ) from error

@@ -18,8 +18,13 @@ _KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
+_MOST_LISTS = 8
+"""Lists of events that are read. Reading one looks ahead, which would be paid for again with each of a million."""
+_FIRST_SCAN_BYTES = 1 << 6
+
+
 class NotATrace(Exception):
-    """The document is no JSON object or array."""
+    """The document is no JSON object or array, or holds no event; the text says why, if it is known."""
 
 
 class Document:
@@ -38,6 +43,7 @@ class Document:
         """Events left out because of their length."""
         self._keep, self._chunk_bytes = keep, chunk_bytes
         self._window = Window(source)
+        self._num_lists = 0
 
     @property
     def num_bytes(self) -> int:
@@ -75,6 +81,9 @@ class Document:
             return False
         if key != "traceEvents" or self._next() != b"[":
             return self._value(key)
+        if self._num_lists == _MOST_LISTS:
+            self.damage = f"the file has more than {_MOST_LISTS} lists traceEvents"
+            return False
         window.start += 1
         self._events(sink, may_lack_end=False)
         if self._next() == b",":
@@ -83,6 +92,7 @@ class Document:
 
     def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
         self.has_events = True
+        self._num_lists += 1
         splitter = Splitter(self._window, sink, self._chunk_bytes)
         closed = splitter.run()
         self.num_unreadable += splitter.num_unreadable
@@ -110,14 +120,18 @@ class Document:
     def _value(self, key: str) -> bool:
         """Pass a member's value and the comma behind it; False if it was the last."""
         window, scanner, text = self._window, Scanner(), bytearray()
+        most = _FIRST_SCAN_BYTES  # grows with the value, so that many short ones are not each followed far beyond
         while True:
-            window.fill(self._chunk_bytes)
+            if not len(window):
+                window.fill(self._chunk_bytes)
             if not len(window):
                 self.damage = "the file ends early"
                 return False
-            found = scanner.feed(window.view(window.start, window.end))
+            block = window.view(window.start, min(window.start + most, window.end))
+            most = min(2 * most, self._chunk_bytes)
+            found = scanner.feed(block)
             stop = found.commas[0] if found.commas else found.end
-            size = len(window) if stop is None else stop
+            size = len(block) if stop is None else stop
             if key in self._keep and len(text) <= _LONGEST_MEMBER_BYTES:
                 text += window.view(window.start, window.start + size)
             window.start += size

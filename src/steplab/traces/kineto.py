@@ -5,7 +5,7 @@ Python frames, arrows between events, counters and metadata are passed over.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from steplab.costs.attention_operators import FUSED_ATTENTION
-from steplab.traces.document import CHUNK_BYTES, Document
+from steplab.traces.document import CHUNK_BYTES, Document, NotATrace
 from steplab.traces.events import (
     NO_DIMS,
     AnyEvent,
@@ -51,12 +51,19 @@ SomeEvent = TypeVar("SomeEvent", Event, ExactEvent)
 
 
 def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
-    """The trace in a JSON document; None if it holds no list of events. Raises NotATrace if it is no such document."""
+    """The trace in a JSON document; None if it holds no list of events.
+
+    Raises NotATrace if it is no such document, or if nothing in its list is an event.
+    """
     document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
     collector = Collector()
     document.read(collector)
     if not document.has_events:
         return None
+    if not collector.num_events and (document.num_unreadable or document.num_oversized):
+        raise NotATrace(
+            f"none of the {document.num_unreadable + document.num_oversized} elements of its list is an event"
+        )
     builder = collector.builder
     listed = _listed_devices(document.members.get("deviceProperties"))
     builder.lists_gpu = bool(listed)
@@ -142,21 +149,22 @@ class Collector:
             self._add_exact(events)
         return events is not None
 
-    def salvage(self, elements: list[memoryview]) -> int:
-        """Take events one by one up to the first that cannot be read; how many elements were passed."""
+    def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
+        """Take events one by one. `goes_on` is told the number of each element that cannot be read; where it answers
+        False, that was the last, and so does this."""
         events = list[ExactEvent]()
-        passed = 0
-        for element in elements:
+        went_on = True
+        for number, element in enumerate(elements):
             if text := bytes(element).strip():
                 event = decode_exact_event(text)
                 if event is None and (event := repair_event(text)):
                     self.num_repaired += 1
-                if event is None:
+                if event is not None:
+                    events.append(event)
+                elif not (went_on := goes_on(number)):
                     break
-                events.append(event)
-            passed += 1
         self._add_exact(events)
-        return passed
+        return went_on
 
     def _add_exact(self, events: list[ExactEvent]) -> None:
         groups = _grouped(events)

@@ -41,7 +41,7 @@ def _read_json(path: Path, source: Source, chunk_bytes: int) -> Trace:
     try:
         trace = read_kineto(source, chunk_bytes=chunk_bytes)
     except NotATrace as error:
-        why = source.damage or "it is neither JSON nor SQLite"
+        why = source.damage or str(error) or "it is neither JSON nor SQLite"
         raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error
     if trace is None:
         why = f"{source.damage} and " if source.damage else ""

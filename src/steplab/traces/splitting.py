@@ -15,7 +15,7 @@ event is indented further.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from steplab.traces.scanning import Scanner
@@ -23,8 +23,9 @@ from steplab.traces.window import Window
 
 LONGEST_EVENT_BYTES = 1 << 24
 """An event longer than this is left out, so that memory stays bounded."""
-_MOST_RESUMPTIONS = 100
-"""In a file damaged all over, starting again behind every event would take for ever."""
+_MOST_GONE_BACK = 4
+"""Starting again behind an unreadable event reads once more what lies behind it. All of that together is at most this
+many times the document so far, so that a file damaged all over is still read in a time proportional to its size."""
 
 _SEAM = re.compile(rb'}\s*,\s*{\s*(?:"[^"\\]{0,64}")?')
 _FIRST_EVENT = re.compile(rb'\s*?(\r?\n[ \t]+{\s*"[^"\\]{0,64}")')
@@ -40,8 +41,9 @@ class EventSink(Protocol):
     def take(self, array: memoryview) -> bool:
         """Take all events of a JSON array; False, and none taken, if it does not read as one."""
 
-    def salvage(self, elements: list[memoryview]) -> int:
-        """Take events one by one up to the first that cannot be read; how many were taken."""
+    def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
+        """Take events one by one. `goes_on` is told the number of each element that cannot be read; where it answers
+        False, that was the last, and so does this."""
 
 
 class Splitter:
@@ -57,7 +59,8 @@ class Splitter:
         self._window, self._sink, self._chunk_bytes = window, sink, chunk_bytes
         self._seam = b""
         """What parted two events the last time, from the brace to the first key."""
-        self._num_resumptions = 0
+        self._gone_back_bytes = 0
+        """What was to be read again after starting elsewhere."""
 
     def run(self) -> bool:
         """Hand over everything; False where the document ends before the array does."""
@@ -130,43 +133,45 @@ class Splitter:
 
     def _salvage(self, stops: list[int]) -> bool:
         """Hand over the elements before each stop one by one; False if an unreadable one made us start elsewhere."""
-        start = self._window.start
+        window, start = self._window, self._window.start
         starts = [start, *(start + stop + 1 for stop in stops)]
-        elements = [self._window.view(a, start + stop) for a, stop in zip(starts, stops, strict=False)]
-        done = 0
-        while True:
-            done += self._sink.salvage(elements[done:])
-            if done == len(elements):
-                return True
+        last_seam = self._last_seam()
+
+        def goes_on(number: int) -> bool:
             self.num_unreadable += 1
-            if self._resume(starts[done]):
-                return False
-            done += 1
+            return not self._resume(starts[number], last_seam)
+
+        elements = (window.view(begin, start + stop) for begin, stop in zip(starts, stops, strict=False))
+        return self._sink.salvage(elements, goes_on)
 
     def _rest(self) -> bool | None:
         """What the document's end left of its last event: still whole, or lost."""
         window = self._window
         rest = window.view(window.start, window.end)
-        if self._sink.salvage([rest]) == 0:
-            if self._resume(window.start):
+        if not self._sink.salvage([rest], lambda number: False):
+            if self._resume(window.start, self._last_seam()):
                 self.num_unreadable += 1
                 return None
             self.is_cut = True
         window.start = window.end
         return False
 
-    def _resume(self, position: int) -> bool:
-        """Start again behind the next seam, if this was to be an event and seams of this file cannot be in one."""
+    def _last_seam(self) -> int:
+        """Where the last seam of the window is; -1 if there is none, or if seams of this file can be in an event."""
+        if not _INDENTED_SEAM.match(self._seam):
+            return -1
+        return self._window.data.rfind(self._seam, self._window.start, self._window.end)
+
+    def _resume(self, position: int, last_seam: int) -> bool:
+        """Start again behind the next seam, if this was to be an event and there is one."""
         window = self._window
-        if not _OBJECT.match(window.data, position, window.end):
+        if position > last_seam or not _OBJECT.match(window.data, position, window.end):
             return False
-        if self._num_resumptions == _MOST_RESUMPTIONS or not _INDENTED_SEAM.match(self._seam):
+        back = window.end - position
+        if self._gone_back_bytes + back > _MOST_GONE_BACK * window.num_read:
             return False
-        brace = window.data.find(self._seam, position, window.end)
-        if brace < 0:
-            return False
-        self._num_resumptions += 1
-        window.start = brace + self._seam.index(b",") + 1
+        self._gone_back_bytes += back
+        window.start = window.data.index(self._seam, position, window.end) + self._seam.index(b",") + 1
         return True
 
     def _learn(self, stop: int) -> None:
@@ -180,7 +185,7 @@ class Splitter:
     def _skip(self, scanner: Scanner) -> bool | None:
         """Pass an element too long to hold."""
         window = self._window
-        if self._resume(window.start):
+        if self._resume(window.start, self._last_seam()):
             self.num_unreadable += 1
             return None
         self.num_oversized += 1

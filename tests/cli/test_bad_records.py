@@ -1,0 +1,278 @@
+"""Records that cannot be right are refused on the way in; one in the store harms no other, and can be removed."""
+
+import gzip
+import io
+import json
+import lzma
+import pickle
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.comm_records import make_comm
+from tests.profiles import launch_bound_run
+from tests.runs import make_run
+from tests.unit.allocator_model import MIB, CachingAllocator
+
+from steplab.cli.app import main
+from steplab.lab import importing
+from steplab.records.codec import Record, encode
+from steplab.records.run import Run
+from steplab.store.database import Store
+
+GOOD = make_run({"context": 128}, id="aaaa00000001", name="good")
+OTHER = make_run({"context": 256}, id="aaaa00000002", name="other")
+PROFILED = launch_bound_run(id="bbbb00000001", name="bad")
+
+
+def with_columns_unlike(run: Run) -> Run:
+    """A run that types allow, and no picture can be drawn of."""
+    assert run.profile is not None
+    assert run.profile.timeline is not None
+    timeline = replace(run.profile.timeline, stream=(1,), kernel=(10**6,))
+    return replace(run, profile=replace(run.profile, timeline=timeline))
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of its own, and nothing of the caller's terminal."""
+    path = tmp_path / "store.db"
+    monkeypatch.setenv("STEPLAB_STORE", str(path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return path
+
+
+def put(store: Path, *records: Record) -> None:
+    """Into the store as a measurement would, past every check of imports."""
+    with Store.open(store, write=True) as opened:
+        for record in records:
+            opened.add(record)
+
+
+def write(path: Path, *records: Record) -> Path:
+    path.write_bytes(b"".join(encode(record) + b"\n" for record in records))
+    return path
+
+
+def ids(store: Path) -> set[str]:
+    with sqlite3.connect(store) as raw:
+        found = {str(row[0]) for row in raw.execute("SELECT id FROM record")}
+    raw.close()
+    return found
+
+
+def spoil(store: Path, record_id: str, column: str, value: object) -> None:
+    with sqlite3.connect(store) as raw:
+        raw.execute(f"UPDATE record SET {column} = ? WHERE id = ?", (value, record_id))
+    raw.close()
+
+
+def test_import_refuses_a_record_that_cannot_be_right_and_all_beside_it(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "first.jsonl", OTHER)
+    write(tmp_path / "runs.jsonl", GOOD, with_columns_unlike(PROFILED))
+    assert main(["import", "first.jsonl", "runs.jsonl"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("steplab: runs.jsonl, line 2: record bbbb00000001: profile.timeline.")
+    assert line.endswith("nothing was imported")
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_import_takes_compressed_files(
+    pack: Callable[[bytes], bytes], tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = pack(encode(GOOD) + b"\n" + encode(OTHER))
+    (tmp_path / "runs.jsonl.packed").write_bytes(packed)
+    assert main(["import", "runs.jsonl.packed"]) == 0
+    assert ids(store) == {GOOD.id, OTHER.id}
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(packed)))
+    assert main(["import", "-"]) == 0
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_a_file_that_unpacks_without_end_is_refused(
+    pack: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importing, "LARGEST_UNPACKED_BYTES", 1 << 20)
+    for content in (b" " * (2 << 20), b"\n" * (2 << 20)):
+        (tmp_path / "bomb").write_bytes(pack(content))
+        assert main(["import", "bomb"]) == 2
+        assert "bomb unpacks to more than 1.00 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
+def test_a_compressed_file_that_is_cut_off_is_refused(
+    pack: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = pack(encode(GOOD))
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    assert main(["import", "cut"]) == 2
+    assert "cut is a damaged compressed file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("pack", "ending"), [(gzip.compress, "gz"), (lzma.compress, "xz")])
+def test_import_snapshot_takes_compressed_files(
+    pack: Callable[[bytes], bytes], ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allocator = CachingAllocator()
+    for _ in range(3):
+        allocator.malloc(3 * MIB)
+    packed = pack(pickle.dumps(allocator.snapshot()))
+    file = tmp_path / f"mine.pickle.{ending}"
+    file.write_bytes(packed)
+    assert main(["import-snapshot", str(file)]) == 0
+    assert str(tmp_path / "mine.marks.json") in capsys.readouterr().err
+    file.write_bytes(packed[: len(packed) // 2])
+    assert main(["import-snapshot", str(file)]) == 2
+    assert "damaged or ends early" in capsys.readouterr().err
+
+
+# What is in the store already
+
+
+def test_a_page_leaves_out_what_cannot_be_drawn_and_says_so(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(store, GOOD, with_columns_unlike(PROFILED), replace(PROFILED, id="cccc00000001", name="fine"))
+    assert main(["report", GOOD.id, PROFILED.id, "cccc00000001", "--output", "page.html"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if PROFILED.id in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"steplab: record {PROFILED.id} is left out of where the time goes, which cannot be")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count(f"record {PROFILED.id} is left out of where the time goes") == 1
+    assert page.count('<article class="profile">') >= 1  # the other profile is there
+    assert 'id="runs"' in page
+    assert main(["report", GOOD.id, PROFILED.id, "--output", "page.html", "--debug"]) == 0
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_page_with_nothing_amiss_says_nothing(tmp_path: Path, store: Path) -> None:
+    put(store, GOOD, PROFILED)
+    assert main(["report", GOOD.id, PROFILED.id, "--output", "page.html"]) == 0
+    assert "left-out" not in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("format", ["table", "md", "latex"])
+def test_other_formats_leave_out_what_cannot_be_drawn(
+    format: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = make_comm()
+    silent = tuple(replace(times, device_s=None, alone_s=()) for times in benchmark.cells[0].ranks)
+    broken = replace(benchmark, id="dddd00000001", cells=(replace(benchmark.cells[0], ranks=silent),))
+    put(store, GOOD, benchmark, replace(benchmark, id=broken.id))
+    spoil(store, broken.id, "body", encode(broken))
+    assert main(["report", GOOD.id, benchmark.id, broken.id, "--format", format]) == 0
+    shown = capsys.readouterr()
+    assert GOOD.id in shown.out
+    assert "all_reduce" in shown.out.replace("\\", "")
+    assert f"record {broken.id} is left out of the report" in shown.err
+    assert main(["report", broken.id, "--format", format]) == 1
+    assert "none of these records can be reported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[1]", b'{"schema":"steplab.poem/1"}', b'{"schema":"steplab.run/9"}'])
+def test_a_row_that_cannot_be_read_harms_no_other(
+    body: bytes, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(store, GOOD, replace(OTHER, created_utc="2027-01-01T00:00:00Z"))
+    spoil(store, OTHER.id, "body", body)
+    assert main(["list", "--format", "json"]) == 0
+    assert {row["id"] for row in json.loads(capsys.readouterr().out)} == {GOOD.id, OTHER.id}
+    assert main(["export"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.encode() == encode(GOOD) + b"\n"
+    [line] = shown.err.splitlines()
+    assert line.startswith(f"steplab: left out: record {OTHER.id} in {store} cannot be read: ")
+    assert line.endswith(f"`steplab rm {OTHER.id}` removes it")
+    assert main(["report", "--output", "page.html"]) == 0  # the newest of those that can be read
+    assert OTHER.id in capsys.readouterr().err
+    assert main(["show", GOOD.id]) == 0
+    capsys.readouterr()
+    assert main(["show", OTHER.id]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert OTHER.id in line
+
+
+def test_a_damaged_summary_is_said_and_the_rest_is_listed(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, GOOD, OTHER)
+    spoil(store, OTHER.id, "summary", b"{")
+    assert main(["list", "--format", "json"]) == 0
+    shown = capsys.readouterr()
+    rows: dict[str, dict[str, Any]] = {row["id"]: row for row in json.loads(shown.out)}
+    assert rows[GOOD.id]["step_time_s"] > 0
+    assert rows[OTHER.id]["name"] == "other"
+    assert f"the summary of record {OTHER.id} is damaged" in shown.err
+    assert main(["list"]) == 0
+
+
+def test_a_record_of_an_unknown_kind_is_named(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, GOOD, OTHER)
+    spoil(store, OTHER.id, "kind", "poem")
+    assert main(["list"]) == 0
+    shown = capsys.readouterr()
+    assert GOOD.name in shown.out
+    assert f"record {OTHER.id} is of the kind 'poem', which this version does not know" in shown.err
+
+
+# Removing
+
+
+def test_rm_removes_what_is_named_and_says_so(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, GOOD, OTHER, PROFILED)
+    spoil(store, OTHER.id, "body", b"{")  # it need not be readable
+    assert main(["rm", OTHER.id, "bbbb", "--yes"]) == 0
+    assert ids(store) == {GOOD.id}
+    told = capsys.readouterr().err
+    assert f"removed run {OTHER.id}, 'other', {OTHER.created_utc}, ok" in told
+    assert f"removed run {PROFILED.id}" in told
+
+
+def test_rm_does_not_guess(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, GOOD, OTHER, PROFILED)
+    for given, said in ((["aaaa"], "more than one record"), (["bbbb", "ffff"], "no record 'ffff'")):
+        assert main(["rm", *given, "--yes"]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["rm", "bbbb"]) == 2  # nobody can be asked here
+    assert "--yes" in capsys.readouterr().err
+    assert ids(store) == {GOOD.id, OTHER.id, PROFILED.id}
+
+
+@pytest.mark.parametrize(("answer", "goes"), [("y\n", True), ("n\n", False), ("", False)])
+def test_rm_asks_at_a_terminal(
+    answer: str, goes: bool, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    put(store, GOOD)
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    assert main(["rm", GOOD.id]) == 0
+    assert "Remove 1 record for good? [y/N]" in capsys.readouterr().err
+    assert (GOOD.id not in ids(store)) == goes
+
+
+def test_a_study_goes_with_its_last_record(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, *(replace(run, study="feed00000001") for run in (GOOD, OTHER)))
+    assert main(["rm", GOOD.id, "--yes"]) == 0
+    assert "study" not in capsys.readouterr().err
+    with Store.open(store, write=False) as opened:
+        assert [row["id"] for row in opened.studies()] == ["feed00000001"]
+    assert main(["rm", OTHER.id, "--yes"]) == 0
+    assert "removed study feed00000001" in capsys.readouterr().err
+    with Store.open(store, write=False) as opened:
+        assert opened.studies() == []
+
+
+@pytest.mark.parametrize("odd", ["", "\x1b[2J", "-x", "a" * 500])
+def test_a_record_with_an_odd_id_can_be_removed(odd: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, GOOD, replace(OTHER, id=odd))
+    assert main(["rm", "--yes", "--", odd]) == 0
+    assert ids(store) == {GOOD.id}
+    assert "\x1b" not in capsys.readouterr().err
