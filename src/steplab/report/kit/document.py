@@ -4,7 +4,7 @@ A section of a report says here once what it has to say. The renderers beside th
 `html`, `markup` (Markdown and LaTeX) and `data` (JSON and CSV).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +81,28 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """One sentence, and the figure that stands out of it."""
+
+    figure: str
+    """Short, shown large: '3.1x'."""
+    text: str
+    """The sentence."""
+    wide: bool = False
+    """Whether the sentence is long."""
+    bad: bool = False
+    """Whether it is about failures."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """The summary of many records."""
+
+    facts: tuple[Fact, ...]
+    """The most telling first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     """One SVG."""
 
@@ -122,7 +144,7 @@ class Section:
     """Whether a page starts with it closed."""
 
 
-Block = Sentences | Table | Pairs | Chart | Section
+Block = Sentences | Facts | Table | Pairs | Chart | Section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +154,7 @@ class Document:
     title: str
     """What it is about."""
     subtitle: str = ""
-    """Which record it is, of when, and by which version."""
+    """Which record it is, of when, and by which version; a line or several."""
     verdict: tuple[str, ...] = ()
     """The answer, in sentences, before anything else."""
     sections: tuple[Section, ...] = ()
@@ -147,15 +169,33 @@ def named_section(title: str, *blocks: Block | None) -> Section:
 
 
 def table_of_texts(
-    name: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Sequence[bool], caption: str = ""
+    name: str,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numeric: Sequence[bool],
+    caption: str = "",
+    failures: Collection[int] = (),
 ) -> Table:
-    """A table whose cells are texts already, because they are not figures of one quantity to a column."""
+    """A table whose cells are texts already, because they are not figures of one quantity to a column.
+
+    `failures` are indices of rows.
+    """
     columns = tuple(
         Column(key=str(index), header=header, quantity=LABEL if figures else TEXT)
         for index, (header, figures) in enumerate(zip(headers, numeric, strict=True))
     )
-    found = tuple({str(index): text for index, text in enumerate(row)} for row in rows)
+    found = tuple(
+        {str(index): text for index, text in enumerate(row)} | {"status": "failed" if number in failures else "ok"}
+        for number, row in enumerate(rows)
+    )
     return Table(name=name, columns=columns, rows=found, caption=caption)
+
+
+def chapter(title: str, anchor: str, *blocks: Block | None) -> Section | None:
+    """A section of a page of those blocks that there are; None without any."""
+    found = tuple(block for block in blocks if block is not None)
+    return Section(title=title, anchor=anchor, blocks=found) if found else None
 
 
 def notes_section(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:

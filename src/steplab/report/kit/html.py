@@ -1,8 +1,8 @@
-"""A document as HTML: sections of one page that needs nothing else, no network, no script, no second file."""
+"""A document as one web page that needs nothing else: no network, no script, no second file."""
 
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.document import Chart, Column, Section, Sentences, Table
+from steplab.report.kit.document import Chart, Column, Document, Facts, Section, Sentences, Table
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
 
@@ -19,6 +19,11 @@ def section_html(section: Section, level: int = 2) -> str:
     return str(macros.section(section, level))  # type: ignore[attr-defined]  # a macro of the template
 
 
+def render_page(page: Document) -> str:
+    """The document as a page that needs nothing else; sections with an anchor are linked at its top."""
+    return environment().get_template("page.html.j2").render(page=page)
+
+
 def environment() -> "Environment":
     """Templates of the kit, which escape whatever a record says."""
     import jinja2
@@ -31,7 +36,7 @@ def environment() -> "Environment":
         undefined=jinja2.StrictUndefined,
     )
     made.filters |= {"unbroken": unbroken, "sheet": sheet, "first_rows": _first_rows, "look": _look}
-    kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences}
+    kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences, "facts": Facts}
     for name, kind in kinds.items():
         made.tests[name] = lambda block, kind=kind: isinstance(block, kind)
     return made

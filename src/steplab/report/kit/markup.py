@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from steplab.report.kit.document import Block, Document, Pairs, Section, Sentences, Table
+from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import plain
 
@@ -82,6 +82,8 @@ def _latex_heading(title: str, level: int) -> str:
 def _markdown(block: Block) -> str:
     if isinstance(block, Table):
         return markdown_table(block)
+    if isinstance(block, Facts):
+        return "\n".join(f"- **{escape_markdown(fact.figure)}** {escape_markdown(fact.text)}" for fact in block.facts)
     if isinstance(block, Pairs):
         return "\n".join(f"- {escape_markdown(name)}: {escape_markdown(value)}" for name, value in block.pairs)
     if not isinstance(block, Sentences):
@@ -120,6 +122,9 @@ def markdown_table(table: Table) -> str:
 def _latex(block: Block) -> str:
     if isinstance(block, Table):
         return _latex_table(block)
+    if isinstance(block, Facts):
+        items = [rf"\item \textbf{{{escape_latex(fact.figure)}}} {escape_latex(fact.text)}" for fact in block.facts]
+        return "\n".join((r"\begin{itemize}", *items, r"\end{itemize}"))
     if isinstance(block, Pairs):
         items = [rf"\item[{escape_latex(name)}] {escape_latex(value)}" for name, value in block.pairs]
         return "\n".join((r"\begin{description}", *items, r"\end{description}"))

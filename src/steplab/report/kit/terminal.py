@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TYPE_CHECKING
 
 from steplab import units
-from steplab.report.kit.document import Block, Document, Pairs, Section, Sentences, Table
+from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.kit.text import flowed, plain
 
@@ -123,6 +123,11 @@ def _block(block: Block, width: int, style: Style) -> Iterator[str]:
         yield from _table(block, width, style)
     elif isinstance(block, Sentences):
         yield from _sentences(block, min(width, _LONGEST_LINE), style)
+    elif isinstance(block, Facts):
+        for fact in block.facts:
+            first, *rest = flowed(f"{plain(fact.figure)}  {plain(fact.text)}", min(width, _LONGEST_LINE))
+            yield style(first, "red") if fact.bad else first
+            yield from rest
     elif isinstance(block, Pairs):
         label = max(len(name) for name, _ in block.pairs)
         for name, value in block.pairs:

@@ -1,0 +1,88 @@
+"""What a report says of a machine: what it is, and the ceilings measured on it."""
+
+from collections.abc import Sequence
+
+from steplab.records.ceilings import Ceiling, Ceilings
+from steplab.records.rows import Row
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import Column, Document, Section, Table, named_section, notes_section, record_section
+from steplab.report.kit.quantities import LABEL, TIME, Quantity
+from steplab.specs.hardware import Hardware, find_hardware
+from steplab.stats import summarize
+from steplab.units import format_rate
+
+
+def ceilings_document(ceilings: Ceilings) -> Document:
+    """The machine, its ceilings beside the data sheet's where there is one, and what could not be read."""
+    table = _table(ceilings)
+    return Document(
+        title=ceilings.environment.device.name,
+        subtitle=" · ".join((f"record {ceilings.id}", ceilings.created_utc, f"steplab {ceilings.steplab_version}")),
+        verdict=(_verdict(ceilings),),
+        sections=(
+            *environment_section(ceilings.environment),
+            named_section("Ceilings", table),
+            *notes_section(ceilings.environment.gaps, "Not measured"),
+        ),
+        data=table,
+    )
+
+
+def ceilings_chapter(records: Sequence[Ceilings]) -> Section | None:
+    """The machines on a page."""
+    parts = [
+        record_section(
+            " · ".join((made.created_utc, f"record {made.id}")),
+            [_verdict(made)],
+            [named_section("", _table(made))],
+            title=made.environment.device.name,
+        )
+        for made in records
+    ]
+    return Section(title="Ceilings", anchor="ceilings", blocks=tuple(parts)) if parts else None
+
+
+def _verdict(ceilings: Ceilings) -> str:
+    name = ceilings.environment.device.name
+    if find_hardware(name):
+        return f"{name} is in the catalogue: MFU is measured against its data sheet."
+    return f"{name} is in no catalogue: MFU is measured against the matmul ceilings below."
+
+
+def _table(ceilings: Ceilings) -> Table:
+    hardware = find_hardware(ceilings.environment.device.name)
+    return Table(
+        name="ceilings",
+        columns=(
+            Column(key="ceiling", header="ceiling"),
+            Column(key="best", header="best", quantity=_RATE),
+            Column(key="median_s", header="median time", quantity=TIME),
+            Column(key="repeats", header="repeats", quantity=LABEL, rank=1),
+            Column(key="stated", header="data sheet", quantity=_RATE),
+        ),
+        rows=tuple(_row(ceiling, hardware) for ceiling in ceilings.ceilings),
+    )
+
+
+_RATE = Quantity(str)
+"""A rate as text with its unit, which differs from row to row."""
+
+
+def _row(ceiling: Ceiling, hardware: Hardware | None) -> Row:
+    stated = None
+    if hardware and ceiling.name == "copy":
+        stated = hardware.memory_bandwidth_bytes_per_s
+    elif hardware and (peak := hardware.peak_flops(ceiling.dtype or "")):
+        stated = peak.flops_per_s
+    return {
+        "ceiling": f"{ceiling.dtype} matmul" if ceiling.name == "matmul" else "copy (read + write)",
+        "best": format_rate(ceiling.best_per_s, ceiling.unit),
+        "median_s": summarize(ceiling.seconds).median,
+        "repeats": len(ceiling.seconds),
+        "stated": format_rate(stated, ceiling.unit) if stated is not None else None,
+        "name": ceiling.name,
+        "dtype": ceiling.dtype,
+        "unit": ceiling.unit,
+        "best_per_s": ceiling.best_per_s,
+        "stated_per_s": stated,
+    }

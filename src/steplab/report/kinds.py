@@ -1,0 +1,126 @@
+"""How each kind of record is reported: one by itself, several together, and what a page says of them.
+
+This is the one place that lists the kinds for reports; `show`, `report` and the page ask here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from steplab.records.memory_references import MemoryReferences
+from steplab.records.prediction import MemoryPrediction
+from steplab.report.attention.document import attention_chapter, attention_document
+from steplab.report.cells import Cell
+from steplab.report.ceilings import ceilings_chapter, ceilings_document
+from steplab.report.comm import document as comm
+from steplab.report.ddp import document as ddp
+from steplab.report.kit.document import Document, Section
+from steplab.report.run import chapters as run
+from steplab.report.run.document import run_document, runs_document
+
+Terms = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """What a chapter may look at besides its own records."""
+
+    cells: Sequence[Cell] = ()
+    """The runs of the page."""
+    predictions: Mapping[str, MemoryPrediction] = field(default_factory=dict)
+    """Of the runs' memory, by their ids."""
+    references: MemoryReferences | None = None
+    """What the runs' memory is compared with beyond each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chapter:
+    """A chapter of a page."""
+
+    name: str
+    """What it is called where it says that a record is left out of it."""
+    make: Callable[[Sequence[Any], Context], Section | None]
+    """From the records of its kind (of runs: their cells) to the chapter; None where there is nothing to say, as of no
+    records at all."""
+    terms: Terms = ()
+    """Words that it uses, and what they mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """How records of one kind are reported."""
+
+    counted: tuple[str, str]
+    """What one of them is called, and several."""
+    document: Callable[[Any, Context], Document]
+    """One record in full."""
+    together: Callable[[Sequence[Any]], Document] | None
+    """Several records in one document with one table; None: each has a document of its own."""
+    chapters: tuple[Chapter, ...]
+    """What a page says of them, in this order."""
+
+
+def _of_cells(make: Callable[[Sequence[Cell]], Section | None]) -> Callable[[Sequence[Any], Context], Section | None]:
+    return lambda cells, context: make(cells)
+
+
+KINDS: dict[str, Kind] = {
+    "run": Kind(
+        counted=("run", "runs"),
+        document=lambda record, context: run_document(record, references=context.references),
+        together=runs_document,
+        chapters=(
+            Chapter(name="the summary", make=_of_cells(run.summary_chapter)),
+            Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
+            Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),
+            PROFILES,
+            Chapter(name="warm-up", make=_of_cells(run.warmup_chapter)),
+            MEMORY,
+            Chapter(name="utilization", make=_of_cells(run.utilization_chapter)),
+            Chapter(name="the table of runs", make=_of_cells(run.runs_chapter), terms=run.TERMS),
+            Chapter(name="what was not measured", make=_of_cells(run.missing_chapter)),
+        ),
+    ),
+    "numerics": Kind(
+        counted=("audit", "audits"),
+        document=PRECISION_DOCUMENT,
+        together=PRECISION_TOGETHER,
+        chapters=(PRECISION,),
+    ),
+    "attention": Kind(
+        counted=("benchmark of attention", "benchmarks of attention"),
+        document=lambda record, context: attention_document(record),
+        together=None,
+        chapters=(
+            Chapter(
+                name="attention",
+                make=lambda records, context: attention_chapter(records, run.attention_steps(context.cells)),
+            ),
+        ),
+    ),
+    "comm": Kind(
+        counted=("benchmark of collectives", "benchmarks of collectives"),
+        document=lambda record, context: comm.comm_document(record),
+        together=None,
+        chapters=(
+            Chapter(
+                name="communication", make=lambda records, context: comm.comm_chapter(records), terms=comm.TERMS
+            ),
+        ),
+    ),
+    "ddp": Kind(
+        counted=("data-parallel study", "data-parallel studies"),
+        document=lambda record, context: ddp.ddp_document(record),
+        together=None,
+        chapters=(
+            Chapter(name="data parallelism", make=lambda records, context: ddp.ddp_chapter(records), terms=ddp.TERMS),
+        ),
+    ),
+    "ceilings": Kind(
+        counted=("machine", "machines"),
+        document=lambda record, context: ceilings_document(record),
+        together=None,
+        chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records)),),
+    ),
+}
+"""By the kind's name in records, in the order of a page."""

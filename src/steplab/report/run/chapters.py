@@ -1,0 +1,232 @@
+"""What a page says of measured steps: a chapter on each of their figures, each a function of the cells."""
+
+from collections.abc import Callable, Sequence
+
+from steplab import stats, units
+from steplab.records.rows import Row, run_row
+from steplab.records.run import Run
+from steplab.records.timing import curve
+from steplab.report.attention_steps import attention_step_grid
+from steplab.report.cells import Cell, label, varying
+from steplab.report.columns import make_sheet
+from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
+from steplab.report.gaps import choices, doubts, gaps
+from steplab.report.kit.document import (
+    Block,
+    Column,
+    Facts,
+    Section,
+    Sentences,
+    Table,
+    chapter,
+    named_section,
+    table_of_texts,
+)
+from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
+from steplab.report.kit.text import ABSENT, reason
+from steplab.report.narrative import facts
+from steplab.report.run import charts
+from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
+from steplab.report.run.phases import phases
+
+TERMS = (
+    (
+        "step time",
+        "Time of a whole step among steps run back to back, as training runs them: between events on the GPU's "
+        "stream, or on the host's clock where the host is the device. The headline is the median; mean and standard "
+        "deviation are in each record.",
+    ),
+    (
+        "steady",
+        "From the first step that lies, with the median of every three later steps, within 5 % of the median of the "
+        "curve's second half.",
+    ),
+    (
+        "MFU",
+        "Model FLOPs per second over the dense peak of the data type, without recomputation. With N parameters, E of "
+        "them only looked up, L layers, attention width d and context T, a token of a training step costs: causal, "
+        "6(N−E) + 6LdT, only the attention that is needed; full, 6(N−E) + 12LdT; params, 6N, the rule of thumb. A "
+        "forward pass alone costs a third.",
+    ),
+    (
+        "HFU",
+        "The same share for the FLOPs that the implementation executes, with recomputation and masked attention.",
+    ),
+    (
+        "peak memory",
+        "Most bytes in live tensors (allocated), and most bytes that the allocator held from the device (reserved), "
+        "during one step, with all that was alive before it.",
+    ),
+    (
+        "compile time",
+        "By how much the first, compiling step exceeds a later one. It is in no step time.",
+    ),
+)
+"""Terms of these chapters, and what they mean."""
+
+_MANY = 4  # runs, more of which are listed apart
+
+
+def summary_chapter(cells: Sequence[Cell]) -> Section | None:
+    """The most telling figures."""
+    found = tuple(facts(cells))
+    return Section(title="", blocks=(Facts(facts=found),)) if found else None
+
+
+def step_time_chapter(cells: Sequence[Cell]) -> Section | None:
+    """Step time of every cell."""
+    return chapter("Step time", "time", charts.step_times(cells))
+
+
+def phases_chapter(cells: Sequence[Cell]) -> Section | None:
+    """Parts of a step."""
+    return chapter("Phases of a step", "phases", phases(cells))
+
+
+def warmup_chapter(cells: Sequence[Cell]) -> Section | None:
+    """When the step time settles, and what fewer warm-up steps would have changed."""
+    curves = warmup_curves(cells)
+    if curves is None:
+        return None
+    counted = ", ".join(f"{words} in {units.counted(count, 'run')}" for words, count in settling(cells))
+    told = Sentences(texts=(f"Step time: {counted}.",)) if counted else None
+    table = warmup_table(cells)
+    return chapter("Warm-up", "warmup", told, curves, named_section("Fewer warm-up steps", table) if table else None)
+
+
+def warmup_table(cells: Sequence[Cell]) -> Table | None:
+    """Means after 0, 1, 2 and 5 warm-up steps, for the runs whose curves are drawn."""
+    chosen, fields = worth_a_curve(cells), varying(cells)
+    rows: list[Row] = []
+    for cell in chosen:
+        timing = cell.run.timing
+        assert timing is not None  # chosen for its curve
+        row: Row = {"run": label(cell, fields), "steady": steady_words(curve(timing))}
+        for effect in warmup_study(timing):
+            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": relative(effect.mean_s, cell.run)}
+        rows.append(row)
+    columns = [
+        column
+        for count in WARMUP_COUNTS
+        for column in (
+            Column(key=f"{count}_s", header=f"after {count}", quantity=TIME),
+            Column(key=f"{count}", header="×", quantity=TIMES, rank=1),
+        )
+    ]
+    return Table(
+        name="warmup",
+        columns=(
+            Column(key="run", header="run", wraps_from=20),
+            *columns,
+            Column(key="steady", header="steady state", wraps_from=16),
+        ),
+        rows=tuple(rows),
+        caption="Mean of as many steps as were measured, after leaving out the first 0, 1, 2 or 5 steps of the same "
+        "curve. × is the multiple of the run's own median. Compile time is not among these steps.",
+    ) if rows else None  # fmt: skip
+
+
+def attention_steps(cells: Sequence[Cell]) -> Table | None:
+    """Training steps that differ in their attention alone."""
+    grid = attention_step_grid([cell.run for cell in cells])
+    if grid is None:
+        return None
+    return table_of_texts("steps", grid.headers, grid.rows, numeric=grid.numeric, caption=grid.caption)
+
+
+def utilization_chapter(cells: Sequence[Cell]) -> Section | None:
+    """MFU and HFU under each convention."""
+    table = utilization_table(cells)
+    if table is None:
+        return None
+    return chapter("Utilization", "utilization", charts.mfu(cells), table, *_told_once(cells, doubts))
+
+
+def utilization_table(cells: Sequence[Cell]) -> Table | None:
+    """One row per run, one column per convention, and the peak that they are shares of."""
+    fields = varying(cells)
+    rows: list[Row] = []
+    kinds: dict[str, str] = {}
+    for cell in cells:
+        if not cell.run.utilizations:
+            continue
+        first = cell.run.utilizations[0]
+        row: Row = {"run": label(cell, fields), "peak": first.peak_flops_per_s, "dtype": first.dtype}
+        row["source"] = first.peak_source
+        for used in cell.run.utilizations:
+            kinds[f"{used.kind} {used.convention}"] = f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
+            row[f"{used.kind} {used.convention}"] = used.value
+        rows.append(row)
+    return Table(
+        name="utilization",
+        columns=(
+            Column(key="run", header="run", wraps_from=20),
+            *(Column(key=key, header=header, quantity=SHARE) for key, header in kinds.items()),
+            Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
+            Column(key="dtype", header="type"),
+            Column(key="source", header="source of the peak", shared="source of the peak: {}", wraps_from=20),
+        ),
+        rows=tuple(rows),
+    ) if rows else None  # fmt: skip
+
+
+def runs_chapter(cells: Sequence[Cell]) -> Section | None:
+    """All runs, and what was chosen for them."""
+    return chapter("Runs", "runs", runs_table(cells), *_told_once(cells, choices)) if cells else None
+
+
+def runs_table(cells: Sequence[Cell]) -> Table:
+    """One row per run, with interval, mean and deviation of its step time."""
+    sheet = make_sheet([run_row(cell.run) for cell in cells])
+    headers = [column.header for column in sheet.columns]
+    numeric = [column.numeric for column in sheet.columns]
+    rows = [list(texts) for texts in sheet.cells]
+    at = next((i + 1 for i, column in enumerate(sheet.columns) if column.key == "step_time_s"), 0)
+    if at:
+        headers[at:at] = ["low", "high", "mean", "sd"]
+        numeric[at:at] = [True] * 4
+        for row, cell in zip(rows, cells, strict=True):
+            row[at:at] = _spread(cell.run)
+    failures = {index for index, cell in enumerate(cells) if cell.run.failure}
+    caption = sheet.caption + (" · low and high are the 95 % interval of the median" if at else "")
+    return table_of_texts("runs", headers, rows, numeric=numeric, caption=caption, failures=failures)
+
+
+def _spread(run: Run) -> list[str]:
+    """Interval of the median, mean and standard deviation of a run's step time."""
+    samples = step_samples(run)
+    if not samples:
+        return [ABSENT] * 4
+    summary = stats.summarize(samples)
+    return [TIME.show(value) for value in (summary.low, summary.high, summary.mean, summary.stdev)]
+
+
+def missing_chapter(cells: Sequence[Cell]) -> Section | None:
+    """What was not measured and why."""
+    return chapter("Not measured", "missing", *_told_once(cells, _missing))
+
+
+def _missing(run: Run) -> list[str]:
+    """What was not measured and why, the reason of a failure included."""
+    return gaps(run) + ([reason(run.failure.kind, run.failure.message)] if run.failure else [])
+
+
+def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[Block]:
+    """What is told of the runs, each text once, with the cells it holds for."""
+    fields = varying(cells)
+    found: dict[str, list[str]] = {}
+    for cell in cells:
+        for text in told(cell.run):
+            found.setdefault(text, []).append(label(cell, fields))
+    blocks: list[Block] = []
+    for text, names in found.items():
+        blocks.append(Sentences(texts=(text,), role="finding"))
+        if len(names) == len(cells):
+            if len(names) > 1:
+                blocks.append(Sentences(texts=("all runs",), role="note"))
+        elif len(names) > _MANY:
+            listed = Sentences(texts=("; ".join(names),), role="note")
+            blocks.append(Section(title=units.counted(len(names), "run"), blocks=(listed,), folded=True))
+        else:
+            blocks.append(Sentences(texts=("; ".join(names),), role="note"))
+    return blocks
