@@ -9,8 +9,6 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
-from steplab.report.cells import Cell, label, said, varying
-from steplab.report.figures import spread
 from steplab.report.grid import Grid
 from steplab.report.memory_cells import alike_but_for, watched
 from steplab.report.memory_charts import peak_bars
@@ -21,6 +19,8 @@ from steplab.report.memory_picture import Shown, memory_timelines
 from steplab.report.memory_places import short_line
 from steplab.report.memory_tradeoff import checkpointing_tradeoff
 from steplab.report.profile_page import Block, ProfileSection
+from steplab.report.run.cells import Cell, label, said, varying
+from steplab.report.run.figures import spread
 
 _MOST_OPEN = 6
 _MOST_ROWS, _OPEN_ALLOCATIONS = 40, 8

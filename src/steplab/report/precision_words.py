@@ -13,7 +13,7 @@ from steplab.report.precision_figures import (
     short,
     shorts,
 )
-from steplab.report.run_text import describe
+from steplab.report.run.words import describe
 from steplab.units import format_share
 
 AUTOCAST = {"fp16": "fp16", "bf16": "bf16"}

@@ -9,7 +9,7 @@ from statistics import median
 
 from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, PhaseTime, Profile
 from steplab.records.run import Run
-from steplab.report.figures import phase_median
+from steplab.report.run.figures import phase_median
 
 _TRAINING = {"forward", "backward", "optimizer"}
 TOLERANCE = 0.03

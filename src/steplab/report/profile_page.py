@@ -7,13 +7,13 @@ from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report import profile_words as words
 from steplab.report.attention_table import attention_grid, attention_notes, attention_rows
-from steplab.report.cells import Cell, label, varying
 from steplab.report.grid import Grid
 from steplab.report.kit.document import Chart
 from steplab.report.profile_charts import category_bars, device_time, kernel_bars
 from steplab.report.profile_figures import top_kernels
 from steplab.report.profile_grids import category_grid, host_call_grid, kernel_grid, phase_grid
 from steplab.report.roofline import roofline
+from steplab.report.run.cells import Cell, label, varying
 from steplab.report.timeline_picture import timeline_chart
 
 _MOST_OPEN = 6
