@@ -18,8 +18,8 @@ from steplab.measurement.attention_contender import make_attention, make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_launch import CellListener, attention_in_children
 from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
-from steplab.measurement.child import Request
 from steplab.measurement.device import HostClockDevice
+from steplab.measurement.messages import Request
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell
 from steplab.records.codec import encode

@@ -12,8 +12,8 @@ from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s
 from steplab.errors import SteplabError, UserError
 from steplab.lab import comm as lab
 from steplab.lab.comm import comm_study, machine_profile, predict_comm_s, profile_of
-from steplab.measurement.child import Request
 from steplab.measurement.comm_launch import CommListener, comm_in_ranks
+from steplab.measurement.messages import Request
 from steplab.records.codec import encode
 from steplab.records.comm import CommCell
 from steplab.records.run import Failure

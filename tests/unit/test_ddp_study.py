@@ -10,8 +10,8 @@ from tests.ddp_records import make_ddp_cell, make_study
 
 from steplab.errors import UserError
 from steplab.lab.ddp import ddp_step, ddp_study
-from steplab.measurement.child import Request
 from steplab.measurement.ddp_launch import DdpListener, ddp_in_children
+from steplab.measurement.messages import Request
 from steplab.records.codec import encode
 from steplab.records.ddp import DdpCell
 from steplab.records.run import Failure

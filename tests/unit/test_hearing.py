@@ -15,10 +15,10 @@ import pytest
 from steplab.errors import UserError
 from steplab.measurement import hearing
 from steplab.measurement.channel import Channel, Whereabouts, whereabouts
-from steplab.measurement.child import Request
 from steplab.measurement.hearing import Hearing, Logs
 from steplab.measurement.hub import GONE, LAUNCHER, Hub, command_line_of
 from steplab.measurement.launch import Listener, Progress
+from steplab.measurement.messages import Request
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.run import Failure
 

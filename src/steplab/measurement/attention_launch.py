@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from steplab.measurement.child import Request
 from steplab.measurement.launch import Listener, OnProgress, converse
+from steplab.measurement.messages import Request
 from steplab.records.attention import AttentionCell
 from steplab.records.environment import Environment
 from steplab.records.run import Failure

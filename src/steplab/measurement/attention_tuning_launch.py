@@ -3,8 +3,8 @@
 import msgspec
 
 from steplab.errors import SteplabError
-from steplab.measurement.child import Request
 from steplab.measurement.launch import Listener, OnProgress, converse
+from steplab.measurement.messages import Request
 from steplab.records.attention_tuning import AttentionTuning
 from steplab.specs.attention_tuning import TuningStudy
 

@@ -20,57 +20,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from steplab.errors import SteplabError
+from steplab.measurement.messages import Request
 from steplab.records.codec import encode
 from steplab.records.environment import Environment
 from steplab.records.run import Run
-from steplab.specs.attention_study import AttentionStudy
-from steplab.specs.attention_tuning import TuningStudy
-from steplab.specs.comm import CommStudy
 from steplab.specs.ddp import DdpStudy
-from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
     from steplab.measurement.watcher import Watch
     from steplab.measurement.world import World
 
 _STEP_MESSAGES_EVERY_S = 0.1
-
-
-class Request(msgspec.Struct):
-    """What the parent wants measured."""
-
-    step: StepSpec | None = None
-    """A step; or, without one, the ceilings of"""
-    device: str = "auto"
-    """this device."""
-    profiled_steps: int = 0
-    """How many steps more are to be recorded once the step is timed; 0: none."""
-    trace: str | None = None
-    """File for the trace of those; None: nsys records them, from outside."""
-    snapshot: str | None = None
-    """File for the history of the memory of one step more, once the step is timed; None: it is not asked for."""
-    marks: str | None = None
-    """File for what that history does not know."""
-    numerics: bool = False
-    """Whether the step's types and losses are wanted in place of its time; without a step, sums on the device."""
-    attention: AttentionStudy | None = None
-    """A benchmark of attention, in place of a step; of its cells, by their numbers,"""
-    groups: list[list[int]] = []
-    """these are wanted, those of a group timed in turns."""
-    tuning: TuningStudy | None = None
-    """Candidates for the tiles of flash_triton, in place of a step."""
-    comm: CommStudy | None = None
-    """A benchmark of collectives, in place of a step; of its cells"""
-    cells: list[int] = []
-    """those of these numbers are wanted."""
-    ddp: DdpStudy | None = None
-    """A data-parallel study, in place of a step; of its contenders, by their numbers,"""
-    contenders: list[int] = []
-    """these are wanted,"""
-    traces: str | None = None
-    """and this is the folder for their traces; None: none are."""
-    processes: int = 1
-    """How many are to do this together; each then calls `answer` in a world of so many."""
 
 
 def main() -> None:

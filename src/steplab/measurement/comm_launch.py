@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from steplab.measurement.child import Request
 from steplab.measurement.launch import Listener, OnProgress, converse
+from steplab.measurement.messages import Request
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.comm import CommCell, CommRun
 from steplab.records.environment import Environment

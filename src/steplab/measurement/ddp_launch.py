@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from steplab.measurement.child import Request
 from steplab.measurement.launch import Listener, OnProgress, converse
+from steplab.measurement.messages import Request
 from steplab.records.ddp import DdpCell, DdpFacts
 from steplab.records.environment import Environment
 from steplab.records.run import Failure

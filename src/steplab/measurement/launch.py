@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,12 +21,11 @@ import msgspec
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
-from steplab.measurement.channel import Channel
-from steplab.measurement.child import Request
+from steplab.measurement.channel import connect
 from steplab.measurement.hub import command_line_of
+from steplab.measurement.messages import Order, Request
 from steplab.measurement.processes import Watchdog, crash, end, end_group_with, named, tail
-from steplab.measurement.rank import Order
-from steplab.measurement.ranks_launch import converse_with_ranks
+from steplab.measurement.ranks_launch import converse_with_ranks, environment_of
 from steplab.measurement.torchrun import Torchrun, torchrun_around
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import Record, decode, encode, new_id, now_utc
@@ -187,17 +186,23 @@ def _follow_the_first(
 ) -> Failure | None:
     """What the command line of a rank but the first does: its child hears from the first what became of all."""
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
-    failure = _converse_with_child("steplab.measurement.rank", Order(request=request), listener, patience_s)
+    order, variables = Order(request=request), environment_of(around)
+    failure = _converse_with_child("steplab.measurement.rank", order, listener, patience_s, environment=variables)
     if failure is None:
         return listener.failed
     if listener.hub is not None:
         with contextlib.suppress(OSError):  # the first has ended; torchrun says so
-            Channel(*listener.hub, command_line_of(around.rank)).send("failed", failure)
+            connect(*listener.hub, command_line_of(around.rank)).send("failed", failure)
     return named(failure, around.rank, socket.gethostname())
 
 
 def _converse_with_child(
-    module: str, order: Request | Order, listener: "Listener", timeout_s: float | None, wrapper: Sequence[str] = ()
+    module: str,
+    order: Request | Order,
+    listener: "Listener",
+    timeout_s: float | None,
+    wrapper: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Failure | None:
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
@@ -206,6 +211,7 @@ def _converse_with_child(
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
+            env=environment,
             pass_fds=[write_fd],
             start_new_session=True,
         )
