@@ -81,14 +81,15 @@ class Hearing:
         self._listener.on_progress(self._listener.progress)
         trouble_s: float | None = None
         while not self._listener.answered:
-            ended_early = self._ended_early()
             for event in self._hub.poll(_POLL_S):
                 self._take(event)
             failed = self._failed_rank()
             if failed is not None:
                 return self._told(failed)
             now_s = time.monotonic()
-            if trouble_s is None and (ended_early or self._is_troubled()):
+            if not self._is_troubled():
+                trouble_s = None  # a process had ended before its last message was read
+            elif trouble_s is None:
                 trouble_s = now_s
             if any(number in self._processes for number in self._gone):
                 return self._died()
@@ -152,7 +153,8 @@ class Hearing:
         ]
 
     def _is_troubled(self) -> bool:
-        return bool(self._gone) or self._is_to_end or any(rank.failure for rank in self._ranks.values())
+        has_failed = any(rank.failure for rank in self._ranks.values())
+        return bool(self._gone or self._ended_early()) or self._is_to_end or has_failed
 
     def _died(self) -> Failure:
         """Some rank ended without a word; others may have lost their connection to it."""
@@ -205,7 +207,7 @@ class Hearing:
 
     def _to_blame(self) -> list[int]:
         """The ranks that do not answer; else those that wait for nothing; else those that wait for no other rank."""
-        silent = [number for number, rank in self._ranks.items() if rank.where is None]
+        silent = [number for number, rank in self._ranks.items() if rank.where is None and not rank.ended]
         of_state = {
             state: [number for number, rank in self._ranks.items() if rank.where and rank.where.state == state]
             for state in ("code", "device")

@@ -1,7 +1,7 @@
 """The messages between processes that measure and the process that started them, as lines of JSON.
 
-A line is a Message, `{"kind": ..., "value": ...}`. The first line of a connection over TCP is a Hello, and what a process
-finds on its standard input is a Request or an Order.
+A line is a Message, `{"kind": ..., "value": ...}`. The first line of a connection over TCP is a Hello, and the line on
+standard input of a process that was started is a Request or an Order.
 """
 
 import msgspec
