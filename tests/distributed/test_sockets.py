@@ -100,7 +100,7 @@ def test_no_store_takes_what_a_stranger_writes(steplab: Program) -> None:
     written = steplab.folder / "written by a stranger"
     ports = listening(steplab.folder)
     assert ports
-    words = [sys.executable, "-c", STRANGER, written, *(str(port) for _, port in ports)]
+    words = [sys.executable, "-c", STRANGER, str(written), *(str(port) for _, port in ports)]
     stranger = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert stranger.stdout.split() == []
     (steplab.cwd / "hold").unlink()

@@ -312,7 +312,7 @@ def test_idle_connections_keep_no_rank_out(hub: Hub, port: int) -> None:
 
 def test_a_rank_that_is_cut_off_unheard_tries_again(hub: Hub, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when many others come between its connection and its hello."""
-    admitted, cut_off = Hub._examine, []
+    admitted, cut_off = Hub._examine, list[hub_module._Connection]()
 
     def cut_off_once(self: Hub, connection: hub_module._Connection) -> Iterator[Event]:
         if cut_off:

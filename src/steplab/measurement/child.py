@@ -9,11 +9,9 @@ GPU.
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +45,12 @@ def main() -> None:
         send("refused", [error.exit_code, str(error)])
 
 
-def answer(request: Request, send: Callable[[str, Any], None], world: "World | None" = None) -> None:
+def answer(
+    request: Request, send: Callable[[str, Any], None], world: "World | None" = None, folder: str | None = None
+) -> None:
     """Do what is asked for, and send what happens and, last, the result; in a world every rank does so.
 
+    `folder` is one of the world's own, for files that nobody keeps.
     Raises SteplabError for a request that cannot be served.
     """
     last_sent_s = 0.0
@@ -113,22 +114,11 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
 
         compat.watch_refused_allocations()
         observer = Observer(on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured)
-        with _own_folder(world) as folder:
-            send("record", measure_here(request.step, observer, _watch(request, folder), world))
+        send("record", measure_here(request.step, observer, _watch(request, world, folder), world))
     else:
         from steplab.measurement.ceilings import measure_ceilings_here
 
         send("record", measure_ceilings_here(request.device, on_stage))
-
-
-@contextmanager
-def _own_folder(world: "World | None") -> Iterator[Path | None]:
-    """Where ranks but the first write what they see of themselves: all are watched, so that all take the same steps."""
-    if world is None or world.rank == 0:
-        yield None
-    else:
-        with tempfile.TemporaryDirectory(prefix="steplab-") as folder:
-            yield Path(folder)
 
 
 def _ddp(
@@ -156,12 +146,16 @@ def _ddp(
     send("end", True)
 
 
-def _watch(request: Request, folder: Path | None) -> "Watch | None":
+def _watch(request: Request, world: "World | None", folder: str | None) -> "Watch | None":
     from steplab.measurement.memory_recorder import MemoryWatch
     from steplab.measurement.profiler import Profiling
 
     def place(path: str) -> Path:
-        return folder / Path(path).name if folder else Path(path)
+        """All ranks are watched, so that all take the same steps; what the first one sees is kept."""
+        if world is None or world.rank == 0:
+            return Path(path)
+        assert folder is not None  # torchrun's ranks are not watched
+        return Path(folder) / f"{world.rank}.{Path(path).name}"
 
     if request.snapshot and request.marks:
         return MemoryWatch(snapshot=place(request.snapshot), marks=place(request.marks))

@@ -22,7 +22,7 @@ from steplab.errors import SteplabError
 from steplab.measurement.channel import Channel, connect
 from steplab.measurement.child import answer, end_with_parent
 from steplab.measurement.hub import LOOPBACK
-from steplab.measurement.messages import Order, Request, Verdict
+from steplab.measurement.messages import Order, Verdict
 from steplab.measurement.torchrun import Place, place_in, torchrun_around
 from steplab.records.codec import encode
 from steplab.records.run import Failure
@@ -39,7 +39,7 @@ def main() -> None:
     if order.folder is not None or order.hub is not None:
         _heard_by_parent(order, descriptor)
     else:
-        _heard_by_first(order.request, descriptor)
+        _heard_by_first(order, descriptor)
 
 
 def _heard_by_parent(order: Order, descriptor: int) -> None:
@@ -65,12 +65,12 @@ def _heard_by_parent(order: Order, descriptor: int) -> None:
 
     channel.listen(on_verdict=lambda verdict: None, on_end=on_end)
     place = place_in()
-    if not _work(order.request, place, channel, meet):
+    if not _work(order, place, channel, meet):
         time.sleep(_VERDICT_S)  # ended from outside, once the cause is known: an exit here would hide it
         sys.exit(1)
 
 
-def _heard_by_first(request: Request, descriptor: int) -> None:
+def _heard_by_first(order: Order, descriptor: int) -> None:
     from steplab.measurement.world import meeting_place
 
     pipe = os.fdopen(descriptor, "wb", buffering=0)
@@ -108,7 +108,7 @@ def _heard_by_first(request: Request, descriptor: int) -> None:
         else:  # the last words of this rank count only if those of all do
             said.append((kind, value))
 
-    _work(request, around, channel, lambda: store, say)
+    _work(order, around, channel, lambda: store, say)
     if not heard.wait(_VERDICT_S):
         sys.exit(1)
     for kind, value in said:
@@ -116,7 +116,7 @@ def _heard_by_first(request: Request, descriptor: int) -> None:
 
 
 def _work(
-    request: Request,
+    order: Order,
     place: Place,
     channel: Channel,
     meet: Callable[[], Any],
@@ -130,6 +130,7 @@ def _work(
     from steplab.measurement.head_start import lengthen_launch_queues
     from steplab.measurement.world import join_world
 
+    request = order.request
     if request.comm is not None or request.ddp is not None:
         lengthen_launch_queues()
     stage, failed = "joining", False
@@ -153,7 +154,7 @@ def _work(
         send("stage", [stage, 0])
         device = request.step.device if request.step else request.device
         world = join_world(place, device, meet)
-        answer(request, send, world)
+        answer(request, send, world, order.folder)
         if not failed:
             channel.send("ended")
             world.leave()
