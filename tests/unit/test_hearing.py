@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
+import msgspec
 import pytest
 
 from steplab.errors import UserError
@@ -15,11 +16,13 @@ from steplab.measurement import hub as hub_module
 from steplab.measurement.channel import Channel, connect, whereabouts
 from steplab.measurement.hearing import Hearing
 from steplab.measurement.hub import GONE, LOOPBACK, Event, Hub, command_line_of
-from steplab.measurement.launch import Listener, Progress
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.listener import Listener
 from steplab.measurement.messages import Request, Whereabouts
+from steplab.measurement.progress import Progress
 from steplab.measurement.ranks_launch import environment_of
 from steplab.measurement.torchrun import Place, Torchrun, torchrun_around
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 
 HERE = socket.gethostname()
 SPOILT = Failure(kind="error", message="ValueError: spoilt", phase="measure")
@@ -39,12 +42,16 @@ class Process:
         return ("first line", "last words")
 
 
+def asked(processes: int) -> Request:
+    return Request(job="step", task=msgspec.Raw(b"null"), processes=processes)
+
+
 class World:
     """A hub and two ranks that are measuring: started here or, but for the first, `joined` by torchrun."""
 
     def __init__(self, hub: Hub, *, size: int = 2, joined: int = 0) -> None:
         self.hub, self.heard = hub, list[Progress]()
-        self.listener = Listener(self.heard.append)
+        self.listener = Listener(JOBS["step"], self.heard.append)
         self.processes = {number: Process() for number in range(1 if joined else size)}
         self.port = hub.listen(everywhere=False) if joined else 0
         self.ranks = [Channel(hub.adopt(number)) for number in self.processes]
@@ -58,7 +65,7 @@ class World:
         return joined_by(self.hub, self.port, rank)[0]
 
     def hear(self, timeout_s: float | None = None) -> Failure | None:
-        return Hearing(self.hub, Request(processes=self._size), self.listener, timeout_s, self.processes).hear()
+        return Hearing(self.hub, asked(self._size), self.listener, timeout_s, self.processes).hear()
 
     def end(self, rank: int, code: int) -> None:
         self.processes[rank].code = code
@@ -143,7 +150,7 @@ def test_a_killed_rank_is_named_with_its_last_lines_though_another_has_lost_it(w
 
 
 def test_of_two_that_ended_the_earlier_is_the_cause(world: World) -> None:
-    heard = Hearing(world.hub, Request(processes=2), world.listener, None, world.processes)
+    heard = Hearing(world.hub, asked(2), world.listener, None, world.processes)
     for rank in (1, 0):
         world.end(rank, -signal.SIGABRT)
         while world.hub.is_connected(rank):

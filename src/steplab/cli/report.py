@@ -40,10 +40,10 @@ def report(
     """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.reporting import runs_to_report
-    from steplab.measurement.launch import Progress
+    from steplab.lab.reporting import records_to_report
+    from steplab.measurement.progress import Progress
 
-    selection = runs_to_report(ids, study=study, name=name, store=store.store)
+    selection = records_to_report(ids, study=study, name=name, store=store.store)
     chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     if chosen == "html":
         from steplab.lab.memory import predictions_of
@@ -52,21 +52,21 @@ def report(
         from steplab.report.html import render_page
 
         attempts = Attempts()
-        runs = selection.runs
+        runs = selection.of("run")
         with ProgressLine() as line:
             predictions = attempts.draw("predictions", runs, lambda some: predictions_of(some, line.within))
             references = attempts.draw("comparisons", runs, lambda some: memory_references(some, store.store))
             line.within(Progress(stage="draw", done=0, total=0))
             page = render_page(
-                selection.runs,
+                selection.of("run"),
                 title=title or selection.title,
                 description=selection.description,
                 predictions=predictions,
                 references=references,
-                numerics=selection.numerics,
-                attention=selection.attention,
-                comm=selection.comm,
-                ddp=selection.ddp,
+                numerics=selection.of("numerics"),
+                attention=selection.of("attention"),
+                comm=selection.of("comm"),
+                ddp=selection.of("ddp"),
                 attempts=attempts,
             )
         emit(page, output)
@@ -90,9 +90,9 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
     from steplab.report.formats import render_rows
 
     color = stdout_color() and not to_file
-    audits = bool(selection.numerics) and (named or not selection.runs)
-    benchmarks = len(selection.attention) + len(selection.comm) + len(selection.ddp)
-    if format in ("json", "csv") and bool(selection.runs) + audits + benchmarks > 1:
+    audits = bool(selection.of("numerics")) and (named or not selection.of("run"))
+    benchmarks = len(selection.of("attention")) + len(selection.of("comm")) + len(selection.of("ddp"))
+    if format in ("json", "csv") and bool(selection.of("run")) + audits + benchmarks > 1:
         raise UserError(
             f"{format} holds runs alone, or one benchmark: these records are of several tables; name fewer, or take "
             "--format table, md, latex or html"
@@ -109,11 +109,11 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
         return lambda some: [render(record, format, color=color) for record in some]
 
     texts = [
-        *draw("the table of runs", selection.runs, table),
-        *draw("the table of audits", selection.numerics if audits else (), audit_tables),
-        *draw("the report", selection.attention, each(render_attention)),
-        *draw("the report", selection.comm, each(render_comm)),
-        *draw("the report", selection.ddp, each(render_ddp)),
+        *draw("the table of runs", selection.of("run"), table),
+        *draw("the table of audits", selection.of("numerics") if audits else (), audit_tables),
+        *draw("the report", selection.of("attention"), each(render_attention)),
+        *draw("the report", selection.of("comm"), each(render_comm)),
+        *draw("the report", selection.of("ddp"), each(render_ddp)),
     ]
     if not texts:
         raise SteplabError("none of these records can be reported; --debug shows why")

@@ -20,6 +20,7 @@ def show(
     from steplab.lab.keeping import open_store
     from steplab.lab.memory_references import memory_references
     from steplab.records.attention import AttentionRun
+    from steplab.records.ceilings import Ceilings
     from steplab.records.codec import encode
     from steplab.records.comm import CommRun
     from steplab.records.ddp import DdpRun
@@ -50,5 +51,5 @@ def show(
         emit(render_comm(record, color=stdout_color()), None)
     elif isinstance(record, DdpRun):
         emit(render_ddp(record, color=stdout_color()), None)
-    else:
+    elif isinstance(record, Ceilings):
         emit(render_ceilings(record, color=stdout_color()), None)

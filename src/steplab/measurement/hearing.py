@@ -7,18 +7,16 @@ STALL_S without progress on any rank, or at the end of the time the user gave.
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 
 from steplab.measurement.hub import GONE, UNREAD, Event, Hub, command_line_of
+from steplab.measurement.listener import Listener
 from steplab.measurement.messages import UNREADABLE, Request, Whereabouts
 from steplab.measurement.processes import crash, named
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.units import format_time
-
-if TYPE_CHECKING:
-    from steplab.measurement.launch import Listener
 
 STALL_S = 600.0
 """How long all ranks may go without progress: compiling a large model is one long silence."""
@@ -58,7 +56,7 @@ class Hearing:
         self,
         hub: Hub,
         request: Request,
-        listener: "Listener",
+        listener: Listener,
         timeout_s: float | None,
         processes: Mapping[int, RankProcess],
     ) -> None:

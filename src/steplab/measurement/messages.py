@@ -6,12 +6,7 @@ standard input of a process that was started is a Request or an Order.
 
 import msgspec
 
-from steplab.records.run import Failure
-from steplab.specs.attention_study import AttentionStudy
-from steplab.specs.attention_tuning import TuningStudy
-from steplab.specs.comm import CommStudy
-from steplab.specs.ddp import DdpStudy
-from steplab.specs.step import StepSpec
+from steplab.records.failure import Failure
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding a line raises when it is not the message it should be."""
@@ -33,41 +28,17 @@ class Hello(msgspec.Struct):
     host: str
 
 
-class Request(msgspec.Struct):
+class Request(msgspec.Struct, kw_only=True):
     """What the parent wants measured."""
 
-    step: StepSpec | None = None
-    """A step; or, without one, the ceilings of"""
+    job: str
+    """Name of the job, one of jobs.JOBS."""
+    task: msgspec.Raw
+    """What the job is to do, of the job's own type."""
     device: str = "auto"
-    """this device."""
-    profiled_steps: int = 0
-    """How many steps more are to be recorded once the step is timed; 0: none."""
-    trace: str | None = None
-    """File for the trace of those; None: nsys records them, from outside."""
-    snapshot: str | None = None
-    """File for the history of the memory of one step more, once the step is timed; None: it is not asked for."""
-    marks: str | None = None
-    """File for what that history does not know."""
-    numerics: bool = False
-    """Whether the step's types and losses are wanted in place of its time; without a step, sums on the device."""
-    attention: AttentionStudy | None = None
-    """A benchmark of attention, in place of a step; of its cells, by their numbers,"""
-    groups: list[list[int]] = []
-    """these are wanted, those of a group timed in turns."""
-    tuning: TuningStudy | None = None
-    """Candidates for the tiles of flash_triton, in place of a step."""
-    comm: CommStudy | None = None
-    """A benchmark of collectives, in place of a step; of its cells"""
-    cells: list[int] = []
-    """those of these numbers are wanted."""
-    ddp: DdpStudy | None = None
-    """A data-parallel study, in place of a step; of its contenders, by their numbers,"""
-    contenders: list[int] = []
-    """these are wanted,"""
-    traces: str | None = None
-    """and this is the folder for their traces; None: none are."""
+    """Where several processes compute: auto, cuda or cpu; a process by itself finds that in its task."""
     processes: int = 1
-    """How many are to do this together; each then calls `answer` in a world of so many."""
+    """How many are to do this together."""
 
 
 class Order(msgspec.Struct):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from steplab.records.codec import encode
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 
 _LAST_LINES = 12
 

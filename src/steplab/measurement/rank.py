@@ -22,10 +22,11 @@ from steplab.errors import SteplabError
 from steplab.measurement.channel import Channel, connect
 from steplab.measurement.child import answer, end_with_parent
 from steplab.measurement.hub import LOOPBACK
+from steplab.measurement.jobs import JOBS
 from steplab.measurement.messages import Order, Verdict
 from steplab.measurement.torchrun import Place, place_in, torchrun_around
 from steplab.records.codec import encode
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 
 _OF_EVERY_RANK = ("stage", "step")
 """The hub hears of every rank's progress, and of the first one all."""
@@ -131,13 +132,13 @@ def _work(
     from steplab.measurement.world import join_world
 
     request = order.request
-    if request.comm is not None or request.ddp is not None:
+    if JOBS[request.job].holds_device:
         lengthen_launch_queues()
     stage, failed = "joining", False
 
     def send(kind: str, value: Any) -> None:
         nonlocal stage, failed
-        failure = getattr(value, "failure", None) if kind == "record" else None
+        failure = getattr(value, "failure", None) if kind == "result" else None
         if kind == "stage":
             stage = value[0]
         if failure is not None:
@@ -152,9 +153,8 @@ def _work(
     world = None
     try:
         send("stage", [stage, 0])
-        device = request.step.device if request.step else request.device
-        world = join_world(place, device, meet)
-        answer(request, send, world, order.folder)
+        world = join_world(place, request.device, meet, folder=order.folder)
+        answer(request, send, world)
         if not failed:
             channel.send("ended")
             world.leave()
@@ -162,7 +162,7 @@ def _work(
         channel.send("refused", [error.exit_code, str(error)])
         failed = True
     except Exception as error:
-        channel.send("failed", failure_from(error, stage, request.step, world.device if world else None))
+        channel.send("failed", failure_from(error, stage, None, world.device if world else None))
         failed = True
     return not failed
 

@@ -12,21 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
 from steplab.errors import UserError
 from steplab.measurement.hearing import Hearing
 from steplab.measurement.hub import LOOPBACK, Hub
+from steplab.measurement.listener import Listener
 from steplab.measurement.messages import Order, Request, Verdict
 from steplab.measurement.processes import Started
 from steplab.measurement.torchrun import Place, Torchrun
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from steplab.measurement.launch import Listener
 
 _EXIT_S = 10.0
 """How long processes may take to end once all is said."""
@@ -35,7 +32,7 @@ _PROCESS_BYTES = 128 * MIB
 
 
 def converse_with_ranks(
-    request: Request, listener: "Listener", timeout_s: float | None, around: Torchrun | None
+    request: Request, listener: Listener, timeout_s: float | None, around: Torchrun | None
 ) -> Failure | None:
     """Have `request` done by several processes, `listener` hear the first, and give what became of them.
 

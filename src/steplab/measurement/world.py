@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ class World:
     """nccl or gloo: what carries tensors on that device."""
     collectives: Collectives
     """Of all processes."""
+    folder: Path | None = None
+    """A private folder of these processes, for files that nobody keeps; None under torchrun."""
 
     def leave(self) -> None:
         """Be one of several no more; all ranks do it, and none can come back."""
@@ -94,6 +97,7 @@ def join_world(
     device: str,
     meet: Callable[[], Store],
     *,
+    folder: str | None = None,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> World:
     """Become one of several processes, on this rank's share of `device` (auto, cuda or cpu).
@@ -119,6 +123,7 @@ def join_world(
         device=opened,
         backend=backend,
         collectives=GroupCollectives(),
+        folder=Path(folder) if folder else None,
     )
 
 

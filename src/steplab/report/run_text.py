@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from steplab import stats, units
 from steplab.records.environment import Environment
+from steplab.records.failure import Failure
 from steplab.records.memory_references import MemoryReferences
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.records.timing import Timing, curve, find_phase
 from steplab.report.blocks import figure_table, pairs_table, section
 from steplab.report.columns import ABSENT, reason, show_bucket
