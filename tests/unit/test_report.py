@@ -18,8 +18,9 @@ from tests.unit.memory_records import watched_run
 
 from steplab import units
 from steplab.errors import UserError
+from steplab.records.failure import Failure
 from steplab.records.rows import run_row
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.report.kit.rendering import FORMATS
 from steplab.report.kit.text import ABSENT
