@@ -11,7 +11,7 @@ from tests.runs import grid, make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import imported_snapshot, prediction_of, watched_run
 
 from steplab.records.run import Run
-from steplab.report.html import render_page
+from steplab.report.page import render_page
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))),

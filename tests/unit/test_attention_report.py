@@ -22,11 +22,11 @@ from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_document
 from steplab.report.attention.figures import attention_rows, default_peer
 from steplab.report.attention.tables import account_table, mean_speeds, speed_table
-from steplab.report.attention_steps import attention_step_grid, attention_step_rows
-from steplab.report.html import render_page
 from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
+from steplab.report.page import render_page
+from steplab.report.run.attention_steps import attention_step_grid, attention_step_rows
 from steplab.specs.attention_study import Grid
 from steplab.store.database import Store
 

@@ -23,8 +23,8 @@ from steplab.model.build import build_workload
 from steplab.model.workload import Workload, call, loss_of
 from steplab.records.profile import Profile
 from steplab.records.rows import run_row
-from steplab.report.cells import cells_of, label, varying
-from steplab.report.run_text import describe
+from steplab.report.run.cells import cells_of, label, varying
+from steplab.report.run.words import describe
 from steplab.specs.checkpointing import CHECKPOINTING, is_recomputed, num_recomputed
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store

@@ -27,9 +27,9 @@ from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_d
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp.document import ddp_document
 from steplab.report.formats import render_rows
-from steplab.report.html import render_page
 from steplab.report.kit.document import Document
 from steplab.report.kit.rendering import render
+from steplab.report.page import render_page
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
 

@@ -24,8 +24,8 @@ from steplab.report.ddp.document import ddp_cell_line, ddp_document
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.words import verdict
-from steplab.report.html import render_page
 from steplab.report.kit.rendering import render
+from steplab.report.page import render_page
 from steplab.store.database import Store
 
 

@@ -12,7 +12,7 @@ from steplab.lab.explaining import explain, run_to_explain, try_findings, with_f
 from steplab.measurement.launch import OnProgress
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.run import Failure, Run
-from steplab.report.findings_text import findings_section
+from steplab.report.findings import findings_section
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 

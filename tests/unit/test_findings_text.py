@@ -9,7 +9,7 @@ from tests.unit.explaining import op, own, profile, timing
 from steplab.explain.api import explain, not_looked_at
 from steplab.records.finding import Evidence, Findings, Trial
 from steplab.records.run import Run
-from steplab.report.findings_text import findings_section, render_findings
+from steplab.report.findings import findings_section, render_findings
 
 CHAIN = [
     op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),

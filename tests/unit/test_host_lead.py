@@ -9,12 +9,12 @@ from tests.runs import make_run
 from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.cells import cells_of
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.words import verdict
-from steplab.report.host_lead import lead_s, waiting_words
-from steplab.report.narrative import facts
-from steplab.report.run_text import render_run
+from steplab.report.run.cells import cells_of
+from steplab.report.run.document import render_run
+from steplab.report.run.host_lead import lead_s, waiting_words
+from steplab.report.run.narrative import facts
 
 
 def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:

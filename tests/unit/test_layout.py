@@ -18,9 +18,10 @@ from steplab.records.codec import decode, encode
 from steplab.records.ranks import RankSamples
 from steplab.records.rows import run_row
 from steplab.records.timing import PhaseSamples
-from steplab.report.cells import cells_of, label, varying
-from steplab.report.ranks_text import spread_words
-from steplab.report.run_text import describe, render_run
+from steplab.report.run.cells import cells_of, label, varying
+from steplab.report.run.document import render_run
+from steplab.report.run.ranks import spread_words
+from steplab.report.run.words import describe
 from steplab.specs.layout import Layout, parse_layout, process_count, with_processes
 from steplab.specs.resolve import resolve_step
 from steplab.store.cells import cell_key

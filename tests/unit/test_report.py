@@ -20,15 +20,15 @@ from steplab.errors import UserError
 from steplab.records.rows import run_row
 from steplab.records.run import Failure, Run
 from steplab.records.timing import PhaseSamples, Timing, curve
-from steplab.report import charts, curves
-from steplab.report.cells import arrange, cells_of, varying
-from steplab.report.columns import make_sheet
-from steplab.report.figures import phase_names, steady_words, warmup_study
 from steplab.report.formats import FORMATS, render_rows
-from steplab.report.html import render_page
 from steplab.report.kit.text import ABSENT
-from steplab.report.narrative import facts
-from steplab.report.run_text import render_run
+from steplab.report.page import render_page
+from steplab.report.run import charts, curves
+from steplab.report.run.cells import arrange, cells_of, varying
+from steplab.report.run.columns import make_sheet
+from steplab.report.run.document import render_run
+from steplab.report.run.figures import phase_names, steady_words, warmup_study
+from steplab.report.run.narrative import facts
 
 HOSTILE = r"<script>alert(1)</script> | \input{x} $&%_~^ {{ 7*7 }} \x1b[31m" + "\x1b[31m"
 STUDY = grid({"model": ["small", "medium"], "context": [128, 256], "precision": ["fp32", "bf16"]})

@@ -9,11 +9,11 @@ from tests.runs import make_run, out_of_memory, recorder_run
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.columns import make_sheet
 from steplab.report.formats import render_rows
-from steplab.report.gaps import choices, doubts, gaps
-from steplab.report.html import render_page
-from steplab.report.run_text import render_run
+from steplab.report.page import render_page
+from steplab.report.run.columns import make_sheet
+from steplab.report.run.document import render_run
+from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share
 

@@ -10,14 +10,14 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report import axes as ax
-from steplab.report.cells import FIELDS, arrange, axis_name, cells_of, label, varying
-from steplab.report.columns import make_sheet
-from steplab.report.html import render_page
 from steplab.report.kit import charts as kit
-from steplab.report.labels import fitted, shortened, text_width, wrap
-from steplab.report.narrative import facts
-from steplab.report.phase_bars import phases
-from steplab.report.run_text import describe
+from steplab.report.kit.labels import fitted, shortened, text_width, wrap
+from steplab.report.page import render_page
+from steplab.report.run.cells import FIELDS, arrange, axis_name, cells_of, label, varying
+from steplab.report.run.columns import make_sheet
+from steplab.report.run.narrative import facts
+from steplab.report.run.phases import phases
+from steplab.report.run.words import describe
 from steplab.specs.resolve import resolve_step
 
 TEXTS = (

@@ -44,7 +44,8 @@ from steplab.report.memory_words import (
     residual_sentence,
     saved_sentences,
 )
-from steplab.report.run_text import render_run, run_title
+from steplab.report.run.document import render_run
+from steplab.report.run.words import run_title
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share
 

@@ -13,9 +13,9 @@ from steplab.records.codec import decode
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.memory_references import Fp32Forecast
 from steplab.records.run import Run
-from steplab.report.cells import cells_of
 from steplab.report.memory_alone import forecast_sentence
 from steplab.report.memory_compare import comparison_sentences, precision_sentences
+from steplab.report.run.cells import cells_of
 from steplab.store.database import Store
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "memory_h200_202611.jsonl.xz"

@@ -12,10 +12,10 @@ from tests.unit.memory_records import cpu_run, imported_snapshot, prediction_of,
 from steplab import units
 from steplab.records.memory_profile import Allocation, MemoryProfile, MemoryTimeline
 from steplab.records.run import Run
-from steplab.report.cells import cells_of
-from steplab.report.html import render_page
 from steplab.report.memory_facts import memory_facts
 from steplab.report.memory_page import memory_part
+from steplab.report.page import render_page
+from steplab.report.run.cells import cells_of
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m$&|{{7*7}}"
 CONTEXTS = [

@@ -16,14 +16,14 @@ from tests.unit.memory_records import (
 from steplab import units
 from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryPhase, MemoryProfile, MemoryTimeline
 from steplab.records.run import Run
-from steplab.report.cells import cells_of
 from steplab.report.kit.charts import css_color
-from steplab.report.labels import text_width
+from steplab.report.kit.labels import text_width
 from steplab.report.memory_charts import peak_bars
 from steplab.report.memory_frame import NARROW, WIDE
 from steplab.report.memory_picture import Shown, fullest_moments, memory_timelines
 from steplab.report.memory_shapes import bar, color_of, legend_of
 from steplab.report.memory_tradeoff import checkpointing_tradeoff, round_ticks
+from steplab.report.run.cells import cells_of
 
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)

@@ -28,7 +28,7 @@ from steplab.records.numerics import (
 )
 from steplab.records.run import Failure, Run
 from steplab.report import precision_words as words
-from steplab.report.html import render_page
+from steplab.report.page import render_page
 from steplab.report.precision_figures import added, all_elements, module_groups, without_numbers
 from steplab.report.precision_grids import loss_grid, matmul_grid, type_grid
 from steplab.report.precision_rows import render_tables, tables, timing_rows

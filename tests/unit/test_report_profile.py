@@ -28,7 +28,6 @@ from steplab.records.profile import KernelStats, OpStats, PhaseTime, Profile
 from steplab.records.run import Run
 from steplab.report import profile_words as words
 from steplab.report.attention_table import attention_grid, attention_notes, attention_rows
-from steplab.report.cells import cells_of
 from steplab.report.fitting import broken, fit, least_widths, widths
 from steplab.report.formats import FORMATS
 from steplab.report.grid import Grid
@@ -40,7 +39,8 @@ from steplab.report.profile_page import profile_sections
 from steplab.report.profile_rows import kernel_rows, render_kernels
 from steplab.report.profile_text import render_profile
 from steplab.report.roofs import find_roofs, roof_dtype
-from steplab.report.run_text import render_profiled, render_run
+from steplab.report.run.cells import cells_of
+from steplab.report.run.document import render_profiled, render_run
 
 STEPS = 3
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()

@@ -17,15 +17,15 @@ import steplab.report
 from steplab import units
 from steplab.records.profile import CATEGORIES, OpStats, Profile, Timeline
 from steplab.records.run import Run
-from steplab.report import charts
-from steplab.report.cells import cells_of
 from steplab.report.close_up import close_ups
-from steplab.report.html import render_page
 from steplab.report.kit.charts import CATEGORY_COLORS, SERIES, css_color
+from steplab.report.page import render_page
 from steplab.report.profile_charts import category_bars, category_legend, device_time, kernel_bars
 from steplab.report.profile_figures import passes, spans, top_kernels
 from steplab.report.profile_page import profile_sections
 from steplab.report.roofline import roofline, roofline_points
+from steplab.report.run import charts
+from steplab.report.run.cells import cells_of
 from steplab.report.timeline_picture import column_shares, timeline_chart
 
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()

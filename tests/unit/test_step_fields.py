@@ -13,11 +13,11 @@ from tests.runs import make_run
 from steplab.cli.options import StepOptions
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.report.attention_steps import attention_step_rows
-from steplab.report.cells import FIELDS as LABELLED
-from steplab.report.cells import axis_name, cells_of, label, varying
-from steplab.report.columns import make_sheet
-from steplab.report.narrative import facts
+from steplab.report.run.attention_steps import attention_step_rows
+from steplab.report.run.cells import FIELDS as LABELLED
+from steplab.report.run.cells import axis_name, cells_of, label, varying
+from steplab.report.run.columns import make_sheet
+from steplab.report.run.narrative import facts
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS, StepSpec

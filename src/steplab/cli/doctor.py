@@ -17,9 +17,10 @@ def doctor(
     from steplab.cli.output import emit, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.machine import doctor as examine
-    from steplab.report.ceilings_text import render_ceilings
+    from steplab.report.ceilings import ceilings_document
+    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
     with ProgressLine() as line:
         ceilings = examine(device=device, store=store.store, timeout_s=parse_duration(timeout), on_progress=line.within)
-    emit(render_ceilings(ceilings, color=stdout_color()), None)
+    emit(render(ceilings_document(ceilings), color=stdout_color()), None)

@@ -35,7 +35,7 @@ def explain(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.explaining import explain as diagnose
     from steplab.lab.explaining import run_to_explain, try_findings
-    from steplab.report.findings_text import FORMATS, render_findings
+    from steplab.report.findings import FORMATS, render_findings
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)

@@ -33,7 +33,8 @@ def export(
     from steplab.records.codec import encode
     from steplab.records.rows import run_row
     from steplab.records.run import Run
-    from steplab.report.formats import render_rows
+    from steplab.report.kit.rendering import render
+    from steplab.report.run.columns import rows_document
 
     chosen = chosen_format(format, output, allowed=("jsonl", "csv", "perfetto"))
     with open_store(store.store, write=False) as opened:
@@ -52,7 +53,7 @@ def export(
                     f"csv is a row a run, and {len(every) - len(runs)} of these records are none: `steplab report ID "
                     "--format csv` has the figures of one; jsonl holds every kind"
                 )
-            emit(render_rows([run_row(run) for run in runs], "csv"), output)
+            emit(render(rows_document([run_row(run) for run in runs]), "csv"), output)
 
 
 def _only(ids: tuple[str, ...]) -> str:

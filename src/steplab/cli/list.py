@@ -32,8 +32,9 @@ def list_(
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store
-    from steplab.report.formats import render_rows
+    from steplab.report.kit.rendering import render
     from steplab.report.kit.text import plain
+    from steplab.report.run.columns import rows_document
 
     if limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
@@ -52,7 +53,7 @@ def list_(
             if kind == "run" and not study and (not rows or not name):
                 elsewhere = [switch for switch, other in _OTHERS.items() if store.rows(kind=other, limit=1)]
     chosen = chosen_format(out.format, out.output)
-    emit(render_rows(rows, chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render(rows_document(rows), chosen, color=stdout_color() and out.output is None), out.output)
     if elsewhere:
         say(f"the store has other records; {' or '.join(elsewhere)} lists them")
     for record_id, unknown_kind in unknown:

@@ -94,15 +94,14 @@ def show_memory(
 ) -> None:
     """Write a run's memory: as text, or the parts of its peak as rows. One without is written as any run is."""
     from steplab.cli.output import emit, stdout_color
-    from steplab.records.rows import run_row
-    from steplab.report.formats import render_rows
+    from steplab.report.kit.rendering import render
     from steplab.report.memory_rows import render_memory_rows
     from steplab.report.memory_text import render_memory
-    from steplab.report.run_text import render_run
+    from steplab.report.run.document import run_document
 
     color = stdout_color() and output is None
     if record.memory_profile is None:
-        text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
+        text = render(run_document(record), format, color=color)
     elif format == "table":
         text = render_memory(record, prediction=prediction, references=references, color=color)
     else:

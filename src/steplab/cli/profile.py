@@ -67,18 +67,11 @@ def profile(
 
 
 def show_profile(record: "Run", format: str, output: Path | None) -> None:
-    """Write a profiled run: as text, or its kernels as rows. One without a profile is written as any run is."""
+    """Write what the profile of a run says; one without a profile is written as any run is."""
     from steplab.cli.output import emit, stdout_color
-    from steplab.records.rows import run_row
-    from steplab.report.formats import render_rows
-    from steplab.report.profile_rows import render_kernels
-    from steplab.report.run_text import render_profiled, render_run
+    from steplab.report.kit.rendering import render
+    from steplab.report.profile.document import profile_document
+    from steplab.report.run.document import run_document
 
-    color = stdout_color() and output is None
-    if record.profile is None:
-        text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
-    elif format == "table":
-        text = render_profiled(record, color=color)
-    else:
-        text = render_kernels(record.profile, format)
-    emit(text, output)
+    document = profile_document(record) if record.profile else run_document(record)
+    emit(render(document, format, color=stdout_color() and output is None), output)

@@ -10,7 +10,7 @@ from steplab.cli.output import say
 from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.launch import Progress
 from steplab.records.rows import run_row
-from steplab.report.run_text import describe
+from steplab.report.run.words import describe
 from steplab.units import counted, format_bytes, format_clock, format_time
 
 _STAGES = {

@@ -8,12 +8,10 @@ from cyclopts import Parameter
 from steplab.cli.options import StoreOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from steplab.lab.reporting import Selection
-    from steplab.records.numerics import Numerics
-    from steplab.records.run import Run
-    from steplab.report.kit.document import Document
+    from steplab.report.kinds import Kind
 
 
 def report(
@@ -50,7 +48,7 @@ def report(
         from steplab.lab.memory import predictions_of
         from steplab.lab.memory_references import memory_references
         from steplab.report.attempts import Attempts
-        from steplab.report.html import render_page
+        from steplab.report.page import render_page
 
         attempts = Attempts()
         runs = selection.runs
@@ -59,15 +57,11 @@ def report(
             references = attempts.draw("comparisons", runs, lambda some: memory_references(some, store.store))
             line.within(Progress(stage="draw", done=0, total=0))
             page = render_page(
-                selection.runs,
+                selection.records,
                 title=title or selection.title,
                 description=selection.description,
                 predictions=predictions,
                 references=references,
-                numerics=selection.numerics,
-                attention=selection.attention,
-                comm=selection.comm,
-                ddp=selection.ddp,
                 attempts=attempts,
             )
         emit(page, output)
@@ -76,47 +70,38 @@ def report(
 
 
 def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) -> str:
-    """Runs as rows, and each benchmark after them. Raises UserError where a format that programs read takes one alone.
+    """Records of a kind that has one table as that, each other record as a document. Raises UserError where a format
+    that programs read has room for one table alone.
 
     Audits beside runs stand on the page alone, unless they were asked for by their ids.
     """
+    from functools import partial
+
     from steplab.cli.output import stdout_color
-    from steplab.cli.precision import render_audits
     from steplab.errors import SteplabError, UserError
-    from steplab.records.rows import run_row
+    from steplab.records.codec import kind_of
     from steplab.report.attempts import Attempts
-    from steplab.report.attention.document import attention_document
-    from steplab.report.comm.document import comm_document
-    from steplab.report.ddp.document import ddp_document
-    from steplab.report.formats import render_rows
+    from steplab.report.kinds import KINDS
     from steplab.report.kit.rendering import render
 
-    color = stdout_color() and not to_file
-    audits = bool(selection.numerics) and (named or not selection.runs)
-    benchmarks = len(selection.attention) + len(selection.comm) + len(selection.ddp)
-    if format in ("json", "csv") and bool(selection.runs) + audits + benchmarks > 1:
+    found = {kind: [r for r in selection.records if kind_of(r) == kind] for kind in KINDS}
+    if found["run"] and not named:
+        found["numerics"] = []
+    tables = sum(bool(records) if KINDS[kind].together else len(records) for kind, records in found.items())
+    if format in ("json", "csv") and tables > 1:
         raise UserError(
             f"{format} holds runs alone, or one benchmark: these records are of several tables; name fewer, or take "
             "--format table, md, latex or html"
         )
-    draw = Attempts().draw
+    draw, color = Attempts().draw, stdout_color() and not to_file
 
-    def table(runs: "Sequence[Run]") -> list[str]:
-        return [render_rows([run_row(run) for run in runs], format, color=color)] if runs else []
+    def texts(kind: "Kind", records: "Sequence[Any]") -> list[str]:
+        documents = kind.documents(records) if records else []
+        return [render(document, format, color=color) for document in documents]
 
-    def audit_tables(numerics: "Sequence[Numerics]") -> list[str]:
-        return [render_audits(numerics, format, to_file=to_file)] if numerics else []
-
-    def each(document: "Callable[[Any], Document]") -> "Callable[[Sequence[Any]], list[str]]":
-        return lambda some: [render(document(record), format, color=color) for record in some]
-
-    texts = [
-        *draw("the table of runs", selection.runs, table),
-        *draw("the table of audits", selection.numerics if audits else (), audit_tables),
-        *draw("the report", selection.attention, each(attention_document)),
-        *draw("the report", selection.comm, each(comm_document)),
-        *draw("the report", selection.ddp, each(ddp_document)),
+    made = [
+        text for kind, records in found.items() for text in draw("the report", records, partial(texts, KINDS[kind]))
     ]
-    if not texts:
+    if not made:
         raise SteplabError("none of these records can be reported; --debug shows why")
-    return "\n\n".join(text.rstrip("\n") for text in texts)
+    return "\n\n".join(text.rstrip("\n") for text in made)

@@ -26,9 +26,8 @@ def run(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.measuring import measure
     from steplab.lab.processes import fields_here, is_first_rank, is_told_here
-    from steplab.records.rows import run_row
-    from steplab.report.formats import render_rows
-    from steplab.report.run_text import render_run
+    from steplab.report.kit.rendering import render
+    from steplab.report.run.document import run_document
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
@@ -44,7 +43,7 @@ def run(
         )
     if is_first_rank():
         color = stdout_color() and out.output is None
-        text = render_run(record, color=color) if chosen == "table" else render_rows([run_row(record)], chosen)
+        text = render(run_document(record), chosen, color=color)
         emit(text, out.output)
     if record.failure is None:
         return 0

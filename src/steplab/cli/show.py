@@ -1,55 +1,41 @@
 """steplab show"""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from steplab.cli.options import StoreOptions
-from steplab.errors import UserError
 
 
 def show(
     id: Annotated[str, Parameter(help="The record's id, or the beginning of it")],
     /,
     *,
-    format: Annotated[str, Parameter(help="table, or json: the whole record, raw samples included")] = "table",
+    format: Annotated[
+        Literal["table", "json", "csv", "md", "latex", "html"] | None,
+        Parameter(help="json is the whole record, raw samples included [default: by --output's ending, else table]"),
+    ] = None,
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
     store: StoreOptions = StoreOptions(),
 ) -> None:
     """Show one record in full."""
-    from steplab.cli.output import ROW_FORMATS, emit, stdout_color
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.lab.keeping import open_store
     from steplab.lab.memory_references import memory_references
-    from steplab.records.attention import AttentionRun
-    from steplab.records.codec import encode
-    from steplab.records.comm import CommRun
-    from steplab.records.ddp import DdpRun
-    from steplab.records.numerics import Numerics
+    from steplab.records.codec import encode, kind_of
     from steplab.records.run import Run
-    from steplab.report.attention.document import attention_document
-    from steplab.report.ceilings_text import render_ceilings
-    from steplab.report.comm.document import comm_document
-    from steplab.report.ddp.document import ddp_document
+    from steplab.report.kinds import KINDS, Context
+    from steplab.report.kit import html
     from steplab.report.kit.rendering import render
-    from steplab.report.precision_text import render_numerics
-    from steplab.report.run_text import render_run
 
-    if format not in ("table", "json"):
-        rows = f"; `steplab report {id} --format {format}` writes its row" if format in ROW_FORMATS else ""
-        raise UserError(f"show writes table and json, not {format}{rows}")
+    chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     with open_store(store.store, write=False) as opened:
         record = opened.get(id)
-    if format == "json":
-        emit(encode(record).decode(), None)
-    elif isinstance(record, Run):
-        references = memory_references([record], store.store)
-        emit(render_run(record, references=references, color=stdout_color()), None)
-    elif isinstance(record, Numerics):
-        emit(render_numerics(record, color=stdout_color()), None)
-    elif isinstance(record, AttentionRun):
-        emit(render(attention_document(record), color=stdout_color()), None)
-    elif isinstance(record, CommRun):
-        emit(render(comm_document(record), color=stdout_color()), None)
-    elif isinstance(record, DdpRun):
-        emit(render(ddp_document(record), color=stdout_color()), None)
-    else:
-        emit(render_ceilings(record, color=stdout_color()), None)
+    if chosen == "json":
+        emit(encode(record).decode(), output)
+        return
+    references = memory_references([record], store.store) if isinstance(record, Run) else None
+    document = KINDS[kind_of(record)].document(record, Context(references=references))
+    color = stdout_color() and output is None
+    emit(html.render_page(document) if chosen == "html" else render(document, chosen, color=color), output)

@@ -39,8 +39,9 @@ def sweep(
     from steplab.errors import UserError
     from steplab.lab.sweeping import sweep as run_sweep
     from steplab.records.rows import run_row
-    from steplab.report.formats import render_rows
-    from steplab.report.run_text import describe
+    from steplab.report.kit.rendering import render
+    from steplab.report.run.columns import rows_document
+    from steplab.report.run.words import describe
     from steplab.specs.study import load_study, study_from_grids
     from steplab.units import counted, parse_duration
 
@@ -71,7 +72,7 @@ def sweep(
             kept = "the finished cells are stored, and the same command with --resume continues"
             raise KeyboardInterrupt(kept) from error
     color = stdout_color() and out.output is None
-    emit(render_rows([run_row(run) for run in result.runs], chosen, color=color), out.output)
+    emit(render(rows_document([run_row(run) for run in result.runs]), chosen, color=color), out.output)
     failed = sum(run.failure is not None for run in result.runs)
     summary = f"{counted(len(result.runs), 'cell')}, {failed} of them failed"
     say(f"study {result.study_id}: {summary}; `steplab report --output page.html` draws it")

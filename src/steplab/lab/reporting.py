@@ -6,37 +6,38 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
-from steplab.records.attention import AttentionRun
 from steplab.records.codec import Record, kind_of
-from steplab.records.comm import CommRun
-from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 from steplab.store.database import Store
 
 _MOST_SINGLE_RUNS = 60
-_KINDS = ("run", "numerics", "attention", "comm", "ddp")
-"""Of records that can be reported."""
+_TITLES = {
+    "run": "Measured steps",
+    "numerics": "Precision",
+    "attention": "Attention",
+    "comm": "Collectives",
+    "ddp": "Data parallelism",
+    "ceilings": "Ceilings",
+}
+"""What a report of records of one kind is called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Runs, and what they have in common."""
+    """Records, and what they have in common."""
 
-    runs: tuple[Run, ...]
-    """In the order they were measured; at least one, unless there are audits or benchmarks."""
+    records: tuple[Record, ...]
+    """Of any kinds, each kind in the order of measurement; at least one."""
     title: str
     """The study's name, or what the selection is."""
     description: str
     """The study's description, if it has one."""
-    numerics: tuple[Numerics, ...] = ()
-    """Audits of precision that belong to it."""
-    attention: tuple[AttentionRun, ...] = ()
-    """Benchmarks of attention."""
-    comm: tuple[CommRun, ...] = ()
-    """Benchmarks of collectives."""
-    ddp: tuple[DdpRun, ...] = ()
-    """Data-parallel studies."""
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs among them."""
+        return tuple(record for record in self.records if isinstance(record, Run))
 
 
 def runs_to_report(
@@ -51,9 +52,7 @@ def runs_to_report(
     """
     with open_store(store, write=False) as opened:
         if ids:
-            return _selected(
-                opened.records(ids), "none of these records is a run; `steplab list` shows the runs there are"
-            )
+            return _selected(opened.records(ids), "none of these records can be reported")
         if name is not None:
             nothing = f"no run is called '{name}'; `steplab list` shows the names there are"
             return _selected(opened.iterate(name=name), nothing, title=name)
@@ -71,7 +70,7 @@ def runs_to_report(
 
 def _newest(opened: Store) -> Record:
     """The newest record that can be read and reported. Raises UserError where there is none."""
-    rows = [row for kind in _KINDS for row in opened.rows(kind=kind)]
+    rows = [row for kind in _TITLES if kind != "ceilings" for row in opened.rows(kind=kind)]
     for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
         if record := opened.find(str(row["id"])):
             return record
@@ -80,39 +79,16 @@ def _newest(opened: Store) -> Record:
 
 def _of_study(opened: Store, study_id: str) -> Selection:
     row = next((row for row in opened.studies() if row["id"] == study_id), {})
+    found = [record for kind in ("run", "numerics") for record in opened.iterate(kind=kind, study=study_id)]
     return Selection(
-        runs=_runs(opened.iterate(kind="run", study=study_id)),
-        title=str(row.get("name") or "Study"),
-        description=str(row.get("description") or ""),
-        numerics=tuple(
-            record for record in opened.iterate(kind="numerics", study=study_id) if isinstance(record, Numerics)
-        ),
+        records=tuple(found), title=str(row.get("name") or "Study"), description=str(row.get("description") or "")
     )
 
 
 def _selected(records: Iterable[Record], nothing: str, title: str | None = None) -> Selection:
-    """These records, called by the title, or by what they are. Raises UserError, saying `nothing`, for none."""
-    every = list(records)
-    kinds = {
-        "Measured steps": (runs := _runs(every)),
-        "Precision": (numerics := tuple(record for record in every if isinstance(record, Numerics))),
-        "Attention": (attention := tuple(record for record in every if isinstance(record, AttentionRun))),
-        "Collectives": (comm := tuple(record for record in every if isinstance(record, CommRun))),
-        "Data parallelism": (ddp := tuple(record for record in every if isinstance(record, DdpRun))),
-    }
-    found = [kind for kind, members in kinds.items() if members]
-    if not found:
+    """These records, called by the title, or by what the first kind of them is. Raises UserError, saying `nothing`, for
+    none."""
+    every = sorted(records, key=lambda record: list(_TITLES).index(kind_of(record)))
+    if not every:
         raise UserError(nothing)
-    return Selection(
-        runs=runs,
-        title=title or found[0],
-        description="",
-        numerics=numerics,
-        attention=attention,
-        comm=comm,
-        ddp=ddp,
-    )
-
-
-def _runs(records: Iterable[Record]) -> tuple[Run, ...]:
-    return tuple(record for record in records if isinstance(record, Run))
+    return Selection(records=tuple(every), title=title or _TITLES[kind_of(every[0])], description="")

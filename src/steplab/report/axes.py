@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steplab.report.cells import Layout, axis_name
 from steplab.report.kit.charts import GRID, INK, LEFT, MUTED, PX_PER_INCH, RIGHT, TOP, Drawing, Scale, tidy
-from steplab.report.labels import LINE, fit_all, fitted, text_width, wrap
+from steplab.report.kit.labels import LINE, fit_all, fitted, text_width, wrap
+from steplab.report.run.cells import Layout, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

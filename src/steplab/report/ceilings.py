@@ -7,7 +7,7 @@ from steplab.records.rows import Row
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import Column, Document, Section, Table, named_section, notes_section, record_section
 from steplab.report.kit.quantities import LABEL, TIME, Quantity
-from steplab.specs.hardware import Hardware, find_hardware
+from steplab.specs.hardware import HardwareSpec, find_hardware
 from steplab.stats import summarize
 from steplab.units import format_rate
 
@@ -68,7 +68,7 @@ _RATE = Quantity(str)
 """A rate as text with its unit, which differs from row to row."""
 
 
-def _row(ceiling: Ceiling, hardware: Hardware | None) -> Row:
+def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:
     stated = None
     if hardware and ceiling.name == "copy":
         stated = hardware.memory_bandwidth_bytes_per_s

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from steplab import units
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.text import ABSENT, reason
-from steplab.units import format_share
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
+from steplab.units import format_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

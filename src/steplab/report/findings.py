@@ -15,7 +15,7 @@ from steplab.report.formats import escape_markdown
 from steplab.report.grid import Grid
 from steplab.report.kit.terminal import draw, terminal_width
 from steplab.report.kit.text import ABSENT, plain
-from steplab.report.run_text import run_title
+from steplab.report.run.words import run_title
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,14 +9,21 @@ from typing import Any
 
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.rows import run_row
+from steplab.records.run import Run
 from steplab.report.attention.document import attention_chapter, attention_document
-from steplab.report.cells import Cell
+from steplab.report.bridge import memory_chapter
 from steplab.report.ceilings import ceilings_chapter, ceilings_document
 from steplab.report.comm import document as comm
 from steplab.report.ddp import document as ddp
 from steplab.report.kit.document import Document, Section
+from steplab.report.precision.document import precision_chapter, precision_document
+from steplab.report.profile.document import profile_chapter
 from steplab.report.run import chapters as run
-from steplab.report.run.document import run_document, runs_document
+from steplab.report.run.attention_steps import attention_steps
+from steplab.report.run.cells import Cell
+from steplab.report.run.columns import rows_document
+from steplab.report.run.document import run_document
 
 Terms = tuple[tuple[str, str], ...]
 
@@ -31,6 +38,11 @@ class Context:
     """Of the runs' memory, by their ids."""
     references: MemoryReferences | None = None
     """What the runs' memory is compared with beyond each other."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """The cells' runs."""
+        return [cell.run for cell in self.cells]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +71,10 @@ class Kind:
     chapters: tuple[Chapter, ...]
     """What a page says of them, in this order."""
 
+    def documents(self, records: Sequence[Any]) -> list[Document]:
+        """Several records, of which there is one at least, in as many documents as the kind needs."""
+        return [self.together(records)] if self.together else [self.document(each, Context()) for each in records]
+
 
 def _of_cells(make: Callable[[Sequence[Cell]], Section | None]) -> Callable[[Sequence[Any], Context], Section | None]:
     return lambda cells, context: make(cells)
@@ -68,14 +84,17 @@ KINDS: dict[str, Kind] = {
     "run": Kind(
         counted=("run", "runs"),
         document=lambda record, context: run_document(record, references=context.references),
-        together=runs_document,
+        together=lambda runs: rows_document([run_row(run) for run in runs]),
         chapters=(
             Chapter(name="the summary", make=_of_cells(run.summary_chapter)),
             Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
             Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),
-            PROFILES,
+            Chapter(name="where the time goes", make=_of_cells(profile_chapter)),
             Chapter(name="warm-up", make=_of_cells(run.warmup_chapter)),
-            MEMORY,
+            Chapter(
+                name="memory",
+                make=lambda cells, context: memory_chapter(cells, context.predictions, context.references),
+            ),
             Chapter(name="utilization", make=_of_cells(run.utilization_chapter)),
             Chapter(name="the table of runs", make=_of_cells(run.runs_chapter), terms=run.TERMS),
             Chapter(name="what was not measured", make=_of_cells(run.missing_chapter)),
@@ -83,9 +102,14 @@ KINDS: dict[str, Kind] = {
     ),
     "numerics": Kind(
         counted=("audit", "audits"),
-        document=PRECISION_DOCUMENT,
-        together=PRECISION_TOGETHER,
-        chapters=(PRECISION,),
+        document=lambda record, context: precision_document([record]),
+        together=precision_document,
+        chapters=(
+            Chapter(
+                name="precision",
+                make=lambda records, context: precision_chapter(context.runs, records),
+            ),
+        ),
     ),
     "attention": Kind(
         counted=("benchmark of attention", "benchmarks of attention"),
@@ -94,7 +118,9 @@ KINDS: dict[str, Kind] = {
         chapters=(
             Chapter(
                 name="attention",
-                make=lambda records, context: attention_chapter(records, run.attention_steps(context.cells)),
+                make=lambda records, context: attention_chapter(
+                    records, attention_steps([cell.run for cell in context.cells])
+                ),
             ),
         ),
     ),
@@ -103,9 +129,7 @@ KINDS: dict[str, Kind] = {
         document=lambda record, context: comm.comm_document(record),
         together=None,
         chapters=(
-            Chapter(
-                name="communication", make=lambda records, context: comm.comm_chapter(records), terms=comm.TERMS
-            ),
+            Chapter(name="communication", make=lambda records, context: comm.comm_chapter(records), terms=comm.TERMS),
         ),
     ),
     "ddp": Kind(

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from steplab.records.rows import Scalar
-from steplab.report.cells import FIELDS, HOW, Cell
 from steplab.report.memory_figures import has_owners
+from steplab.report.run.cells import FIELDS, HOW, Cell
 
 
 def but_for(cell: Cell, *fields: str) -> tuple[Scalar, ...]:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from steplab import units
 from steplab.records.prediction import MemoryPrediction
-from steplab.report.cells import Cell, label, varying
 from steplab.report.kit.charts import INK, MUTED, PAPER
 from steplab.report.kit.document import Chart, Picture
-from steplab.report.labels import LINE, fit_all, text_width, wrap
+from steplab.report.kit.labels import LINE, fit_all, text_width, wrap
 from steplab.report.memory_cells import named, watched
 from steplab.report.memory_figures import Part, error_text, parts, whole
 from steplab.report.memory_shapes import LETTERS, bar, color_of, legend_of, picture, text_at, titled
 from steplab.report.memory_words import category_word
+from steplab.report.run.cells import Cell, label, varying
 from steplab.units import format_share
 
 _WIDTH = 880

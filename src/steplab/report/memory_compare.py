@@ -7,12 +7,12 @@ from steplab.records.memory_profile import MemoryProfile, SavedTensors
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
 from steplab.report import memory_figures as figures
-from steplab.report.cells import Cell, cells_of
-from steplab.report.figures import step_median
 from steplab.report.memory_alone import balance, forecast_sentence, moved_words
 from steplab.report.memory_cells import counterpart
 from steplab.report.memory_tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.memory_words import category_word
+from steplab.report.run.cells import Cell, cells_of
+from steplab.report.run.figures import step_median
 
 AUTOCAST = ("bf16", "fp16")
 _SAME = 0.001  # a category that moves by less is said to stay

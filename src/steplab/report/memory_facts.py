@@ -6,10 +6,10 @@ from statistics import median
 
 from steplab import units
 from steplab.records.rows import Scalar
-from steplab.report.cells import Cell, label, said
 from steplab.report.memory_cells import counterpart, named
 from steplab.report.memory_figures import parts
 from steplab.report.memory_words import category_word
+from steplab.report.run.cells import Cell, label, said
 
 _BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
 _TOLD = 3  # categories named

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from steplab.records.memory_profile import MemoryPhase
 from steplab.report.kit import charts as ax
+from steplab.report.kit.labels import fitted, text_width
 from steplab.report.kit.text import plain
-from steplab.report.labels import fitted, text_width
 from steplab.report.memory_shapes import LETTERS
 
 WIDE, NARROW = 1040, 324

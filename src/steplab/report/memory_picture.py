@@ -15,7 +15,7 @@ from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTim
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, css_color
 from steplab.report.kit.document import Chart, Picture
-from steplab.report.labels import fitted, text_width
+from steplab.report.kit.labels import fitted, text_width
 from steplab.report.memory_frame import BOTTOM, GAP, LEFT, NARROW, WIDE, Frame, phase_labels
 from steplab.report.memory_shapes import (
     LETTERS,

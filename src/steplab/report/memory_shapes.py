@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from steplab.report.kit.charts import CATEGORY_COLORS, INK, PAPER, SERIES, css_color
-from steplab.report.labels import text_width
+from steplab.report.kit.labels import text_width
 from steplab.report.memory_figures import in_order
 from steplab.report.memory_words import category_word
 

@@ -11,7 +11,6 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
 from steplab.report.blocks import INDENT, grid_table, section
-from steplab.report.cells import cells_of
 from steplab.report.fitting import first_fitting, fit, flowed
 from steplab.report.grid import Grid
 from steplab.report.kit.terminal import draw, terminal_width
@@ -19,6 +18,7 @@ from steplab.report.kit.text import plain
 from steplab.report.memory_compare import comparison_sentences
 from steplab.report.memory_grids import category_grid, largest_grid, phase_grid, saved_grid
 from steplab.report.memory_places import short_line, short_module
+from steplab.report.run.cells import cells_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

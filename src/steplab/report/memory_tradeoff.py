@@ -5,15 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from steplab import units
-from steplab.report.cells import Cell, label, said, varying
-from steplab.report.figures import step_median
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, SERIES, css_color
 from steplab.report.kit.document import Chart, Picture
-from steplab.report.labels import text_width
+from steplab.report.kit.labels import text_width
 from steplab.report.memory_cells import alike_but_for
 from steplab.report.memory_figures import peak_of
 from steplab.report.memory_shapes import LETTERS, Box, dot, picture, text_at, text_box, titled
+from steplab.report.run.cells import Cell, label, said, varying
+from steplab.report.run.figures import step_median
 
 _FIELD = "checkpointing"
 _WIDTH, _HEIGHT = 500.0, 300.0

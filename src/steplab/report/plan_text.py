@@ -12,7 +12,7 @@ from steplab.report.kit.terminal import draw, terminal_width
 from steplab.report.kit.text import plain
 from steplab.report.memory_words import category_word, exactly
 from steplab.report.plan_rows import total_bytes
-from steplab.report.run_text import describe
+from steplab.report.run.words import describe
 from steplab.specs.step import StepSpec
 from steplab.units import format_share
 

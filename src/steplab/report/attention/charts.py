@@ -11,11 +11,11 @@ from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.report import axes as ax
 from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
-from steplab.report.cells import Layout
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
+from steplab.report.run.cells import Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,8 @@ from steplab.report.ddp.words import MOMENT_WORDS
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import BAD, INK, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.labels import LINE, fit_all, text_width, wrap
 from steplab.report.kit.text import reason
-from steplab.report.labels import LINE, fit_all, text_width, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from statistics import median
 
 from steplab import stats
 from steplab.records.ddp import DdpCell, DdpRun, StateMemory
-from steplab.report import host_lead
+from steplab.report.run import host_lead
 
 _WIDEST = 0.5
 """Distance of the bounds of what is exposed, over the communication by itself, up to which a share of it is told."""

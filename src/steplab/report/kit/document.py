@@ -4,7 +4,7 @@ A section of a report says here once what it has to say. The renderers beside th
 `html`, `markup` (Markdown and LaTeX) and `data` (JSON and CSV).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,9 +27,11 @@ class Column:
     """Heading, with the convention where one is needed to read the figure."""
     quantity: Quantity = TEXT
     """How its values are written, and whether they are figures."""
-    shared: str = ""
+    shared: str | Callable[[Scalar], str] = ""
     """How the caption says a value that all rows share, which then has no column: '{} ranks', with {s} for the plural's
-    s. Empty: the column always stays."""
+    s, or a function of the value. Empty: the column always stays."""
+    quiet: str | None = None
+    """Text that is not worth a column or a word of the caption where no row has another."""
     rank: int = 0
     """On a terminal that is too narrow columns of the highest rank are left out first, of one rank the last, together
     with those of the same heading; those of rank 0 never are."""
@@ -54,6 +56,8 @@ class Table:
     """How to read it, in whole sentences."""
     first: int | None = None
     """How many rows come first: a terminal shows these alone, a page has the others closed. None: all of them."""
+    empty: str = "nothing was measured"
+    """What people read where there are no rows."""
     folded: bool = False
     """Whether a page starts with it closed. Longer tables start so in any case."""
 

@@ -1,5 +1,6 @@
 """A document as one web page that needs nothing else: no network, no script, no second file."""
 
+import functools
 from typing import TYPE_CHECKING
 
 from steplab.report.kit.document import Chart, Column, Document, Facts, Section, Sentences, Table
@@ -24,6 +25,7 @@ def render_page(page: Document) -> str:
     return environment().get_template("page.html.j2").render(page=page)
 
 
+@functools.cache
 def environment() -> "Environment":
     """Templates of the kit, which escape whatever a record says."""
     import jinja2

@@ -1,9 +1,9 @@
 """Names of kernels and ranges as people can read them: without what says where, and not what, a kernel is."""
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 
+from steplab.report.kit.labels import num_shared
 from steplab.report.kit.text import plain
 
 _LONGEST = 4096  # characters looked at; a template can expand to megabytes
@@ -46,10 +46,10 @@ def _differing(names: Sequence[str], most: int) -> list[str]:
     texts = [_readable(name) for name in names]
     if len(set(texts)) < len(texts):  # they differ in parameters or namespaces
         texts = [plain(name[:_LONGEST]) for name in names]
-    start = len(os.path.commonprefix(texts))
+    start = num_shared(texts)
     while start and texts[0][start - 1].isalnum():  # from the beginning of a word
         start -= 1
-    end = len(os.path.commonprefix([text[start:][::-1] for text in texts]))
+    end = num_shared([text[start:][::-1] for text in texts])
     return [_around(text, start, len(text) - end, most) for text in texts]
 
 

@@ -42,7 +42,7 @@ def escape_latex(text: str) -> str:
 
 def to_markdown(document: Document) -> str:
     """The document in Markdown, with a heading of the first level, without a newline at the end."""
-    head = [f"# {escape_markdown(document.title)}", escape_markdown(document.subtitle)]
+    head = [_markdown_heading(document.title, 1) if document.title else "", escape_markdown(document.subtitle)]
     head += [escape_markdown(sentence) for sentence in document.verdict]
     parts = [part for section in document.sections for part in _sections(section, 2, _markdown_heading, _markdown)]
     return "\n\n".join(part for part in [*head, *parts] if part)
@@ -50,7 +50,8 @@ def to_markdown(document: Document) -> str:
 
 def to_latex(document: Document) -> str:
     """The document as LaTeX to put into one's own, without a newline at the end; its tables need booktabs."""
-    head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1), escape_latex(document.subtitle)]
+    head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1) if document.title else ""]
+    head.append(escape_latex(document.subtitle))
     head += [escape_latex(sentence) for sentence in document.verdict]
     parts = [part for section in document.sections for part in _sections(section, 2, _latex_heading, _latex)]
     return "\n\n".join(part for part in [*head, *parts] if part)
@@ -111,7 +112,7 @@ def markdown_table(table: Table) -> str:
         return "| " + " | ".join(cells) + " |"
 
     if not table.rows:
-        return "nothing was measured"
+        return escape_markdown(table.empty)
     shown = sheet(table)
     lines = [line([escape_markdown(column.header) for column in shown.columns])]
     lines.append(line(["---:" if column.quantity.numeric else "---" for column in shown.columns]))
@@ -143,7 +144,7 @@ def _latex_table(table: Table) -> str:
         return " & ".join(escape_latex(cell) for cell in cells) + r" \\"
 
     if not table.rows:
-        return "nothing was measured"
+        return escape_latex(table.empty)
     shown = sheet(table)
     alignment = "".join("r" if column.quantity.numeric else "l" for column in shown.columns)
     lines = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from steplab import units
 from steplab.records.rows import Scalar
@@ -12,8 +13,8 @@ from steplab.report.kit.text import ABSENT
 class Quantity:
     """A kind of value, in the base unit that it has in rows."""
 
-    write: Callable[[float], str]
-    """Text of a number."""
+    write: Callable[[Any], str]
+    """Text of a number; of words, text of those."""
     numeric: bool = True
     """Whether its column is one of figures, aligned to the right."""
 
@@ -21,7 +22,7 @@ class Quantity:
         """Text of a value; a text among figures stays as it is, for it says why there is no figure."""
         if value is None or value == "":
             return ABSENT
-        return value if isinstance(value, str) else self.write(value)
+        return value if self.numeric and isinstance(value, str) else self.write(value)
 
 
 def _decimal(value: float) -> str:

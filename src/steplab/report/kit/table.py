@@ -30,13 +30,13 @@ def sheet(table: Table) -> Sheet:
     failures = frozenset(index for index, row in enumerate(table.rows) if row.get("status", "ok") != "ok")
     for column in table.columns:
         texts = [_text(column, row) for row in table.rows]
-        if all(text == ABSENT for text in texts) or (column.key == RESULT.key and not failures):
+        if all(text in (ABSENT, column.quiet) for text in texts) or (column.key == RESULT.key and not failures):
             continue
         if column.shared and len(table.rows) > 1 and (text := _common(column, table.rows)):
-            shared.append(column.shared.format(text, s="" if text == "1" else "s"))
+            shared.append(_shared_words(column, text, table.rows))
         else:
             kept.append(column)
-    parts = [" · ".join(shared), table.caption]
+    parts = [" · ".join(filter(None, shared)), table.caption]
     return Sheet(
         columns=tuple(kept),
         rows=tuple(tuple(_text(column, row) for column in kept) for row in table.rows),
@@ -59,6 +59,12 @@ def _common(column: Column, rows: Sequence[Row]) -> str | None:
     silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
     texts = {_text(column, row) for row in rows if row.get(column.key) is not None}
     return texts.pop() if len(texts) == 1 and silent_failures else None
+
+
+def _shared_words(column: Column, text: str, rows: Sequence[Row]) -> str:
+    if isinstance(column.shared, str):
+        return column.shared.format(text, s="" if text == "1" else "s")
+    return column.shared(next(row[column.key] for row in rows if row.get(column.key) is not None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

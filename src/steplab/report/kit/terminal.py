@@ -83,7 +83,7 @@ def _bare(text: str, style: str) -> str:
 
 
 def _document(document: Document, width: int, style: Style) -> Iterator[str]:
-    for line in flowed(plain(document.title), width):
+    for line in flowed(plain(document.title), width) if document.title else []:
         yield style(line, "bold")
     for line in flowed(plain(document.subtitle), width) if document.subtitle else []:
         yield style(line, "dim")
@@ -96,14 +96,14 @@ def _document(document: Document, width: int, style: Style) -> Iterator[str]:
 
 
 def _section(section: Section, width: int, style: Style) -> Iterator[str]:
-    """An empty line, the title, and what stands under it, indented."""
-    lines = _apart(section.blocks, width - INDENT, style)
-    if not lines:  # only pictures
+    """An empty line, the title, and what stands under it, indented; without a title only what it holds."""
+    if not section.title:
+        yield from _apart(section.blocks, width, style)
         return
-    yield ""
-    if section.title:
+    if lines := _apart(section.blocks, width - INDENT, style):  # none are left of pictures alone
+        yield ""
         yield from (style(line, "bold") for line in flowed(plain(section.title), width))
-    yield from (" " * INDENT + line if line else "" for line in lines)
+        yield from (" " * INDENT + line if line else "" for line in lines)
 
 
 def _apart(blocks: Iterable[Block], width: int, style: Style) -> list[str]:
@@ -150,7 +150,7 @@ def _sentences(block: Sentences, width: int, style: Style) -> Iterator[str]:
 
 def _table(table: Table, width: int, style: Style) -> Iterator[str]:
     if not table.rows:
-        yield style("nothing was measured", "dim")
+        yield table.empty
         return
     shown = sheet(table)
     seen = drawn(shown, width)
@@ -162,6 +162,6 @@ def _table(table: Table, width: int, style: Style) -> Iterator[str]:
         notes.append(f"{units.counted(len(table.rows) - table.first, 'more row')}; --format md has all.")
     if seen.left_out:
         names = ", ".join(seen.left_out)
-        notes.append(f"Left out at {width + INDENT} columns: {names}; a wider terminal or --format md has them.")
+        notes.append(f"Left out for want of width: {names}; a wider terminal or --format md has them.")
     for note in notes:
         yield from (style(line, "dim") for line in flowed(note, min(width, _LONGEST_LINE)))

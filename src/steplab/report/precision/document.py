@@ -28,9 +28,7 @@ from steplab.report.precision.tables import (
 )
 
 
-def precision_document(
-    records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True
-) -> Document:
+def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
     """All that is said of these audits, of the sums that the first of them has, and of the timed `runs`."""
     audits = [record for record in records if record.spec]
     accumulations = _accumulations(records) if with_sums else ()

@@ -15,8 +15,8 @@ from steplab.report.precision.figures import (
     short,
     shorts,
 )
-from steplab.report.run.document import describe
 from steplab.report.precision.sums import printed, title_of_sums
+from steplab.report.run.words import describe
 from steplab.units import format_share
 
 _LOW = ("fp16", "bf16")
@@ -54,7 +54,7 @@ _FP32_BECAUSE: tuple[tuple[tuple[str, ...], Mapping[str, str]], ...] = (
         ("norm",),
         {
             "fp16": "means of squares over the width: squares leave fp16's range, and sums lose digits",
-            "bf16": "means of squares over the width: within bf16's range, but sums with 8 significant bits lose digits",
+            "bf16": "means of squares over the width: within bf16's range, but 8 significant bits are few for sums",
         },
     ),
     (("loss", "entropy", "kl_div"), dict.fromkeys(_LOW, "logarithms, and a mean over many terms")),
@@ -77,7 +77,14 @@ _FP32_BECAUSE: tuple[tuple[tuple[str, ...], Mapping[str, str]], ...] = (
 """Parts of operations' names -> why they are kept in fp32 beside each low type."""
 
 
-_NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"})
+_NORMS = {
+    "layer_norm": "LayerNorm",
+    "rms_norm": "RMSNorm",
+    "group_norm": "GroupNorm",
+    "batch_norm": "BatchNorm",
+    "instance_norm": "InstanceNorm",
+}
+"""Operations that normalise, and what they are called."""
 _FP32 = frozenset({"float32"})
 _LARGEST_FP16 = 65504.0
 _NORM_BECAUSE = {
@@ -130,7 +137,7 @@ def verdict(numerics: Numerics) -> Iterator[str]:
         return
     for name in _each(operation.op for operation in numerics.audit.operations if operation.op in _NORMS):
         uses = [operation for operation in numerics.audit.operations if operation.op == name]
-        yield " ".join(_norm_answer(name, uses, low, numerics.audit, numerics.accumulations))
+        yield " ".join(_norm_answer(_NORMS[name], uses, low, numerics.audit, numerics.accumulations))
 
 
 def _norm_answer(
@@ -190,8 +197,8 @@ def _types(precision: str, audit: Audit) -> Iterator[str]:
         yield f"Parameters are {parameters}: autocast casts a copy of a weight where it is multiplied."
     elif precision == "tf32":
         yield (
-            "Every tensor is fp32: TF32 is not a type of tensors but a way to multiply fp32 matrices, whose operands are "
-            "rounded to 11 significant bits and keep fp32's range."
+            "Every tensor is fp32: TF32 is not a type of tensors but a way to multiply fp32 matrices, whose operands "
+            "are rounded to 11 significant bits and keep fp32's range."
         )
     else:
         yield f"Parameters are {parameters}; autocast is off."

@@ -6,34 +6,22 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.records.run import Run
-from steplab.report.profile import words
-from steplab.report.kit.kernel_names import short_kernel, short_kernels
-from steplab.report.kit.charts import CATEGORY_COLORS, INK, MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit.charts import INK, MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.kernel_names import short_kernel
+from steplab.report.profile import words
 from steplab.report.profile.figures import Span, TopKernel, passes, shown_categories, spans, top_kernels
+from steplab.report.profile_charts import category_color, category_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Legend = tuple[tuple[int, str, str], ...]
 
 _WIDTH = 880
 _ROW = 30
 _LABELLED = 0.055  # a segment of at least this share has room for its figure
 _TOP = 8
 _KERNEL_WIDTH, _KERNEL_ROW = 500, 36
-_NAME_LENGTH = 58
 BUSY, WAITS, IDLE = SERIES[0], SERIES[1], SERIES[6]
-
-
-def category_color(category: str) -> str:
-    """The stand-in of a category's colour, the same in every picture."""
-    return CATEGORY_COLORS[CATEGORIES.index(category)]
-
-
-def category_legend(categories: Sequence[str]) -> Legend:
-    """Legend of these categories."""
-    return tuple((len(SERIES) + 1 + CATEGORIES.index(name), "■", name) for name in categories)
 
 
 def device_time(run: Run, profile: Profile) -> Chart:
@@ -126,8 +114,10 @@ def kernel_bars(profile: Profile) -> Chart | None:
     if not pictures:
         return None
     word = words.kernels_word(profile)
-    note = f"Time a step, share of the time of the phase's {word}, calls a step; each counted over all the places of "
-    note += "the model it ran in."
+    note = (
+        f"Time per step, share of the time of the phase's {word}, and calls per step, each summed over all the places "
+    )
+    note += "of the model in which it ran."
     order = [category for category in CATEGORIES if category in shown]
     return Chart(pictures=tuple(pictures), legend=category_legend(order), note=note)
 
@@ -144,7 +134,7 @@ def _kernel_picture(profile: Profile, phase: str, kernels: Sequence[TopKernel]) 
             (bar,) = axes.barh(index + 0.22, kernel.time_s, 0.3, color=category_color(kernel.category))
             where = ", ".join(filter(None, kernel.ranges[:3])) or "no range"
             picture.tip(bar, f"{short_kernel(kernel.name, 160)}; {kernel.category}; {where}")
-            axes.text(0, index - 0.06, short_kernel(kernel.name, _NAME_LENGTH), va="bottom", fontsize=11, color=INK)
+            axes.text(0, index - 0.06, kernel.short, va="bottom", fontsize=11, color=INK)
             figures = f"{units.format_time(kernel.time_s)} · {units.format_percent(kernel.share)}"
             transform = axes.get_yaxis_transform()
             axes.text(1.03, index + 0.22, figures, va="center", fontsize=11, color=INK, transform=transform)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from steplab.errors import UserError
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.cells import Cell, label, varying
 from steplab.report.kit.document import (
     Block,
     Document,
@@ -30,7 +29,8 @@ from steplab.report.profile.tables import (
     phase_table,
 )
 from steplab.report.roofline import roofline
-from steplab.report.run.title import run_subtitle, run_title
+from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.words import run_subtitle, run_title
 from steplab.report.timeline_picture import timeline_chart
 
 TITLE = "Where the time goes"
@@ -42,22 +42,20 @@ def profile_document(run: Run) -> Document:
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
     kernels = Table(name="kernels", columns=(), rows=tuple(kernel_rows(run.profile)))
-    sections = profile_sections(run, run.profile)
-    return Document(title=run_title(run), subtitle=run_subtitle(run), sections=sections, data=kernels)
+    section = profile_section(run, run.profile)
+    return Document(title=run_title(run), subtitle=run_subtitle(run), sections=(section,), data=kernels)
 
 
-def profile_sections(run: Run, profile: Profile) -> tuple[Section, ...]:
+def profile_section(run: Run, profile: Profile) -> Section:
     """The profile as one section of all that is said of its run."""
     about = f"{words.heading(run, profile)}. {words.caution(run)}"
     doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts)
-    return (
-        named_section(
-            TITLE,
-            Sentences(texts=doubts, role="warning") if doubts else None,
-            Sentences(texts=(words.time_sentence(run, profile),)),
-            Sentences(texts=(about,), role="note"),
-            *_sections(run, profile),
-        ),
+    return named_section(
+        TITLE,
+        Sentences(texts=doubts, role="warning") if doubts else None,
+        Sentences(texts=(words.time_sentence(run, profile),)),
+        Sentences(texts=(about,), role="note"),
+        *_sections(run, profile),
     )
 
 

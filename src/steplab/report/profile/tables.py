@@ -7,7 +7,6 @@ from steplab.records.profile import KernelStats, Profile
 from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table
-from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.kit.quantities import (
     BYTES,
     BYTES_PER_S,
@@ -29,7 +28,11 @@ _CALLS = Quantity(words.calls_text)
 
 def phase_table(run: Run, profile: Profile) -> Table:
     """Busy, waiting and idle time by phase, and the unprofiled time with which the busy time should agree."""
-    parts = [("busy", "busy"), *([("host_bound", "waits for host")] if words.has_host(profile) else ()), ("idle", "idle")]
+    parts = [
+        ("busy", "busy"),
+        *([("host_bound", "waits for host")] if words.has_host(profile) else ()),
+        ("idle", "idle"),
+    ]
     return Table(
         name="phases",
         columns=(
@@ -96,7 +99,6 @@ def category_table(run: Run, profile: Profile) -> Table:
 
 def kernel_table(profile: Profile) -> Table:
     """The kernels of each phase, most time first."""
-    names = short_kernels(kernel.name for kernel in profile.kernels)
     word = words.kernels_word(profile).removesuffix("s")
     return Table(
         name="kernels",
@@ -113,7 +115,7 @@ def kernel_table(profile: Profile) -> Table:
         ),
         rows=tuple(
             {
-                "name": names[kernel.name],
+                "name": kernel.short,
                 "category": kernel.category,
                 "phase": kernel.phase,
                 "range": kernel.ranges[0],

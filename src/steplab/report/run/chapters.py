@@ -1,16 +1,12 @@
 """What a page says of measured steps: a chapter on each of their figures, each a function of the cells."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import curve
-from steplab.report.attention_steps import attention_step_grid
-from steplab.report.cells import Cell, label, varying
-from steplab.report.columns import make_sheet
-from steplab.report.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
-from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.kit.document import (
     Block,
     Column,
@@ -20,13 +16,16 @@ from steplab.report.kit.document import (
     Table,
     chapter,
     named_section,
-    table_of_texts,
 )
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
-from steplab.report.kit.text import ABSENT, reason
-from steplab.report.narrative import facts
+from steplab.report.kit.text import reason
 from steplab.report.run import charts
+from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
+from steplab.report.run.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
+from steplab.report.run.gaps import choices, doubts, gaps
+from steplab.report.run.narrative import facts
 from steplab.report.run.phases import phases
 
 TERMS = (
@@ -126,14 +125,6 @@ def warmup_table(cells: Sequence[Cell]) -> Table | None:
     ) if rows else None  # fmt: skip
 
 
-def attention_steps(cells: Sequence[Cell]) -> Table | None:
-    """Training steps that differ in their attention alone."""
-    grid = attention_step_grid([cell.run for cell in cells])
-    if grid is None:
-        return None
-    return table_of_texts("steps", grid.headers, grid.rows, numeric=grid.numeric, caption=grid.caption)
-
-
 def utilization_chapter(cells: Sequence[Cell]) -> Section | None:
     """MFU and HFU under each convention."""
     table = utilization_table(cells)
@@ -177,28 +168,23 @@ def runs_chapter(cells: Sequence[Cell]) -> Section | None:
 
 def runs_table(cells: Sequence[Cell]) -> Table:
     """One row per run, with interval, mean and deviation of its step time."""
-    sheet = make_sheet([run_row(cell.run) for cell in cells])
-    headers = [column.header for column in sheet.columns]
-    numeric = [column.numeric for column in sheet.columns]
-    rows = [list(texts) for texts in sheet.cells]
-    at = next((i + 1 for i, column in enumerate(sheet.columns) if column.key == "step_time_s"), 0)
-    if at:
-        headers[at:at] = ["low", "high", "mean", "sd"]
-        numeric[at:at] = [True] * 4
-        for row, cell in zip(rows, cells, strict=True):
-            row[at:at] = _spread(cell.run)
-    failures = {index for index, cell in enumerate(cells) if cell.run.failure}
-    caption = sheet.caption + (" · low and high are the 95 % interval of the median" if at else "")
-    return table_of_texts("runs", headers, rows, numeric=numeric, caption=caption, failures=failures)
+    table = rows_table([run_row(cell.run) | _spread(cell.run) for cell in cells])
+    at = next(index + 1 for index, column in enumerate(table.columns) if column.key == "step_time_s")
+    spread = tuple(Column(key=key, header=header, quantity=TIME, rank=5) for key, header in _SPREAD.items())
+    caption = f"{table.caption} Low and high are the 95 % interval of the median." if table.caption else ""
+    return replace(table, columns=(*table.columns[:at], *spread, *table.columns[at:]), caption=caption)
 
 
-def _spread(run: Run) -> list[str]:
+_SPREAD = {"low_s": "low", "high_s": "high", "mean_s": "mean", "stdev_s": "sd"}
+
+
+def _spread(run: Run) -> Row:
     """Interval of the median, mean and standard deviation of a run's step time."""
     samples = step_samples(run)
     if not samples:
-        return [ABSENT] * 4
+        return {}
     summary = stats.summarize(samples)
-    return [TIME.show(value) for value in (summary.low, summary.high, summary.mean, summary.stdev)]
+    return {"low_s": summary.low, "high_s": summary.high, "mean_s": summary.mean, "stdev_s": summary.stdev}
 
 
 def missing_chapter(cells: Sequence[Cell]) -> Section | None:

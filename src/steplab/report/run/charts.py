@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from steplab import stats, units
 from steplab.records.rows import utilization
 from steplab.report import axes as ax
-from steplab.report.cells import Cell, Layout, Panel, arrange, label, varying
-from steplab.report.figures import step_samples
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
+from steplab.report.run.cells import Cell, Layout, Panel, arrange, label, varying
+from steplab.report.run.figures import step_samples
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

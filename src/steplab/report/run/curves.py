@@ -6,11 +6,11 @@ from statistics import median
 from steplab import stats, units
 from steplab.records.run import Run
 from steplab.records.timing import curve, find_phase
-from steplab.report.cells import Cell, label, varying
-from steplab.report.figures import spread, steady_words, step_median
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.figures import spread, steady_words, step_median
 
 MOST_CURVES = 12
 _WIDTH, _HEIGHT = 300, 150

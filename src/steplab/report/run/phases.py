@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.report.cells import Cell, label, varying
-from steplab.report.figures import phase_median, phase_names, spread, step_median
 from steplab.report.kit.charts import INK, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
-from steplab.report.labels import LINE, fit_all, text_width, wrap
+from steplab.report.kit.labels import LINE, fit_all, text_width, wrap
+from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.figures import phase_median, phase_names, spread, step_median
 from steplab.units import format_share
 
 if TYPE_CHECKING:

@@ -7,31 +7,18 @@ from statistics import median
 from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.records.timing import HARDLY_AHEAD
-from steplab.report.cells import COMPARED, Cell, label, said, varying
-from steplab.report.figures import never_steady, step_median, step_samples
-from steplab.report.host_lead import waits_for_host
+from steplab.report.kit.document import Fact
 from steplab.report.memory_facts import memory_facts
-from steplab.units import format_share
+from steplab.report.run.cells import COMPARED, Cell, label, said, varying
+from steplab.report.run.figures import never_steady, step_median, step_samples
+from steplab.report.run.host_lead import waits_for_host
 from steplab.specs.step import STEP_FIELDS
+from steplab.units import format_share
 
 _MOST_NAMED = 6
 _NEGLIGIBLE = 0.02  # choices that change the step time of no pair of cells by more share one sentence
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
 """The fields whose values are compared, each with the value that the others are compared with."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fact:
-    """One sentence and its most important figure."""
-
-    figure: str
-    """Short, because it is shown large: '3.1x'."""
-    text: str
-    """The sentence."""
-    wide: bool = False
-    """Whether the sentence is long and takes the whole width."""
-    bad: bool = False
-    """Whether the sentence is about failures."""
 
 
 def facts(cells: Sequence[Cell]) -> list[Fact]:

@@ -1,0 +1,129 @@
+"""Records as one web page that needs nothing else: no network, no script, no second file."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from steplab import units
+from steplab.records.codec import Record, kind_of
+from steplab.records.environment import Environment
+from steplab.records.memory_references import MemoryReferences
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.report.attempts import Attempts
+from steplab.report.environments import condition_pairs, environment_pairs
+from steplab.report.kinds import KINDS, Chapter, Context, Terms
+from steplab.report.kit import html
+from steplab.report.kit.document import Document, Pairs, Section, Sentences, chapter, named_section
+from steplab.report.kit.table import sheet
+from steplab.report.run.cells import Cell, cells_of
+from steplab.report.run.columns import rows_table
+from steplab.report.run.words import describe
+
+_OF_ALL: Terms = (
+    (
+        "95 % interval",
+        "Percentile bootstrap of the median, 2,000 seeded resamples. It covers the variation within one process, not "
+        "between machines or days.",
+    ),
+    ("OOM", "The cell ran out of memory."),
+    ("–", "Not measured, or not known; never zero."),
+)
+"""Terms of every page."""
+
+
+def render_page(
+    records: Sequence[Record],
+    *,
+    title: str,
+    description: str = "",
+    predictions: Mapping[str, MemoryPrediction] | None = None,
+    references: MemoryReferences | None = None,
+    attempts: Attempts | None = None,
+) -> str:
+    """The page for records of any kinds, as HTML.
+
+    `predictions` of the memory of runs, by their ids, are set beside what was measured, and `references` are what their
+    memory is compared with.
+
+    A record that a section cannot be drawn of is left out of that section, and the page says so; `attempts` has what
+    was left out before. The same records always give the same page.
+    """
+    tries = attempts if attempts is not None else Attempts()
+    runs = [record for record in records if isinstance(record, Run)]
+    cells = tries.draw("the page", runs, cells_of)
+    context = Context(cells=cells, predictions=predictions or {}, references=references)
+    of_kind: dict[str, Sequence[Any]] = {
+        kind: cells if kind == "run" else [record for record in records if kind_of(record) == kind] for kind in KINDS
+    }
+    sections: list[Section] = []
+    terms: Terms = ()
+    for name, kind in KINDS.items():
+        for part in kind.chapters:
+            made = tries.draw(part.name, of_kind[name], partial(_printed, part, context))
+            if made:
+                sections.append(made)
+                terms += part.terms
+    drawn = [cell.run for cell in cells] + [r for name in KINDS if name != "run" for r in of_kind[name]]
+    environments = tries.draw("environments", drawn, _environments)
+    shared = tries.draw("the heading", cells, _shared)
+    subtitle = " · ".join(part for part in tries.draw("the heading", drawn, _subtitle) if part and part not in shared)
+    left_out = Sentences(texts=tuple(tries.left_out), role="finding") if tries.left_out else None
+    page = Document(
+        title=title,
+        subtitle="\n".join(filter(None, (subtitle, shared))),
+        verdict=(description,) if description else (),
+        sections=(
+            *filter(None, [chapter("Left out", "left-out", left_out)]),
+            *sections,
+            environments,
+            Section(title="Method", anchor="method", blocks=(Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))),)),
+        ),
+    )
+    return html.render_page(page)
+
+
+def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section | None:
+    """The chapter, known to be printable: a value that cannot be written fails here, where its record is left out."""
+    section = part.make(records, context)
+    if section:
+        html.section_html(section)
+    return section
+
+
+def _shared(cells: Sequence[Cell]) -> str:
+    """What all runs have in common; of one alone, its step."""
+    if len(cells) == 1:
+        spec = cells[0].run.spec
+        return describe(spec) if spec else ""
+    return sheet(rows_table([run_row(cell.run) for cell in cells])).caption if cells else ""
+
+
+def _subtitle(records: Sequence[Record]) -> list[str]:
+    """How many records of each kind, where, when, and with which version."""
+    counts = {kind: sum(kind_of(record) == kind for record in records) for kind in KINDS}
+    parts = [f"{n} {KINDS[kind].counted[n != 1]}" for kind, n in counts.items() if n]
+    named = (record.environment and record.environment.device.name for record in records)
+    parts.append(", ".join(dict.fromkeys(name for name in named if name)))
+    days = sorted({record.created_utc[:10] for record in records})
+    parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []
+    made = sorted({record.steplab_version for record in records})
+    return parts + ([f"steplab {', '.join(made)}"] if made else [])
+
+
+def _environments(records: Sequence[Record]) -> Section:
+    """Each environment once, with the number of records made in it and the range of what moved meanwhile."""
+    groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
+    for record in records:
+        if record.environment:
+            groups.setdefault(tuple(environment_pairs(record.environment)), []).append(record.environment)
+    blocks = tuple(_group(groups))
+    unknown = Sentences(texts=("No record says where it was made.",))
+    return Section(title="Environment", anchor="environment", blocks=blocks or (unknown,))
+
+
+def _group(groups: Mapping[tuple[tuple[str, str], ...], list[Environment]]) -> Iterator[Section]:
+    for pairs, envs in groups.items():
+        title = units.counted(len(envs), "record") if len(groups) > 1 else ""
+        yield named_section(title, Pairs(pairs=(*pairs, *condition_pairs(envs))))

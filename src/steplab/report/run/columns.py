@@ -1,0 +1,125 @@
+"""The columns of a table of runs and of studies: one definition each.
+
+A row (`records.rows.run_row`) holds figures in base units. JSON and CSV have those as they are; people are shown the
+columns that say something, and what all rows share once, in the caption.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from steplab import units
+from steplab.records.rows import Row, Scalar
+from steplab.report.kit.document import RESULT, Column, Document, Section, Table
+from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, LABEL, SHARE, TIME, Quantity
+from steplab.specs.step import STEP_FIELDS
+from steplab.specs.step_fields import StepField
+
+TOKENS_PER_S = Quantity(lambda value: units.format_rate(value, "").rstrip())
+"""Tokens a second, where the heading names the unit: 12.3 k."""
+_DAY = Quantity(lambda value: str(value)[:10], numeric=False)
+
+
+def _unsaid(value: Scalar) -> str:
+    """Nothing: the environment says on which device it was."""
+    return ""
+
+
+def _figure(key: str, header: str, quantity: Quantity, rank: int) -> Column:
+    return Column(key=key, header=header, quantity=quantity, rank=rank)
+
+
+def _field_column(field: StepField) -> Column:
+    return Column(
+        key=field.column,
+        header=field.header,
+        quantity=Quantity(field.text, numeric=field.type in (int, float)),
+        shared=_unsaid if field.about.role == "device" else field.say,
+        quiet=str(field.default) if field.about.quiet else None,
+        rank=field.about.rank,
+    )
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column(key="id", header="id"),
+    Column(key="name", header="name", shared="{}", rank=1),
+    Column(key="description", header="description", shared="{}", rank=3),
+    _figure("num_ranks", "ranks", LABEL, 0),
+    Column(key="backend", header="backend", shared="{}", rank=1),
+    Column(key="collectives", header="collectives", shared="collectives: {}", rank=1, wraps_from=16),
+    Column(key="contenders", header="contenders", shared="contenders: {}", rank=1, wraps_from=20),
+    _figure("num_cells", "cells", LABEL, 0),
+    _figure("num_ok", "ok", LABEL, 0),
+    _figure("num_failed", "failed", LABEL, 0),
+    Column(key="created_utc", header="measured", quantity=_DAY, shared="measured {}", rank=9),
+    # How a step was measured stands behind what it computes.
+    *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
+    Column(key="device", header="device", shared="{}", rank=6),
+    _figure("step_time_s", "step", TIME, 0),
+    _figure("forward_s", "forward", TIME, 5),
+    _figure("backward_s", "backward", TIME, 5),
+    _figure("gradient_sync_s", "sync", TIME, 5),
+    _figure("optimizer_s", "opt. step", TIME, 5),
+    _figure("compile_s", "compile time", TIME, 6),
+    _figure("tokens_per_s", "tokens/s", TOKENS_PER_S, 3),
+    _figure("mfu", "MFU", SHARE, 1),
+    Column(key="mfu_convention", header="convention", rank=4),
+    _figure("hfu", "HFU", SHARE, 4),
+    Column(key="peak_flops_per_s", header="dense peak", quantity=FLOPS_PER_S, shared="dense peak {}", rank=10),
+    Column(key="peak_source", header="source of the peak", shared="source of the peak: {}", rank=11),
+    _figure("peak_allocated_bytes", "allocated", BYTES, 2),
+    _figure("peak_reserved_bytes", "reserved", BYTES, 5),
+    _figure("host_peak_bytes", "host peak", BYTES, 7),
+    replace(RESULT, wraps_from=30),
+)
+"""Every column a table for people can have, of runs and of studies, in its order. `status` is told together with
+`failure`."""
+
+
+_MEMORY_RANKS = {
+    "peak_allocated_bytes": 0,
+    **dict.fromkeys(("batch", "pass", "compile", "checkpointing", "peak_reserved_bytes"), 1),
+    **dict.fromkeys(("name", "attention"), 2),
+    "mfu": 3,
+}
+"""What stays the longest where a table is of memory: the peak, and what moves it."""
+
+
+def rows_document(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Document:
+    """A table of runs or of studies by itself; `columns` None: those that suit the rows."""
+    table = rows_table(rows, columns, empty=empty)
+    return Document(title="", sections=(Section(title="", blocks=(table,)),), data=table)
+
+
+def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Table:
+    """One row per run or study."""
+    sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
+    if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
+        sentences.append("A share above 100 % means that the peak or the FLOP count is wrong: see `steplab show ID`.")
+    return Table(
+        name="runs",
+        columns=tuple(_with_conventions(_columns_of(rows) if columns is None else columns, rows)),
+        rows=tuple(rows),
+        caption=" ".join(sentences),
+        empty=empty,
+    )
+
+
+def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """COLUMNS; where most of the runs were watched for their memory, ranked for that."""
+    watched = sum(row.get("memory_source") is not None for row in rows)
+    if 2 * watched <= len(rows):
+        return COLUMNS
+    return tuple(replace(column, rank=_MEMORY_RANKS.get(column.key, column.rank)) for column in COLUMNS)
+
+
+def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+    """Say beside MFU and HFU how FLOPs were counted: in the heading, where one convention serves all."""
+    conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
+    headings = {"hfu": "HFU (as executed)"}
+    if len(conventions) == 1:
+        headings["mfu"] = f"MFU ({conventions.pop()})"
+    return [
+        replace(column, header=headings.get(column.key, column.header))
+        for column in columns
+        if not (column.key == "mfu_convention" and "mfu" in headings)
+    ]

@@ -1,0 +1,243 @@
+"""What a report says of one run: its figures first, then what they are made of, then what was not measured."""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from steplab import stats, units
+from steplab.records.memory_references import MemoryReferences
+from steplab.records.rows import Row, run_row
+from steplab.records.run import Failure, Run
+from steplab.records.timing import Timing, curve, find_phase
+from steplab.report.bridge import memory_sections
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import (
+    Block,
+    Column,
+    Document,
+    Pairs,
+    Section,
+    Sentences,
+    Table,
+    named_section,
+    notes_section,
+)
+from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
+from steplab.report.kit.text import ABSENT, reason
+from steplab.report.profile.document import profile_section
+from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
+from steplab.report.run.gaps import choices, doubts, gaps
+from steplab.report.run.host_lead import lead_s, waiting_words
+from steplab.report.run.ranks import ranks_section
+from steplab.report.run.words import run_subtitle, run_title
+
+_NOTICEABLY = 1.02
+"""Phases that together take so many times their step: rounded shares no longer sum to 100 %."""
+
+
+def run_document(run: Run, *, references: MemoryReferences | None = None) -> Document:
+    """Everything a record says about one run.
+
+    `references` are what its memory is compared with: the same cell in fp32, or without checkpointing.
+    """
+    return Document(
+        title=run_title(run),
+        subtitle=run_subtitle(run),
+        verdict=(*_verdict(run), *choices(run)),
+        sections=tuple(_sections(run, references)),
+        data=Table(name="runs", columns=(), rows=(run_row(run),)),
+    )
+
+
+def _verdict(run: Run) -> Iterator[str]:
+    if run.failure:
+        yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
+    samples = _step_samples(run)
+    if samples:
+        summary, show = stats.summarize(samples), units.format_time
+        yield (
+            f"A step takes {show(summary.median)} (95 % interval {show(summary.low)} to {show(summary.high)}, "
+            f"n = {summary.count})."
+        )
+
+
+def _step_samples(run: Run) -> Sequence[float]:
+    step = run.timing.phase("step") if run.timing else None
+    return step.best_s if step else ()
+
+
+def _sections(run: Run, references: MemoryReferences | None) -> Iterator[Section]:
+    if run.failure:
+        yield from _failure(run.failure)
+    if run.timing and step_median(run) is not None:
+        yield named_section("Step time", _step_time(run, run.timing))
+        yield named_section("Phases", *_phases(run, run.timing))
+        yield named_section("Warm-up", _warmup(run.timing), Sentences(texts=(f"{steady_words(curve(run.timing))}.",)))
+    if run.ranks:
+        yield ranks_section(run.ranks)
+    if run.utilizations:
+        yield named_section("Utilization", *_utilization(run))
+    if run.failure is None and (run.timing or run.memory):  # an imported trace has neither
+        yield named_section("Memory", *_memory(run))
+    yield from environment_section(run.environment)
+    yield from notes_section(gaps(run), "Not measured")
+    if run.profile:
+        yield profile_section(run, run.profile)
+    if run.memory_profile:
+        yield named_section("Where the memory goes", *memory_sections(run, references=references))
+
+
+def _failure(failure: Failure) -> Iterator[Section]:
+    pairs = [
+        ("during", failure.phase),
+        ("asked for", failure.requested_bytes is not None and units.format_bytes(failure.requested_bytes)),
+        (
+            "allocated before",
+            failure.peak_allocated_bytes is not None and units.format_bytes(failure.peak_allocated_bytes),
+        ),
+        ("signal", failure.signal),
+    ]
+    if known := tuple((name, value) for name, value in pairs if value):
+        yield named_section("Failure", Pairs(pairs=known))
+    if failure.last_lines:
+        yield named_section("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
+
+
+def _step_time(run: Run, timing: Timing) -> Pairs:
+    """Mean, quartiles and range of a step's samples, and the figures that follow from it."""
+    summary, show = stats.summarize(_step_samples(run)), units.format_time
+    pairs = [
+        ("median", show(summary.median)),
+        ("95 % interval", f"{show(summary.low)} to {show(summary.high)}"),
+        ("mean", show(summary.mean) + (f" ± {show(summary.stdev)}" if summary.stdev is not None else "")),
+        ("quartiles", f"{show(summary.quartile_1)} to {show(summary.quartile_3)}"),
+        ("range", f"{show(summary.minimum)} to {show(summary.maximum)}"),
+    ]
+    if run.tokens_per_step:
+        rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
+        pairs.append(("throughput", f"{' '.join(rate.split())} ({run.tokens_per_step} tokens per step)"))
+    else:
+        pairs.append(("throughput", f"{ABSENT} (the loop did not say how many tokens a step has)"))
+    if timing.first_step_s is not None:
+        compiling = timing.first_step_s - summary.median
+        told = "by which the first step exceeds a later one; it is not in the step time"
+        pairs.append(("compile", f"{show(compiling)}, {told}"))
+    if timing.back_to_back_host_s is not None:
+        per_step = timing.back_to_back_host_s / summary.count
+        pairs.append(("host clock", f"{show(per_step)} per step: the same loop from end to end, as a check"))
+    return Pairs(pairs=tuple(pairs))
+
+
+def _phases(run: Run, timing: Timing) -> Iterator[Block]:
+    """Medians of every phase: as training runs them, then, where they were also timed alone, by both clocks."""
+    whole = step_median(run)
+    rows: list[Row] = []
+    for name in (*phase_names(run), "step"):
+        together, alone = timing.phase(name), find_phase(timing.synchronised, name)
+        time_s = _median(together.best_s if together else None)
+        rows.append(
+            {
+                "phase": name,
+                "time_s": time_s,
+                "share": time_s / whole if time_s is not None and whole else None,
+                "lead_s": lead_s(timing.back_to_back, name),
+                "device_s": _median(alone.device_s if alone else None),
+                "host_s": _median(alone.host_s if alone else None),
+            }
+        )
+    yield Table(
+        name="phases",
+        columns=(
+            Column(key="phase", header="phase"),
+            Column(key="time_s", header="back to back", quantity=TIME),
+            Column(key="share", header="share", quantity=SHARE),
+            Column(key="lead_s", header="host ahead", quantity=TIME),
+            Column(key="device_s", header="alone, device", quantity=TIME),
+            Column(key="host_s", header="alone, host", quantity=TIME),
+        ),
+        rows=tuple(rows),
+        caption="Medians.",
+    )
+    told = [waiting_words(timing.back_to_back)]
+    parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
+    if whole and sum(map(median, parts_s)) > _NOTICEABLY * whole:
+        told.append(
+            "The steps differ so much that the medians of the phases add up to more than the median of the step."
+        )
+    if found := tuple(filter(None, told)):
+        yield Sentences(texts=found)
+
+
+def _median(samples: Sequence[float] | None) -> float | None:
+    return median(samples) if samples else None
+
+
+def _warmup(timing: Timing) -> Table:
+    """What the figures would have been after fewer warm-up steps."""
+    effects = warmup_study(timing)
+    mean: Row = {"figure": "mean of the next steps"} | {str(effect.count): effect.mean_s for effect in effects}
+    middle: Row = {"figure": "median of the next steps"} | {str(effect.count): effect.median_s for effect in effects}
+    counts = tuple(Column(key=str(effect.count), header=str(effect.count), quantity=TIME) for effect in effects)
+    return Table(
+        name="warmup", columns=(Column(key="figure", header="warm-up steps left out"), *counts), rows=(mean, middle)
+    )
+
+
+def _utilization(run: Run) -> Iterator[Block]:
+    rows: list[Row] = [
+        {
+            "figure": f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
+            "value": used.value,
+            "flops": used.flops,
+            "peak": used.peak_flops_per_s,
+            "devices": used.num_devices if used.num_devices > 1 else None,
+            "dtype": used.dtype,
+        }
+        for used in run.utilizations
+    ]
+    yield Table(
+        name="utilization",
+        columns=(
+            Column(key="figure", header=""),
+            Column(key="value", header="value", quantity=SHARE),
+            Column(key="flops", header="FLOPs per step", quantity=COUNT),
+            Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
+            Column(key="devices", header="devices", quantity=COUNT),
+            Column(key="dtype", header="type"),
+        ),
+        rows=tuple(rows),
+    )
+    yield Sentences(texts=tuple(dict.fromkeys(f"Peak: {used.peak_source}." for used in run.utilizations)), role="note")
+    if found := doubts(run):
+        yield Sentences(texts=tuple(found), role="warning")
+
+
+def _memory(run: Run) -> Iterator[Block]:
+    if run.memory is None:
+        yield Sentences(texts=("Memory was not measured.",))
+        return
+    if run.memory.peaks:
+        yield Table(
+            name="peaks",
+            columns=(
+                Column(key="phase", header="phase", quantity=TEXT),
+                Column(key="allocated_bytes", header="peak allocated", quantity=BYTES),
+                Column(key="reserved_bytes", header="peak reserved", quantity=BYTES),
+            ),
+            rows=tuple(
+                {
+                    "phase": peak.phase,
+                    "allocated_bytes": peak.peak_allocated_bytes,
+                    "reserved_bytes": peak.peak_reserved_bytes,
+                }
+                for peak in run.memory.peaks
+            ),
+        )
+    else:
+        yield Sentences(texts=("No peaks of live tensors are known: this device's allocator keeps no count.",))
+    pairs = []
+    if run.memory.total_bytes is not None:
+        pairs.append(("device memory", units.format_bytes(run.memory.total_bytes)))
+    if run.memory.host_peak_bytes is not None:
+        pairs.append(("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"))
+    if pairs:
+        yield Pairs(pairs=tuple(pairs))

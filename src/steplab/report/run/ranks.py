@@ -1,0 +1,68 @@
+"""What each of several processes measured, and how far apart they are."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from steplab import units
+from steplab.records.ranks import RankSamples
+from steplab.records.rows import Row
+from steplab.report.kit.document import Column, Section, Sentences, Table, named_section
+from steplab.report.kit.quantities import BYTES, LABEL, TIME
+from steplab.report.kit.text import ABSENT
+from steplab.units import format_share
+
+_WAITING_PHASE = "gradient sync"
+
+
+def ranks_section(ranks: Sequence[RankSamples]) -> Section:
+    """One row per rank, and the spread over ranks in a sentence."""
+    rows: list[Row] = []
+    for rank in ranks:
+        peak = rank.peak("step")
+        rows.append(
+            {
+                "rank": rank.rank,
+                "host": rank.host,
+                "device": rank.device_name,
+                "step_s": _median(rank, "step"),
+                "waiting_s": _median(rank, _WAITING_PHASE),
+                "peak_bytes": peak.peak_allocated_bytes if peak else None,
+                "host_peak_bytes": rank.host_peak_bytes,
+            }
+        )
+    table = Table(
+        name="ranks",
+        columns=(
+            Column(key="rank", header="rank", quantity=LABEL),
+            Column(key="host", header="host", shared="{}"),
+            Column(key="device", header="device", shared="{}", wraps_from=16),
+            Column(key="step_s", header="step", quantity=TIME),
+            Column(key="waiting_s", header=_WAITING_PHASE, quantity=TIME),
+            Column(key="peak_bytes", header="peak allocated", quantity=BYTES),
+            Column(key="host_peak_bytes", header="host peak", quantity=BYTES, rank=1),
+        ),
+        rows=tuple(rows),
+        caption="Medians.",
+    )
+    told = spread_words(ranks)
+    return named_section("Ranks", table, Sentences(texts=(f"{told}.",)) if told else None)
+
+
+def spread_words(ranks: Sequence[RankSamples]) -> str | None:
+    """How far apart the ranks' own clocks are; None where they did not time the same steps."""
+    columns = [samples.best_s for rank in ranks if (samples := rank.phase("step"))]
+    if len(columns) < len(ranks) or len({len(column) for column in columns}) != 1 or not columns[0]:
+        return None
+    medians = sorted(median(column) for column in columns)
+    apart = median(max(step) - min(step) for step in zip(*columns, strict=True))
+    share = format_share(apart / medians[0]) if medians[0] > 0 else ABSENT
+    low, high = units.format_time(medians[0]), units.format_time(medians[-1])
+    return (
+        f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step the slowest "
+        f"is {units.format_time(apart)} ({share}) behind the fastest, by the median"
+    )
+
+
+def _median(rank: RankSamples, phase: str) -> float | None:
+    samples = rank.phase(phase)
+    return median(samples.best_s) if samples and samples.best_s else None

@@ -1,0 +1,29 @@
+"""What a run is called: the choices of its step on one line, and which record it is."""
+
+from steplab.records.run import Run
+from steplab.specs.step import STEP_FIELDS, StepSpec
+
+
+def run_title(run: Run) -> str:
+    """What was measured, on one line."""
+    if run.spec:
+        return describe(run.spec)
+    if run.profile and run.profile.file:
+        return f"{run.name or run.profile.file} (imported trace)"
+    if run.memory_profile:
+        return f"{run.name or run.memory_profile.file or 'a snapshot'} (imported snapshot)"
+    return f"{run.name or 'a loop of your own'} (recorded loop)"
+
+
+def describe(spec: StepSpec) -> str:
+    """Every choice of a spec that decides what its step computes, but for defaults that go without saying."""
+    fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
+    chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
+    values = [(field, field.value(spec)) for field in chosen]
+    return " · ".join(field.say(value) for field, value in values if value is not None)
+
+
+def run_subtitle(run: Run) -> str:
+    """Which record it is, of when, and by which version."""
+    made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
+    return " · ".join(made + ([f"'{run.name}'"] if run.name else []))
