@@ -10,6 +10,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
 from steplab.report.grid import Grid
+from steplab.report.kit.document import Chart
 from steplab.report.memory_cells import alike_but_for, watched
 from steplab.report.memory_charts import peak_bars
 from steplab.report.memory_compare import comparison_sentences

@@ -144,7 +144,7 @@ def _norm_answer(
     name: str, uses: Sequence[OperationAudit], low: str, audit: Audit, accumulations: Sequence[Accumulation]
 ) -> Iterator[str]:
     in_fp32 = all(set(use.outputs) <= _FP32 for use in uses)
-    yield f"Yes, keep {name} in fp32, because it needs means over the width, {_NORM_BECAUSE[low]}."
+    yield f"Yes, keep {name} in fp32, because it needs means over many elements, {_NORM_BECAUSE[low]}."
     if not in_fp32:
         yield f"Here it ran in {low}."
     elif any(use.rule == "fp32" for use in uses):

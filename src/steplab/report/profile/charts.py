@@ -114,10 +114,8 @@ def kernel_bars(profile: Profile) -> Chart | None:
     if not pictures:
         return None
     word = words.kernels_word(profile)
-    note = (
-        f"Time per step, share of the time of the phase's {word}, and calls per step, each summed over all the places "
-    )
-    note += "of the model in which it ran."
+    note = f"Time per step, share of the time of the phase's {word}, and calls per step, each summed over all the "
+    note += "places of the model in which it ran."
     order = [category for category in CATEGORIES if category in shown]
     return Chart(pictures=tuple(pictures), legend=category_legend(order), note=note)
 

@@ -28,11 +28,8 @@ _CALLS = Quantity(words.calls_text)
 
 def phase_table(run: Run, profile: Profile) -> Table:
     """Busy, waiting and idle time by phase, and the unprofiled time with which the busy time should agree."""
-    parts = [
-        ("busy", "busy"),
-        *([("host_bound", "waits for host")] if words.has_host(profile) else ()),
-        ("idle", "idle"),
-    ]
+    waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
+    parts = [("busy", "busy"), *waits, ("idle", "idle")]
     return Table(
         name="phases",
         columns=(
