@@ -26,7 +26,7 @@ from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
-from steplab.report.run.attention_steps import attention_step_grid, attention_step_rows
+from steplab.report.run.attention_steps import attention_step_rows, attention_steps
 from steplab.specs.attention_study import Grid
 from steplab.store.database import Store
 
@@ -75,8 +75,8 @@ def test_a_report_without_any_run_is_of_the_newest_benchmark(peers: AttentionRun
     path = tmp_path / "store.db"
     with Store.open(path, write=True) as store:
         store.add(peers)
-    assert runs_to_report(store=path).attention == (peers,)
-    assert runs_to_report((peers.id,), store=path).attention == (peers,)
+    assert runs_to_report(store=path).records == (peers,)
+    assert runs_to_report((peers.id,), store=path).records == (peers,)
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_documents_get_the_three_tables(peers: AttentionRun, format: str) -> Non
 def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
     lists: Grid = {"implementation": ["plain", "sdpa_flash"], "sequence": [256, 1024, 16384], "dim": [16, 64]}
     study = make_benchmark("study", lists)
-    page = render_page([], title="Attention", attention=[study])
+    page = render_page([study], title="Attention")
     assert '<section id="attention">' in page
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(pictures) == 5 * 2  # three passes, memory kept and peak; a panel a head dimension
@@ -229,7 +229,7 @@ def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
 
 
 def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: AttentionRun) -> None:
-    page = render_page([], title="Attention", attention=[peers])
+    page = render_page([peers], title="Attention")
     assert len(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)) == 5
 
 
@@ -259,9 +259,9 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
     assert rows[fused.id]["eager_speed"] == pytest.approx(times[0] / times[2])
     assert rows[fused.id]["compiled_speed"] == pytest.approx(times[1] / times[2])
     assert rows[failed.id]["eager_speed"] is None
-    grid = attention_step_grid([other, *plain, fused, failed])
-    assert grid is not None
-    assert grid.bad_rows == {3}
+    table = attention_steps([other, *plain, fused, failed])
+    assert table is not None
+    assert sheet(table).failures == {3}
     page = render_page([other, *plain, fused, failed], title="Steps")
     assert "Training steps by attention implementation" in page
     assert "Training steps by attention" not in render_page([other, plain[0]], title="Steps")

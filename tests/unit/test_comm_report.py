@@ -18,7 +18,7 @@ from tests.runs import make_run
 
 from steplab.lab.comm import _Gathered, profile_of
 from steplab.lab.reporting import runs_to_report
-from steplab.records.codec import decode, encode, kind_of
+from steplab.records.codec import Record, decode, encode, kind_of
 from steplab.records.comm import CommCell, CommRun
 from steplab.records.rows import benchmark_row, ddp_run_row
 from steplab.report.attention.document import attention_document
@@ -26,10 +26,10 @@ from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, t
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp.document import ddp_document
-from steplab.report.formats import render_rows
 from steplab.report.kit.document import Document
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
+from steplab.report.run.columns import rows_document
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
 
@@ -91,23 +91,23 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
         assert other.import_lines(lines) == (1, 0)
         assert other.get(gpus.id) == gpus
     selection = runs_to_report(store=tmp_path / "store.db")
-    assert (selection.comm, selection.title) == ((gpus,), "Collectives")
-    assert runs_to_report((gpus.id,), store=tmp_path / "store.db").comm == (gpus,)
+    assert (selection.records, selection.title) == ((gpus,), "Collectives")
+    assert runs_to_report((gpus.id,), store=tmp_path / "store.db").records == (gpus,)
 
 
 def test_a_listing_tells_benchmarks_apart(gpus: CommRun) -> None:
     cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
-    text = render_rows([benchmark_row(gpus), benchmark_row(cpu)], "table", width=119)
+    text = render(rows_document([benchmark_row(gpus), benchmark_row(cpu)]), width=119)
     assert re.search(rf"{gpus.id} +4 +nccl +all +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     older = {key: value for key, value in benchmark_row(gpus).items() if key not in ("backend", "collectives")}
-    text = render_rows([older, benchmark_row(cpu)], "table", width=119)  # of which nobody knows that it was gloo's
+    text = render(rows_document([older, benchmark_row(cpu)]), width=119)  # of which nobody knows that it was gloo's
     assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
     rows = [ddp_run_row(run) for run in studies]
     assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
-    assert "flat; bucketed" in render_rows(rows, "table", width=119)
+    assert "flat; bucketed" in render(rows_document(rows), width=119)
 
 
 def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_pa
         for record in (before, gpus, after, swept, make_ddp_run(created_utc="2026-11-21T21:00:00Z")):
             store.add(record)
             selection = runs_to_report(store=store.path)
-            told.append((len(selection.runs), len(selection.comm), len(selection.ddp)))
-    assert told == [(1, 0, 0), (0, 1, 0), (2, 0, 0), (1, 0, 0), (0, 0, 1)]
+            told.append([kind_of(record) for record in selection.records])
+    assert told == [["run"], ["comm"], ["run", "run"], ["run"], ["ddp"]]
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_line_of_progress_has_time_and_bandwidth_or_what_went_wrong(gpus: Comm
 
 
 def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) -> None:
-    page = render_page([], title="Collectives", comm=[gpus])
+    page = render_page([gpus], title="Collectives")
     assert '<section id="communication">' in page
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(pictures) == 2 + 4  # by world size, and by size; one backend is nothing to compare
@@ -308,16 +308,16 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
 
 
 def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
-    def terms(**records: Any) -> set[str]:
-        page = render_page(records.pop("runs", []), title="Terms", **records).partition('id="method"')[2]
+    def terms(record: Record) -> set[str]:
+        page = render_page([record], title="Terms").partition('id="method"')[2]
         return set(re.findall(r"<dt>(.*?)</dt>", page))
 
-    of_comm, of_ddp = terms(comm=[gpus]), terms(ddp=[make_ddp_run(("flat",))])
+    of_comm, of_ddp = terms(gpus), terms(make_ddp_run(("flat",)))
     steps = {"step time", "steady", "MFU", "HFU", "peak memory", "compile time"}
     assert {"algbw, busbw", "α, β, γ", "time of a call"} <= of_comm
-    assert {"exposed communication", "alone, hidden", "bucket", "by formula", "95&nbsp;% interval"} <= of_ddp
+    assert {"exposed communication", "alone, hidden", "bucket", "by formula", "95 % interval"} <= of_ddp
     assert not steps & (of_comm | of_ddp)
-    assert steps <= terms(runs=[make_run()])
+    assert steps <= terms(make_run())
     assert not of_comm & {"bucket"}
 
 
@@ -329,8 +329,8 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
     assert len(chart.pictures) == 6
     assert backends_side_by_side(gpus.cells) is None
     cpu = make_comm({"backend": ["gloo"]}, ranks=4)
-    assert "Backends side by side" in render_page([], title="Both", comm=[gpus, cpu])
-    assert "Backends side by side" not in render_page([], title="Both", comm=[gpus, gpus])
+    assert "Backends side by side" in render_page([gpus, cpu], title="Both")
+    assert "Backends side by side" not in render_page([gpus, gpus], title="Both")
 
 
 def test_failures_are_marked_in_pictures_and_tables() -> None:
@@ -343,7 +343,7 @@ def test_failures_are_marked_in_pictures_and_tables() -> None:
     nothing = make_comm(cells=tuple(make_failure(cell.spec) for cell in run.cells), profile=())
     assert nothing.status == "out_of_memory"
     assert "Bus bandwidth" not in render_comm(nothing)
-    assert "<svg" not in render_page([], title="Nothing", comm=[nothing])
+    assert "<svg" not in render_page([nothing], title="Nothing")
     assert "out of memory" in render_comm(nothing)
     assert render_comm(make_comm(cells=(), profile=(), environment=None, libraries={}))
 

@@ -63,12 +63,12 @@ def test_a_study_comes_back_as_it_was_written_and_is_listed(run: DdpRun, tmp_pat
 def test_a_report_without_any_run_is_of_the_newest_study_and_ids_take_any(run: DdpRun, tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db", write=True) as store:
         store.add(run)
-        assert runs_to_report(store=store.path).ddp == (run,)
+        assert runs_to_report(store=store.path).records == (run,)
         step = make_run()
         store.add(step)
-        assert runs_to_report(store=store.path).ddp == ()
+        assert runs_to_report(store=store.path).records == (step,)
         both = runs_to_report((run.id, step.id), store=store.path)
-        assert (both.ddp, both.runs) == ((run,), (step,))
+        assert both.records == (step, run)
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -206,12 +206,12 @@ def test_a_line_of_progress_says_the_step_and_what_is_exposed(run: DdpRun) -> No
 
 
 def test_the_page_has_its_pictures(run: DdpRun) -> None:
-    page = render_page([], title="Study", ddp=[run])
+    page = render_page([run], title="Study")
     assert 'id="ddp"' in page
     assert page.count("<svg") == 1 + 1 + 3 + len(run.cells)
     for words in ("exposed communication", "before the update", "messages", "sqrt(s w o)", "optimizer state"):
         assert words in page
-    assert page == render_page([], title="Study", ddp=[run])
+    assert page == render_page([run], title="Study")
 
 
 def test_pictures_leave_out_what_was_not_measured() -> None:
@@ -221,7 +221,7 @@ def test_pictures_leave_out_what_was_not_measured() -> None:
     assert timelines(bare) is None
     assert bucket_curve(bare) is None
     assert bare.model is None
-    assert "OOM" in str(render_page([], title="Study", ddp=[make_ddp_run(broken=("flat",))]))
+    assert "OOM" in str(render_page([make_ddp_run(broken=("flat",))], title="Study"))
     unfitted = dataclasses.replace(make_ddp_run(), model=None)
     curve = bucket_curve(unfitted)
     assert curve is not None

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from tests.ddp_records import make_ddp_run
+from tests.rendering import run_text
 from tests.runs import make_run
 
 from steplab.records.ddp import DdpCell
@@ -12,7 +13,6 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.words import verdict
 from steplab.report.run.cells import cells_of
-from steplab.report.run.document import render_run
 from steplab.report.run.host_lead import lead_s, waiting_words
 from steplab.report.run.narrative import facts
 
@@ -48,17 +48,17 @@ def test_where_no_lead_was_taken_nothing_is_said_and_no_column_is_shown() -> Non
     assert run.timing is not None
     assert lead_s(run.timing.back_to_back) is None
     assert waiting_words(run.timing.back_to_back) is None
-    assert "host ahead" not in render_run(run, width=160)
+    assert "host ahead" not in run_text(run, width=160)
 
 
 def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     run = dataclasses.replace(make_run(), timing=Timing(warmup=(), back_to_back=phases(0.25, 0.002)))
-    shown = render_run(run, width=160)
+    shown = run_text(run, width=160)
     rows = {line.split()[0]: line for line in shown.splitlines() if line.split()}
     assert "250 ms" in rows["forward"]
     assert "2.00 ms" in rows["backward"]
     assert "At the end of backward Python was hardly ahead" in shown
-    assert "hardly ahead" not in render_run(
+    assert "hardly ahead" not in run_text(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.rendering import run_text
 from tests.runs import make_run
 
 from steplab.errors import Unsupported, UserError
@@ -19,7 +20,6 @@ from steplab.records.ranks import RankSamples
 from steplab.records.rows import run_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.run.cells import cells_of, label, varying
-from steplab.report.run.document import render_run
 from steplab.report.run.ranks import spread_words
 from steplab.report.run.words import describe
 from steplab.specs.layout import Layout, parse_layout, process_count, with_processes
@@ -136,7 +136,7 @@ def test_a_record_of_several_ranks_reads_back_and_tells_each() -> None:
     assert decode(encode(run)) == run
     row = run_row(run)
     assert (row["processes"], row["layout"], row["data_parallel"], row["bucket_size_mb"]) == (2, "dp=2", "bucketed", 10)
-    text = render_run(run, width=120)
+    text = run_text(run, width=120)
     assert "layout dp=2 · bucketed gradients · buckets of 10 MB" in " ".join(text.split())
     assert spread_words(run.ranks) is not None
     assert "within a step the slowest is 200 ms (10.0 %) behind the fastest" in " ".join(text.split())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.rendering import rows_text, run_text, sheet_of
 from tests.runs import grid, make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import watched_run
 
@@ -20,13 +21,11 @@ from steplab.errors import UserError
 from steplab.records.rows import run_row
 from steplab.records.run import Failure, Run
 from steplab.records.timing import PhaseSamples, Timing, curve
-from steplab.report.formats import FORMATS, render_rows
+from steplab.report.kit.rendering import FORMATS
 from steplab.report.kit.text import ABSENT
 from steplab.report.page import render_page
 from steplab.report.run import charts, curves
 from steplab.report.run.cells import arrange, cells_of, varying
-from steplab.report.run.columns import make_sheet
-from steplab.report.run.document import render_run
 from steplab.report.run.figures import phase_names, steady_words, warmup_study
 from steplab.report.run.narrative import facts
 
@@ -47,12 +46,12 @@ def timed(samples: list[float], warmup: list[float] | None = None) -> Run:
 
 def test_json_holds_the_rows_themselves() -> None:
     rows = [run_row(run) for run in MIXED]
-    assert json.loads(render_rows(rows, "json")) == rows
+    assert json.loads(rows_text(rows, "json")) == rows
 
 
 def test_csv_holds_the_rows_themselves_and_leaves_what_is_absent_empty() -> None:
     rows = [run_row(run) for run in MIXED]
-    read = list(csv.DictReader(io.StringIO(render_rows(rows, "csv"))))
+    read = list(csv.DictReader(io.StringIO(rows_text(rows, "csv"))))
     assert [list(row) for row in read] == [list(row) for row in rows]
     for row, expected in zip(read, rows, strict=True):
         for key, value in expected.items():
@@ -64,20 +63,20 @@ def test_step_time_is_the_median_of_the_samples() -> None:
     assert run.timing is not None
     step = run.timing.phase("step")
     assert step is not None
-    (row,) = json.loads(render_rows([run_row(run)], "json"))
+    (row,) = json.loads(rows_text([run_row(run)], "json"))
     assert row["step_time_s"] == statistics.median(step.best_s)
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "a|b", "back\\|slash", "new\nline"])
 def test_markdown_rows_keep_their_number_of_cells(name: str) -> None:
-    lines = render_rows([run_row(replace(run, name=name)) for run in STUDY[:1]], "md").splitlines()
+    lines = rows_text([run_row(replace(run, name=name)) for run in STUDY[:1]], "md").splitlines()
     counts = {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in lines[:3]}
     assert len(counts) == 1
     assert "<script" not in "\n".join(lines)
 
 
 def test_latex_escapes_what_it_would_act_on() -> None:
-    text = render_rows([run_row(replace(STUDY[0], name=HOSTILE))], "latex")
+    text = rows_text([run_row(replace(STUDY[0], name=HOSTILE))], "latex")
     assert r"\textbackslash{}input\{x\} \$\&\%\_\textasciitilde{}\textasciicircum{}" in text
     assert r"\input" not in text
     body = text[text.index(r"\toprule") : text.index(r"\bottomrule")]
@@ -87,7 +86,7 @@ def test_latex_escapes_what_it_would_act_on() -> None:
 
 
 def test_constants_move_to_the_caption_and_empty_columns_go() -> None:
-    sheet = make_sheet([run_row(run) for run in STUDY])
+    sheet = sheet_of([run_row(run) for run in STUDY])
     shown = [column.key for column in sheet.columns]
     assert "batch" not in shown
     assert "compile_s" not in shown
@@ -98,9 +97,9 @@ def test_constants_move_to_the_caption_and_empty_columns_go() -> None:
 
 
 def test_a_failure_is_a_row_with_its_reason() -> None:
-    sheet = make_sheet([run_row(run) for run in MIXED])
+    sheet = sheet_of([run_row(run) for run in MIXED])
     keys = [column.key for column in sheet.columns]
-    failed = dict(zip(keys, sheet.cells[len(STUDY)], strict=True))
+    failed = dict(zip(keys, sheet.rows[len(STUDY)], strict=True))
     assert failed["failure"] == "out of memory: asked 8.00 GiB"
     assert failed["step_time_s"] == failed["mfu"] == failed["peak_allocated_bytes"] == ABSENT
 
@@ -108,7 +107,7 @@ def test_a_failure_is_a_row_with_its_reason() -> None:
 @pytest.mark.parametrize("width", [30, 60, 80, 100, 200])
 def test_the_table_fits_and_no_figure_is_cut(width: int) -> None:
     rows = [run_row(run) for run in MIXED]
-    text = render_rows(rows, "table", width=width)
+    text = rows_text(rows, "table", width=width)
     assert max(map(len, text.splitlines())) <= width
     for row in rows:
         if isinstance(row["step_time_s"], float):
@@ -118,18 +117,18 @@ def test_the_table_fits_and_no_figure_is_cut(width: int) -> None:
 
 def test_tables_are_plain_unless_colour_is_asked_for_and_the_record_adds_none() -> None:
     rows = [run_row(replace(run, name=HOSTILE)) for run in MIXED]
-    assert "\x1b" not in render_rows(rows, "table", width=400)
-    assert "\x1b[1m" in render_rows(rows, "table", width=400, color=True)
+    assert "\x1b" not in rows_text(rows, "table", width=400)
+    assert "\x1b[31m" in rows_text(rows, "table", width=400, color=True)
 
 
 def test_an_unknown_format_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match=", ".join(FORMATS)):
-        render_rows([], "xml")
+        rows_text([], "xml")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_rows(format: str) -> None:
-    assert isinstance(render_rows([], format), str)
+    assert isinstance(rows_text([], format), str)
 
 
 # --- one run ----------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def test_the_run_view_shows_independently_computed_statistics() -> None:
     step = run.timing.phase("step")
     assert step is not None
     values = np.array(step.best_s)
-    text = render_run(run, width=140)
+    text = run_text(run, width=140)
     for figure in (np.median(values), values.mean(), values.std(ddof=1), *np.percentile(values, [25, 75])):
         assert units.format_time(float(figure)) in text
     assert units.format_percent(run.utilizations[0].value or 0) in text
@@ -157,7 +156,7 @@ def test_the_run_view_shows_independently_computed_statistics() -> None:
 
 
 def test_what_is_absent_is_a_dash_and_never_zero() -> None:
-    text = render_run(recorder_run(), width=120)
+    text = run_text(recorder_run(), width=120)
     assert re.search(rf"throughput\s+{ABSENT}", text)
     assert not re.search(r"(?<![\d.])0(\.0+)? (ms|B|GiB|%|FLOP)", text)
     assert "the loop did not say how many FLOPs" in text
@@ -173,7 +172,7 @@ def test_a_failed_run_says_all_that_is_known_of_it() -> None:
         signal="SIGKILL",
         last_lines=("Killed\x1b[2J",),
     )
-    text = render_run(out_of_memory(failure=failure), width=100)
+    text = run_text(out_of_memory(failure=failure), width=100)
     for shown in ("crashed: the process died", "measure", "SIGKILL", "8.00 GiB", "32.0 GiB", "Killed"):
         assert shown in text
     assert "\x1b" not in text
@@ -187,13 +186,13 @@ def test_a_table_of_memory_keeps_the_peak_and_what_moves_it() -> None:
     ]
     rows = [run_row(run) | {"compile": mode} for run, mode in zip(runs, ("off", "default") * 2, strict=True)]
     for kept in ("allocated", "reserved", "checkpointing", "compile"):
-        assert kept in render_rows(rows, "table", width=92).splitlines()[0]
+        assert kept in rows_text(rows, "table", width=92).splitlines()[0]
     unwatched = [row | {"memory_source": None} for row in rows]
-    assert "reserved" not in render_rows(unwatched, "table", width=92).splitlines()[0]
+    assert "reserved" not in rows_text(unwatched, "table", width=92).splitlines()[0]
 
 
 def test_the_run_view_fits_a_narrow_terminal() -> None:
-    assert max(map(len, render_run(make_run(), width=70).splitlines())) <= 70
+    assert max(map(len, run_text(make_run(), width=70).splitlines())) <= 70
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -415,7 +414,7 @@ def test_a_large_study_stays_small_enough_to_send() -> None:
 def test_reporting_needs_no_torch_and_renders_lazily() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import steplab.report.html, steplab.report.formats, steplab.report.run_text, steplab.report.charts\n"
+        "import steplab.report.page, steplab.report.kit.rendering\n"
         "print([name for name in ('matplotlib', 'rich', 'jinja2', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from tests.rendering import sheet_of
 from tests.runs import grid, make_run, recorder_run
 
 from steplab.records.rows import run_row
@@ -14,7 +15,6 @@ from steplab.report.kit import charts as kit
 from steplab.report.kit.labels import fitted, shortened, text_width, wrap
 from steplab.report.page import render_page
 from steplab.report.run.cells import FIELDS, arrange, axis_name, cells_of, label, varying
-from steplab.report.run.columns import make_sheet
 from steplab.report.run.narrative import facts
 from steplab.report.run.phases import phases
 from steplab.report.run.words import describe
@@ -88,7 +88,7 @@ def test_a_factorys_model_brings_its_own_attention() -> None:
 )
 def test_a_caption_counts_one_as_one(steps: int, said: str) -> None:
     rows = [run_row(make_run({"warmup": steps, "steps": steps, "context": context})) for context in (64, 128)]
-    assert said in make_sheet(rows).caption
+    assert said in sheet_of(rows).caption
 
 
 # --- that it fits -----------------------------------------------------------------------------------------

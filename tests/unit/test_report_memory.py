@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.rendering import run_text
 from tests.runs import make_run
 from tests.unit.memory_records import (
     MIB,
@@ -44,7 +45,6 @@ from steplab.report.memory_words import (
     residual_sentence,
     saved_sentences,
 )
-from steplab.report.run.document import render_run
 from steplab.report.run.words import run_title
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share
@@ -187,7 +187,7 @@ def test_names_from_a_file_do_not_steer_the_terminal() -> None:
 
 
 def test_show_ends_with_where_the_memory_goes() -> None:
-    assert "Where the memory goes" in render_run(FP32, width=120)
+    assert "Where the memory goes" in run_text(FP32, width=120)
     assert run_title(IMPORTED) == "their step (imported snapshot)"
     assert run_title(replace(IMPORTED, name="")) == "snapshot.pickle (imported snapshot)"
     named = replace(IMPORTED, memory_profile=replace(profile_of(IMPORTED), device_name="NVIDIA H200"))

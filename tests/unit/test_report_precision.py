@@ -301,12 +301,12 @@ def test_speed_ups_are_over_fp32_and_a_failure_has_none() -> None:
 
 def test_a_page_has_the_part_on_precision_with_or_without_runs() -> None:
     runs = [dataclasses.replace(run, study="5") for run in RUNS]
-    page = render_page(runs, title="t", numerics=[record(study="5"), FAILED])
+    page = render_page([*runs, record(study="5"), FAILED], title="t")
     assert page.index('id="precision"') < page.index('id="runs"')
     for part in ("One step in each precision", "vs fp32", "fp16 autocast", "asked for 8.00", "bf16 += bf16"):
         assert part in page
     assert "<script>" not in page
-    alone = render_page([], title="t", numerics=[record()])
+    alone = render_page([record()], title="t")
     assert "fp16 autocast" in alone
     assert "NVIDIA H200" in alone
     assert 'id="runs"' not in alone
@@ -331,10 +331,10 @@ def test_a_record_survives_the_store_and_is_reported_with_its_study(tmp_path: Pa
         assert (study["num_ok"], study["num_failed"]) == (3, 1)
         assert not any(isinstance(found, Run) for found in store.iterate(kind="numerics"))
     selection = runs_to_report(store=path)
-    assert (len(selection.runs), selection.numerics) == (len(RUNS), (kept,))
+    assert (len(selection.runs), selection.records[len(RUNS) :]) == (len(RUNS), (kept,))
     alone = runs_to_report([kept.id], store=path)
-    assert (alone.runs, alone.numerics) == ((), (kept,))
-    assert runs_to_report(name="mine", store=path).numerics == (kept,)
+    assert alone.records == (kept,)
+    assert runs_to_report(name="mine", store=path).records == (kept,)
 
 
 # --- asked for ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tests.profiles import (
     total_up,
     training_kernels,
 )
+from tests.rendering import run_text
 from tests.runs import make_run
 
 from steplab import units
@@ -40,7 +41,7 @@ from steplab.report.profile_rows import kernel_rows, render_kernels
 from steplab.report.profile_text import render_profile
 from steplab.report.roofs import find_roofs, roof_dtype
 from steplab.report.run.cells import cells_of
-from steplab.report.run.document import render_profiled, render_run
+from steplab.report.run.document import render_profiled
 
 STEPS = 3
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()
@@ -530,11 +531,11 @@ def test_categories_and_kernels_of_the_text_are_the_raw_ones() -> None:
 
 
 def test_show_gives_the_run_and_then_its_profile() -> None:
-    text = render_run(LARGE, width=120)
+    text = run_text(LARGE, width=120)
     assert text.index("throughput") < text.index("Where the time goes")
     assert render_profile(LARGE, width=120) in text
-    assert "Where the time goes" not in render_run(make_run(), width=120)
-    imported = render_run(IMPORTED, width=120)
+    assert "Where the time goes" not in run_text(make_run(), width=120)
+    imported = run_text(IMPORTED, width=120)
     assert imported.startswith("rank0 (imported trace)")
     assert "Memory" not in imported
     assert "an imported trace holds profiled steps alone" in imported
@@ -543,7 +544,7 @@ def test_show_gives_the_run_and_then_its_profile() -> None:
 @pytest.mark.parametrize("run", [LARGE, IMPORTED], ids=["large", "imported"])
 def test_a_profile_has_the_same_title_as_its_run(run: Run) -> None:
     lines = render_profiled(run, width=120).splitlines()
-    assert lines[:2] == render_run(run, width=120).splitlines()[:2]
+    assert lines[:2] == run_text(run, width=120).splitlines()[:2]
     assert run.id in lines[1]
     assert lines[2:] == ["", *render_profile(run, width=120).splitlines()]
 

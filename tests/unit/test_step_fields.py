@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import pytest
 from cyclopts import App
+from tests.rendering import sheet_of
 from tests.runs import make_run
 
 from steplab.cli.options import StepOptions
@@ -16,7 +17,6 @@ from steplab.records.run import Run
 from steplab.report.run.attention_steps import attention_step_rows
 from steplab.report.run.cells import FIELDS as LABELLED
 from steplab.report.run.cells import axis_name, cells_of, label, varying
-from steplab.report.run.columns import make_sheet
 from steplab.report.run.narrative import facts
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
@@ -85,9 +85,9 @@ def test_two_specs_that_differ_in_a_field_alone_differ_wherever_steps_are_told_a
     assert len(set(labels)) == 2
     assert not any(" run " in f" {text}" for text in labels), "told apart by its value, not by a number"
     shown = "model" if field.about.group == "sizes" else field.column
-    sheet = make_sheet(rows)
+    sheet = sheet_of(rows)
     (index,) = (index for index, column in enumerate(sheet.columns) if column.key == shown)
-    assert len({cells[index] for cells in sheet.cells}) == 2
+    assert len({cells[index] for cells in sheet.rows}) == 2
 
 
 @each_field
@@ -150,12 +150,12 @@ def test_what_is_not_declared_is_refused_with_what_to_write() -> None:
 
 def test_a_default_that_goes_without_saying_has_no_column_and_no_word_in_a_caption() -> None:
     rows = [run_row(make_run({"context": context})) for context in (64, 128)]
-    sheet = make_sheet(rows)
+    sheet = sheet_of(rows)
     quiet = {field.column for field in FIELDS.values() if field.about.quiet}
     assert quiet >= {"seed", "layout", "requested_device"}
     assert quiet.isdisjoint(column.key for column in sheet.columns)
     assert not any(word in sheet.caption for word in ("seed", "one process", "auto"))
-    seeded = make_sheet([run_row(make_run({"context": context, "seed": 3})) for context in (64, 128)])
+    seeded = sheet_of([run_row(make_run({"context": context, "seed": 3})) for context in (64, 128)])
     assert "seed 3" in seeded.caption
 
 
