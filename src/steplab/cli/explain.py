@@ -21,8 +21,8 @@ def explain(
     ] = False,
     timeout: Annotated[str, Parameter(help="Give one measurement of --try up after this time")] = "1h",
     format: Annotated[
-        Literal["table", "json", "md"] | None,
-        Parameter(help="[default: by --output's ending, else table]"),
+        Literal["table", "json", "csv", "md", "latex"] | None,
+        Parameter(help="json holds all of the findings, csv one row each [default: by --output's ending, else table]"),
     ] = None,
     output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
     store: StoreOptions = StoreOptions(),
@@ -35,11 +35,13 @@ def explain(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.explaining import explain as diagnose
     from steplab.lab.explaining import run_to_explain, try_findings
-    from steplab.report.findings import FORMATS, render_findings
+    from steplab.records.codec import encode
+    from steplab.report.findings import findings_document
+    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)
-    chosen = chosen_format(format, output, allowed=FORMATS)
+    chosen = chosen_format(format, output)
     run = run_to_explain(id, store=store.store)
     findings = diagnose(run, store=store.store)
     if try_:
@@ -52,8 +54,10 @@ def explain(
                 on_progress=line.within,
                 on_trial=lambda what: say(f"trying {what}"),
             )
-    color = stdout_color() and output is None
-    emit(render_findings(run, findings, chosen, color=color), output)
+    if chosen == "json":
+        emit(encode(findings).decode(), output)
+    else:
+        emit(render(findings_document(run, findings), chosen, color=stdout_color() and output is None), output)
     tried = [finding.trial for finding in findings.findings if finding.trial]
     if try_ and not tried:
         say("steplab: no finding proposes a change of the step's fields: nothing to try")

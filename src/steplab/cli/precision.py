@@ -1,15 +1,10 @@
 """steplab precision"""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions, StepOptions
-
-if TYPE_CHECKING:
-    from steplab.records.numerics import Numerics
-    from steplab.records.run import Run
 
 
 def precision(
@@ -33,10 +28,12 @@ def precision(
 
     For example: steplab precision --model toy --only audit --precision bf16
     """
-    from steplab.cli.output import chosen_format, emit, say
+    from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.precision import PARTS, compare_precisions
+    from steplab.report.kit.rendering import render
+    from steplab.report.precision.document import precision_document
     from steplab.units import counted, parse_duration
 
     precisions = tuple(map(str, step.grid().get("precision", ())))
@@ -57,7 +54,8 @@ def precision(
             )
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt("what had ended is stored") from error
-    emit(render_audits(result.numerics, chosen, result.runs, only=only, to_file=out.output is not None), out.output)
+    document = precision_document(result.numerics, result.runs, with_sums=only in (None, "accumulation"))
+    emit(render(document, chosen, color=stdout_color() and out.output is None), out.output)
     for numerics in result.numerics:
         if numerics.failure and numerics.spec:
             say(f"steplab: {numerics.spec.precision}: {numerics.failure.message}")
@@ -66,19 +64,3 @@ def precision(
     say(f"{kept}; `steplab report{ids} --output page.html` draws it")
     failures = [*(record.failure for record in result.numerics), *(run.failure for run in result.runs)]
     return 1 if all(failures) else 0
-
-
-def render_audits(
-    numerics: "Sequence[Numerics]", format: str, runs: "Sequence[Run]" = (), *, only: str | None = None, to_file: bool
-) -> str:
-    """Audits, sums and timed runs, as text or as rows; `only` shows one part of them."""
-    from steplab.cli.output import stdout_color
-    from steplab.report.precision_rows import render_tables, tables
-    from steplab.report.precision_text import render_precision
-
-    audits = [record for record in numerics if record.spec]
-    sums = next((record.accumulations for record in numerics if record.accumulations), ())
-    shown = () if only in ("audit", "timings") else sums
-    if format == "table":
-        return render_precision(audits, shown, runs, color=stdout_color() and not to_file)
-    return render_tables(tables(audits, shown, runs), format)

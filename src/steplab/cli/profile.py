@@ -67,18 +67,11 @@ def profile(
 
 
 def show_profile(record: "Run", format: str, output: Path | None) -> None:
-    """Write a profiled run: as text, or its kernels as rows. One without a profile is written as any run is."""
+    """Write what the profile of a run says; one without a profile is written as any run is."""
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
-    from steplab.report.profile_rows import render_kernels
-    from steplab.report.profile_text import render_profile
+    from steplab.report.profile.document import profile_document
     from steplab.report.run.document import run_document
 
-    color = stdout_color() and output is None
-    if record.profile is None:
-        text = render(run_document(record), format, color=color)
-    elif format == "table":
-        text = render_profile(record, color=color)
-    else:
-        text = render_kernels(record.profile, format)
-    emit(text, output)
+    document = profile_document(record) if record.profile else run_document(record)
+    emit(render(document, format, color=stdout_color() and output is None), output)

@@ -10,6 +10,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report import memory_words as words
 from steplab.report.grid import Grid
+from steplab.report.kit.document import Chart
 from steplab.report.memory_cells import alike_but_for, watched
 from steplab.report.memory_charts import peak_bars
 from steplab.report.memory_compare import comparison_sentences
@@ -18,7 +19,6 @@ from steplab.report.memory_grids import category_grid, largest_grid, phase_grid,
 from steplab.report.memory_picture import Shown, memory_timelines
 from steplab.report.memory_places import short_line
 from steplab.report.memory_tradeoff import checkpointing_tradeoff
-from steplab.report.profile_page import Block, ProfileSection
 from steplab.report.run.cells import Cell, label, said, varying
 from steplab.report.run.figures import spread
 
@@ -26,6 +26,36 @@ _MOST_OPEN = 6
 _MOST_ROWS, _OPEN_ALLOCATIONS = 40, 8
 _MOST_BESIDE = 6
 _LINE_LETTERS = 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A picture, a table and words under one heading."""
+
+    title: str
+    """The heading."""
+    chart: Chart | None = None
+    """The picture."""
+    grid: Grid | None = None
+    """The table."""
+    notes: tuple[str, ...] = ()
+    """What to say of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileSection:
+    """What a page shows of one profiled run."""
+
+    title: str
+    """What tells the run apart; empty where it is the only one."""
+    heading: str
+    """What was profiled, where, and by what."""
+    told: tuple[str, ...]
+    """Sentences."""
+    blocks: tuple[Block, ...]
+    """Pictures and tables."""
+    folded: bool
+    """Whether it starts closed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,13 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.attention.document import attention_chapter, attention_document
-from steplab.report.bridge import memory_chapter, precision_chapter, precision_document, profile_chapter
+from steplab.report.bridge import memory_chapter
 from steplab.report.ceilings import ceilings_chapter, ceilings_document
 from steplab.report.comm import document as comm
 from steplab.report.ddp import document as ddp
 from steplab.report.kit.document import Document, Section
+from steplab.report.precision.document import precision_chapter, precision_document
+from steplab.report.profile.document import profile_chapter
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
 from steplab.report.run.cells import Cell

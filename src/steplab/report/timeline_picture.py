@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile, Timeline
 from steplab.report.close_up import Window, close_ups
-from steplab.report.kernel_names import last_part, short_kernel
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, css_color
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.kernel_names import last_part, short_kernel
 from steplab.report.profile_charts import category_color, category_legend
 
 _WIDTH, _LEFT, _RIGHT = 1040, 76, 10

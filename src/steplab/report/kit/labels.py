@@ -49,8 +49,8 @@ def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
     alike = {name for group in read.values() if len(group) > 1 for name in group}
     if not alike:
         return texts
-    head = _num_shared(alike)
-    tail = _num_shared({name[head:][::-1] for name in alike})
+    head = num_shared(alike)
+    tail = num_shared({name[head:][::-1] for name in alike})
 
     def middle(name: str) -> str:
         return f"{'…' if head else ''}{name[head : len(name) - tail]}{'…' if tail else ''}"
@@ -58,7 +58,7 @@ def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
     return [fit(middle(n), i) if n in alike else text for i, (n, text) in enumerate(zip(names, texts, strict=True))]
 
 
-def _num_shared(names: Iterable[str]) -> int:
+def num_shared(names: Iterable[str]) -> int:
     """How many letters all names begin with."""
     return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 

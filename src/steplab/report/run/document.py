@@ -9,7 +9,7 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve, find_phase
-from steplab.report.bridge import memory_sections, profile_sections
+from steplab.report.bridge import memory_sections
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     Block,
@@ -24,6 +24,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
 from steplab.report.kit.text import ABSENT, reason
+from steplab.report.profile.document import profile_section
 from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.host_lead import lead_s, waiting_words
@@ -81,7 +82,7 @@ def _sections(run: Run, references: MemoryReferences | None) -> Iterator[Section
     yield from environment_section(run.environment)
     yield from notes_section(gaps(run), "Not measured")
     if run.profile:
-        yield named_section("Where the time goes", *profile_sections(run))
+        yield profile_section(run, run.profile)
     if run.memory_profile:
         yield named_section("Where the memory goes", *memory_sections(run, references=references))
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from steplab import units
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
-from steplab.report.grid import Grid
-from steplab.report.kit.text import ABSENT
 from steplab.report.roofs import Roofs, find_roofs, roof_dtype
 
 PARTS = ("scores", "softmax", "values")
@@ -115,33 +113,6 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofs) ->
         bytes_per_s=counted_bytes / counted_s if counted else None,
         ceiling_share=least_s / counted_s if least_s is not None else None,
         dtype=dtype,
-    )
-
-
-def attention_grid(rows: Sequence[AttentionRow]) -> Grid:
-    """The rows as they are shown; – for what is not counted."""
-    headers = ("phase", "part", "time", "FLOPs", "bytes", "FLOP/B", "achieved", "moving", "of the ceiling")
-    return Grid(
-        headers=headers,
-        rows=tuple((row.phase, row.part, *work_texts(row.work)) for row in rows),
-        numeric=(False, False, *(True for _ in headers[2:])),
-    )
-
-
-def work_texts(work: Work) -> tuple[str, ...]:
-    """Time, FLOPs, bytes, intensity, FLOP/s, B/s and share of the ceiling; – for what is not counted."""
-
-    def rate(value: float | None, unit: str) -> str:
-        return ABSENT if value is None else units.format_rate(value, unit)
-
-    return (
-        units.format_time(work.time_s),
-        rate(work.flops, "FLOP"),
-        ABSENT if work.moved_bytes is None else units.format_bytes(work.moved_bytes),
-        ABSENT if work.intensity is None else units.three_digits(work.intensity),
-        rate(work.flops_per_s, "FLOP/s"),
-        rate(work.bytes_per_s, "B/s"),
-        ABSENT if work.ceiling_share is None else units.format_percent(work.ceiling_share),
     )
 
 

@@ -1,19 +1,24 @@
 """Why a sum of many small numbers comes out as it does, worked out from the arithmetic of its types."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import takewhile
 
 from steplab.records.numerics import Accumulation, Binade
-from steplab.report.precision_figures import SIGNIFICANT_BITS, short
+from steplab.report.precision.figures import SIGNIFICANT_BITS, short
 
 _MOST_BINADES = 3
 
 
-def printed(accumulation: Accumulation) -> str:
-    """The sum with four decimals, as torch prints it."""
-    return f"{accumulation.result:.4f}"
+def printed(result: float) -> str:
+    """A sum with four decimals, as torch prints it."""
+    return f"{result:.4f}"
+
+
+def title_of_sums(accumulations: Sequence[Accumulation]) -> str:
+    """What was added up."""
+    return next((f"{a.number:g} added {a.num_additions} times" for a in accumulations), "Sums")
 
 
 def line(accumulation: Accumulation) -> str:

@@ -9,6 +9,7 @@ from statistics import median
 
 from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, PhaseTime, Profile
 from steplab.records.run import Run
+from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.run.figures import phase_median
 
 _TRAINING = {"forward", "backward", "optimizer"}
@@ -102,6 +103,8 @@ class TopKernel:
 
     name: str
     """As the profiler gives it."""
+    short: str
+    """For people: of no two kernels of the profile the same."""
     category: str
     """One of CATEGORIES."""
     phase: str
@@ -128,11 +131,14 @@ def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_p
     for kernel in chosen:
         phase = kernel.phase if by_phase else "step"
         groups.setdefault((kernel.name, kernel.category, phase), []).append(kernel)
-    merged = [_merge(key, parts, total_s, profile.num_steps) for key, parts in groups.items()]
+    short = short_kernels(kernel.name for kernel in profile.kernels)
+    merged = [_merge(key, short[key[0]], parts, total_s, profile.num_steps) for key, parts in groups.items()]
     return sorted(merged, key=lambda kernel: -kernel.time_s)
 
 
-def _merge(key: tuple[str, str, str], parts: list[KernelStats], total_s: float, num_steps: int) -> TopKernel:
+def _merge(
+    key: tuple[str, str, str], short: str, parts: list[KernelStats], total_s: float, num_steps: int
+) -> TopKernel:
     name, category, phase = key
     time_s = sum(part.total_s for part in parts)
     by_range: dict[str, float] = {}
@@ -140,6 +146,7 @@ def _merge(key: tuple[str, str, str], parts: list[KernelStats], total_s: float, 
         by_range[part.range] = by_range.get(part.range, 0.0) + part.total_s
     return TopKernel(
         name=name,
+        short=short,
         category=category,
         phase=phase,
         ranges=tuple(sorted(by_range, key=lambda where: -by_range[where])),

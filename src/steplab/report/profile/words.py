@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from steplab import units
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.attention_table import PARTS, Work, part_of, work_of
-from steplab.report.kernel_names import short_kernel
-from steplab.report.profile_figures import (
+from steplab.report.profile.attention import PARTS, Work, part_of, work_of
+from steplab.report.profile.figures import (
     TOLERANCE,
     Span,
     TopKernel,
@@ -18,7 +17,7 @@ from steplab.report.profile_figures import (
 )
 from steplab.report.roofs import Roofs, find_roofs
 
-PROFILED = "profiled; shares and kernels only, step time is the unprofiled figure"
+PROFILED = "The profiler slows the host: read shares, kernels and gaps here. Step time is the unprofiled figure."
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop
 
 
@@ -48,7 +47,7 @@ def heading(run: Run, profile: Profile) -> str:
 def caution(run: Run) -> str:
     """What these times are not."""
     if run.timing is None:
-        return "profiled; shares and kernels only: there is no unprofiled step time beside them"
+        return "The profiler slows the host: read shares, kernels and gaps here. There is no unprofiled step time."
     return PROFILED
 
 
@@ -171,7 +170,7 @@ def top_kernel_sentences(profile: Profile) -> list[str]:
 def kernel_words(kernel: TopKernel, profile: Profile) -> str:
     """A kernel with its calls, its time and its share."""
     return (
-        f"{short_kernel(kernel.name)}, {calls_text(kernel.calls)} calls, {units.format_time(kernel.time_s)}, "
+        f"{kernel.short}, {calls_text(kernel.calls)} calls, {units.format_time(kernel.time_s)}, "
         f"{units.format_percent(kernel.share)} of the {kernels_word(profile).removesuffix('s')} time"
     )
 

@@ -1,0 +1,104 @@
+"""Names of kernels and ranges as people can read them: without what says where, and not what, a kernel is."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from steplab.report.kit.labels import num_shared
+from steplab.report.kit.text import plain
+
+_LONGEST = 4096  # characters looked at; a template can expand to megabytes
+_ENABLE_IF = re.compile(r"^(?:std::)?enable_if<.*?>::type\s+")
+_NAMESPACE = re.compile(r"\b[A-Za-z_]\w*::")
+_INNERMOST = re.compile(r"\([^()]*\)")
+_WRAPPED = re.compile(r"Kernel2?<(\w+)>")  # cutlass: the argument is the whole of it
+_CLOSURE = re.compile(r"::\s*(?:operator\s*|const\b|\{[^{}]*\}|\s)+|\{lambda[^{}]*\}")
+_NUMBERS = re.compile(r"(?<=[<,])(?:-?\d+(?:ul?)?|true|false)(?:,|(?=>))")
+_PLAIN_TYPES = re.compile(
+    r"(?<=[<,])(?:(?:unsigned )?(?:int|long|char|float|double|bool)\*?|[Aa]rray<[^<>]*>)(?:,|(?=>))"
+)
+
+
+def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
+    """Each of these names as `short_kernel` gives it, but different names never the same text.
+
+    Those that would be alike show the part in which they differ; a number tells apart what even that does not.
+    """
+    chosen = {name: short_kernel(name, most) for name in names}
+    groups: dict[str, list[str]] = {}
+    for name, text in chosen.items():
+        groups.setdefault(text, []).append(name)
+    for alike in groups.values():
+        if len(alike) > 1:
+            chosen |= zip(alike, _differing(alike, most), strict=True)
+    used: set[str] = set()
+    for name, text in chosen.items():
+        number, mark = 1, ""
+        while (told := cut(text, most - len(mark)) + mark) in used:
+            number += 1
+            mark = f" #{number}"
+        used.add(told)
+        chosen[name] = told
+    return chosen
+
+
+def _differing(names: Sequence[str], most: int) -> list[str]:
+    """The names without what they have in common around their differing part, as far as there is no room for it."""
+    texts = [_readable(name) for name in names]
+    if len(set(texts)) < len(texts):  # they differ in parameters or namespaces
+        texts = [plain(name[:_LONGEST]) for name in names]
+    start = num_shared(texts)
+    while start and texts[0][start - 1].isalnum():  # from the beginning of a word
+        start -= 1
+    end = num_shared([text[start:][::-1] for text in texts])
+    return [_around(text, start, len(text) - end, most) for text in texts]
+
+
+def _around(text: str, start: int, end: int, most: int) -> str:
+    """text[start:end], with as much of the beginning and of the end as there is room for."""
+    room = most - (end - start) - 2
+    if len(text) <= most or room < 0:
+        return cut(text if len(text) <= most else text[start:end], most)
+    before = min(start, max(room // 2, room - (len(text) - end)))
+    after = min(len(text) - end, room - before)
+    head = text[:start] if before == start else f"{text[:before]}…"
+    return head + text[start:end] + (text[end:] if after == len(text) - end else f"…{text[len(text) - after :]}")
+
+
+def short_kernel(name: str, most: int = 60) -> str:
+    """`name` without return type, namespaces and parameters, in at most `most` characters.
+
+    A name that is still too long loses the numbers among its template's arguments, then the plain types, then its
+    middle: what distinguishes two kernels of one template mostly stands at the end.
+    """
+    text = _readable(name)
+    for rule in (_NUMBERS, _PLAIN_TYPES):
+        if len(text) > most:
+            text = rule.sub("", text).replace("<>", "").replace(",>", ">")
+    return cut(text, most)
+
+
+def _readable(name: str) -> str:
+    """`name` without return type, namespaces and parameters."""
+    name = plain(name[:_LONGEST])
+    if re.fullmatch(r"[\w:]+", name):  # aten::mm, nvjet_hsh_128x256: nothing to take off
+        return name
+    text = _ENABLE_IF.sub("", name.removeprefix("void ")).replace("(anonymous namespace)::", "")
+    before = None
+    while text != before:  # parameters nest: the innermost pair of brackets first
+        before, text = text, _INNERMOST.sub("", text)
+    text = _NAMESPACE.sub("", _CLOSURE.sub("", text))
+    text = re.sub(r"\s+const\b|(?<=[<,])\s+|\s+(?=[>,])", "", text)
+    text = " ".join(text.split()).rstrip(" <(") or name
+    wrapped = _WRAPPED.fullmatch(text)
+    return wrapped[1] if wrapped else text
+
+
+def last_part(range: str) -> str:
+    """The last name of a range: blocks.*.attention.scores -> scores, blocks.* -> blocks; '' for none."""
+    return plain(range).removesuffix(".*").rpartition(".")[2]
+
+
+def cut(text: str, most: int) -> str:
+    """The text without its middle, if it is longer than `most` characters."""
+    tail = most // 2
+    return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"

@@ -1,0 +1,95 @@
+"""What a report says of precision: each audit with its answer and tables, the sums, and the runs side by side."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab.records.numerics import Accumulation, Audit, Numerics
+from steplab.records.run import Run
+from steplab.report.kit.document import (
+    Document,
+    Section,
+    Sentences,
+    chapter,
+    named_section,
+    notes_section,
+    record_section,
+)
+from steplab.report.kit.text import reason
+from steplab.report.precision import words
+from steplab.report.precision.sums import title_of_sums
+from steplab.report.precision.tables import (
+    data_tables,
+    loss_table,
+    matmul_table,
+    operation_table,
+    scaling_table,
+    sum_table,
+    timing_table,
+    type_table,
+)
+
+
+def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
+    """All that is said of these audits, of the sums that the first of them has, and of the timed `runs`."""
+    audits = [record for record in records if record.spec]
+    accumulations = _accumulations(records) if with_sums else ()
+    further = [*_sums(accumulations)]
+    if runs:
+        further.append(named_section("Time and memory of a step", timing_table(runs)))
+    data = data_tables(audits, accumulations, runs)
+    if len(audits) != 1:
+        parts = [_part(numerics) for numerics in audits]
+        return Document(title="Precision", sections=(*parts, *further), data=data)
+    (numerics,) = audits
+    return Document(
+        title=f"Precision: {words.title(numerics)}",
+        subtitle=words.heading(numerics),
+        verdict=tuple(words.verdict(numerics)),
+        sections=(*_sections(numerics), *further),
+        data=data,
+    )
+
+
+def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics]) -> Section | None:
+    """Precision on a page: those of its `runs` that time the audited steps, each audit, and the sums."""
+    studies = {record.study for record in numerics if record.study}
+    timed = [run for run in runs if run.study in studies]
+    return chapter(
+        "Precision",
+        "precision",
+        named_section("One step in each precision", timing_table(timed)) if timed else None,
+        *(_part(record) for record in numerics if record.spec),
+        *_sums(_accumulations(numerics)),
+    )
+
+
+def _accumulations(records: Sequence[Numerics]) -> tuple[Accumulation, ...]:
+    return next((record.accumulations for record in records if record.accumulations), ())
+
+
+def _part(numerics: Numerics) -> Section:
+    verdict, sections = words.verdict(numerics), _sections(numerics)
+    return record_section(words.heading(numerics), verdict, sections, title=words.title(numerics))
+
+
+def _sections(numerics: Numerics) -> Iterator[Section]:
+    if numerics.failure:
+        message = reason(numerics.failure.kind, numerics.failure.message, most=None)
+        yield named_section("", Sentences(texts=(message,), role="warning"))
+    if numerics.audit:
+        yield from _of_audit(numerics, numerics.audit)
+    yield from notes_section(numerics.notes)
+
+
+def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
+    yield named_section("What was seen", Sentences(texts=tuple(words.told(numerics, audit)), role="finding"))
+    yield named_section("Types by module", type_table(audit))
+    yield named_section("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
+    yield named_section("Matrix products, after every cast", matmul_table(audit))
+    yield named_section("Overflow and underflow", loss_table(audit))
+    if audit.loss_scaling:
+        yield named_section("Loss scaling: all gradients", scaling_table(audit.loss_scaling))
+
+
+def _sums(accumulations: Sequence[Accumulation]) -> Iterator[Section]:
+    if accumulations:
+        yield named_section(title_of_sums(accumulations), sum_table(accumulations))

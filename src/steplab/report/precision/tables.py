@@ -1,0 +1,347 @@
+"""Tables of a study of precisions: what people are shown, and every module's row for programs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+
+from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, ModuleAudit, Numerics
+from steplab.records.rows import Row, Scalar, run_row
+from steplab.records.run import Run
+from steplab.report.kit.document import Column, Table
+from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity
+from steplab.report.precision import sums
+from steplab.report.precision.figures import (
+    KINDS,
+    THE_MODEL,
+    all_elements,
+    elements_of,
+    matmul_groups,
+    module_groups,
+    not_finite,
+    num_lost,
+    short,
+    shorts,
+    without_numbers,
+)
+from steplab.report.precision.words import rule_words, why
+from steplab.report.run.columns import COLUMNS, rows_table
+
+_TEXT = 24  # least width to which a terminal wraps a sentence
+_MOST_LOSERS = 12  # rows
+
+
+def type_table(audit: Audit) -> Table:
+    """The data types at each module; modules of one name that ran in the same types share a row."""
+    return Table(
+        name="types",
+        columns=(
+            Column(key="module", header="module"),
+            Column(key="num_modules", header="modules", quantity=NUMBER, rank=2),
+            Column(key="class", header="class", rank=3),
+            Column(key="parameters", header="parameters"),
+            Column(key="inputs", header="inputs", rank=1),
+            Column(key="outputs", header="outputs"),
+            Column(key="gradients", header="gradients", rank=1),
+            Column(key="output_gradients", header="output gradients", rank=1),
+        ),
+        rows=tuple(
+            {
+                "module": group.name,
+                "num_modules": len(group.modules),
+                "class": group.first.kind,
+                "parameters": shorts(group.first.parameters),
+                "inputs": shorts(group.first.inputs),
+                "outputs": shorts(group.first.outputs),
+                "gradients": shorts(group.first.gradients),
+                "output_gradients": shorts(group.first.output_gradients),
+            }
+            for group in module_groups(audit)
+        ),
+        caption="* stands for the number of a layer. Gradients are those of the parameters; output gradients are what "
+        "backward hands to the module.",
+    )
+
+
+def operation_table(numerics: Numerics) -> Table:
+    """The operations of the forward pass, and what autocast does with each."""
+    shown = numerics.audit.operations if numerics.audit else ()
+    return Table(
+        name="operations",
+        columns=(
+            Column(key="operation", header="operation"),
+            Column(key="rule", header="rule"),
+            Column(key="inputs", header="inputs", rank=1),
+            Column(key="outputs", header="outputs"),
+            Column(key="calls", header="calls", quantity=NUMBER, rank=2),
+            Column(key="why", header="why", wraps_from=_TEXT),
+        ),
+        rows=tuple(
+            row | {"inputs": shorts(operation.inputs), "outputs": shorts(operation.outputs)}
+            for row, operation in zip(_operation_rows(numerics), shown, strict=True)
+        ),
+    )
+
+
+def matmul_table(audit: Audit) -> Table:
+    """The matrix products of both passes, in the types that the device was given; those alike share a row."""
+    return Table(
+        name="matmuls",
+        columns=(
+            Column(key="pass", header="pass"),
+            Column(key="module", header="module"),
+            Column(key="num_modules", header="modules", quantity=NUMBER, rank=2),
+            Column(key="operator", header="operator", rank=1),
+            Column(key="node", header="autograd node", rank=3),
+            Column(key="operands", header="operands"),
+            Column(key="result", header="result"),
+            Column(key="calls", header="calls", quantity=NUMBER),
+        ),
+        rows=tuple(
+            {
+                "pass": group[0].phase,
+                "module": without_numbers(group[0].module),
+                "num_modules": len(group),
+                "operator": group[0].op.removeprefix("aten::"),
+                "node": group[0].node,
+                "operands": " × ".join(map(short, group[0].inputs)),
+                "result": shorts(group[0].outputs),
+                "calls": sum(matmul.calls for matmul in group),
+            }
+            for group in matmul_groups(audit)
+        ),
+    )
+
+
+_COUNTS = (
+    Column(key="num_elements", header="elements", quantity=NUMBER),
+    Column(key="num_not_finite", header="inf or NaN", quantity=NUMBER),
+    Column(key="num_overflowed", header="overflowed", quantity=NUMBER),
+    Column(key="num_zero", header="zero", quantity=NUMBER, rank=2),
+    Column(key="num_underflowed", header="underflowed", quantity=NUMBER),
+    Column(key="underflowed_share", header="share", quantity=SHARE, rank=1),
+    Column(key="num_below_range", header="below range", quantity=NUMBER, rank=4),
+    Column(key="num_subnormal", header="subnormal", quantity=NUMBER),
+    Column(key="subnormal_share", header="share", quantity=SHARE, rank=1),
+    Column(key="largest", header="largest", quantity=Quantity(lambda value: f"{value:.4g}"), rank=3),
+)
+
+
+def _counts(found: Elements) -> Row:
+    compared = found.num_overflowed is not None
+    return {
+        "num_elements": found.num_elements,
+        "num_not_finite": None if compared else not_finite(found),
+        "num_overflowed": found.num_overflowed,
+        "num_zero": found.num_zero,
+        "num_underflowed": found.num_underflowed,
+        "underflowed_share": found.num_underflowed / found.num_elements if found.num_underflowed else None,
+        "num_below_range": found.num_below_range,
+        "num_subnormal": found.num_subnormal,
+        "subnormal_share": found.num_subnormal / found.num_elements if found.num_subnormal else None,
+        "largest": found.largest,
+    }
+
+
+def loss_table(audit: Audit) -> Table:
+    """The elements that were lost: of the whole model, then of each module that lost any, most losses first."""
+    rows: list[Row] = [
+        {"module": "all", "of": kind, **_counts(found)} for kind in KINDS if (found := all_elements(audit, kind))
+    ]
+    losers = [
+        (group.name, kind, found)
+        for group in module_groups(audit)
+        for kind in KINDS
+        if (found := group.elements(kind)) and num_lost(found)
+    ]
+    first = len(rows) + _MOST_LOSERS
+    rows += [
+        {"module": name, "of": kind, **_counts(found)}
+        for name, kind, found in sorted(losers, key=lambda loser: -num_lost(loser[2]))
+    ]
+    return Table(
+        name="losses",
+        columns=(Column(key="module", header="module"), Column(key="of", header="of its"), *_COUNTS),
+        rows=tuple(rows),
+        first=first if len(rows) > first else None,
+        caption="Overflowed elements are not finite here and finite in the fp32 run. Underflowed ones are zero here "
+        "and not in the fp32 run; below range are those of them whose fp32 value rounds to zero in the low type. "
+        "Subnormal ones are below the smallest normal number of the tensor's type. All counts the outputs of innermost "
+        "modules, and each parameter once.",
+    )
+
+
+def scaling_table(scaling: LossScaling) -> Table:
+    """All gradients without a factor on the loss, and with the suggested one."""
+    return Table(
+        name="loss_scaling",
+        columns=(Column(key="loss_scale", header="loss times", quantity=NUMBER), *_COUNTS),
+        rows=tuple(
+            {"loss_scale": int(scale) if scale >= 1 else scale, **_counts(elements)}
+            for scale, elements in ((1.0, scaling.unscaled), (scaling.suggested_scale, scaling.scaled))
+        ),
+    )
+
+
+def sum_table(accumulations: Sequence[Accumulation]) -> Table:
+    """The sums, each with where its result comes from."""
+    return Table(
+        name="accumulation",
+        columns=(
+            Column(key="sum", header="sum"),
+            Column(key="result", header="result", quantity=Quantity(sums.printed)),
+            Column(key="num_rounded", header="additions rounded", quantity=NUMBER, rank=1),
+            Column(key="why", header="why", wraps_from=_TEXT),
+        ),
+        rows=tuple(
+            {
+                "sum": sums.line(a),
+                "accumulator": a.accumulator,
+                "addend": a.addend,
+                "cast": "cast first" if a.cast else "as it is",
+                "number": a.number,
+                "addend_value": a.addend_value,
+                "num_additions": a.num_additions,
+                "num_rounded": a.num_rounded,
+                "result": a.result,
+                "why": sums.explanation(a),
+            }
+            for a in accumulations
+        ),
+    )
+
+
+# --- the timed runs ---------------------------------------------------------------------------------------
+
+_RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, "host_peak_bytes": 5}
+"""What is left out first on a narrow terminal, where it differs from a table of runs: phases are what differs here."""
+
+
+def timing_table(runs: Sequence[Run]) -> Table:
+    """One row per run: a table of runs with the ratios to fp32 beside what they are ratios of."""
+    return rows_table(timing_rows(runs), tuple(_timing_columns()))
+
+
+def _timing_columns() -> Iterator[Column]:
+    for column in COLUMNS:
+        if column.key not in ("name", "created_utc", "peak_flops_per_s", "peak_source"):
+            yield replace(column, rank=_RANKS.get(column.key, column.rank))
+        if column.key == "step_time_s":
+            yield Column(key="speed_up", header="vs fp32", quantity=TIMES)
+        if column.key == "peak_allocated_bytes":
+            yield Column(key="memory_ratio", header="memory vs fp32", quantity=TIMES, rank=2)
+
+
+def timing_rows(runs: Sequence[Run]) -> list[Row]:
+    """A row a run, with its speed and its memory as multiples of those of the run in fp32."""
+    baseline = next((run for run in runs if run.spec and run.spec.precision == "fp32" and not run.failure), None)
+    base = run_row(baseline) if baseline else {}
+    return [
+        row
+        | {
+            "speed_up": _ratio(base.get("step_time_s"), row["step_time_s"]),
+            "memory_ratio": _ratio(row["peak_allocated_bytes"], base.get("peak_allocated_bytes")),
+        }
+        for row in map(run_row, runs)
+    ]
+
+
+def _ratio(over: Scalar, under: Scalar) -> float | None:
+    return over / under if isinstance(over, (int, float)) and isinstance(under, (int, float)) and under else None
+
+
+# --- what programs read -----------------------------------------------------------------------------------
+
+
+def data_tables(
+    audits: Sequence[Numerics], accumulations: Sequence[Accumulation], runs: Sequence[Run]
+) -> tuple[Table, ...]:
+    """Every module, operation, product and sum in a row of its own, with torch's names of the types; the tables that
+    have rows."""
+    seen = [numerics for numerics in audits if numerics.audit]
+    found = {
+        "audit": [row for numerics in audits for row in _module_rows(numerics)],
+        "operations": [row for numerics in seen for row in _operation_rows(numerics)],
+        "matmuls": [row for numerics in seen for row in _matmul_rows(numerics)],
+        "loss_scaling": [row for numerics in seen for row in _scaling_rows(numerics)],
+        "accumulation": sum_table(accumulations).rows,
+        "timings": timing_rows(runs),
+    }
+    return tuple(Table(name=name, columns=(), rows=tuple(rows)) for name, rows in found.items() if rows)
+
+
+def _head(numerics: Numerics) -> Row:
+    return {
+        "id": numerics.id,
+        "precision": numerics.spec.precision if numerics.spec else None,
+        "status": numerics.status,
+    }
+
+
+def _module_rows(numerics: Numerics) -> list[Row]:
+    """A row a module, the counts of its elements by kind of tensor; a failed audit is one row."""
+    head = _head(numerics)
+    if numerics.audit is None:
+        return [head | {"module": None, "failure": numerics.failure.message if numerics.failure else None}]
+    return [head | _module_row(module) for module in numerics.audit.modules]
+
+
+def _module_row(module: ModuleAudit) -> Row:
+    row: Row = {
+        "module": module.module or THE_MODEL,
+        "class": module.kind,
+        "parameters": _types(module.parameters),
+        "inputs": _types(module.inputs),
+        "outputs": _types(module.outputs),
+        "gradients": _types(module.gradients),
+        "output_gradients": _types(module.output_gradients),
+    }
+    for kind in KINDS:
+        elements = elements_of(module, kind)
+        for field in fields(Elements):
+            row[f"{kind.replace(' ', '_')}_{field.name}"] = getattr(elements, field.name) if elements else None
+    return row
+
+
+def _operation_rows(numerics: Numerics) -> list[Row]:
+    return [
+        _head(numerics)
+        | {
+            "operation": operation.op,
+            "rule": rule_words(operation),
+            "inputs": _types(operation.inputs),
+            "outputs": _types(operation.outputs),
+            "calls": operation.calls,
+            "why": why(operation, numerics.spec.precision if numerics.spec else ""),
+        }
+        for operation in (numerics.audit.operations if numerics.audit else ())
+    ]
+
+
+def _matmul_rows(numerics: Numerics) -> list[Row]:
+    return [
+        _head(numerics)
+        | {
+            "pass": matmul.phase,
+            "module": matmul.module or THE_MODEL,
+            "operator": matmul.op,
+            "node": matmul.node,
+            "inputs": _types(matmul.inputs),
+            "outputs": _types(matmul.outputs),
+            "calls": matmul.calls,
+        }
+        for matmul in (numerics.audit.matmuls if numerics.audit else ())
+    ]
+
+
+def _scaling_rows(numerics: Numerics) -> list[Row]:
+    """Two rows: the gradients without the factor on the loss, and with it; none without a suggestion."""
+    scaling = numerics.audit.loss_scaling if numerics.audit else None
+    if scaling is None:
+        return []
+    return [
+        _head(numerics) | {"loss_scale": scale} | {field.name: getattr(found, field.name) for field in fields(Elements)}
+        for scale, found in ((1.0, scaling.unscaled), (scaling.suggested_scale, scaling.scaled))
+    ]
+
+
+def _types(names: Sequence[str]) -> str | None:
+    return " ".join(names) or None

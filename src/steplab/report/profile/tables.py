@@ -1,0 +1,215 @@
+"""Tables of a profile. Times, calls and FLOPs are per step; the rows for programs alone hold totals as well."""
+
+from collections.abc import Sequence
+
+from steplab import units
+from steplab.records.profile import KernelStats, Profile
+from steplab.records.rows import Row
+from steplab.records.run import Run
+from steplab.report.kit.document import Column, Table
+from steplab.report.kit.quantities import (
+    BYTES,
+    BYTES_PER_S,
+    DIGITS,
+    FLOPS,
+    FLOPS_PER_S,
+    PERCENT,
+    TIME,
+    Quantity,
+)
+from steplab.report.profile import words
+from steplab.report.profile.attention import AttentionRow
+from steplab.report.profile.figures import Span, shown_categories, spans, top_kernels
+
+_TOP = 10  # rows shown before the rest
+_MOST_HOST_CALLS = 12  # the same
+_CALLS = Quantity(words.calls_text)
+
+
+def phase_table(run: Run, profile: Profile) -> Table:
+    """Busy, waiting and idle time by phase, and the unprofiled time with which the busy time should agree."""
+    waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
+    parts = [("busy", "busy"), *waits, ("idle", "idle")]
+    return Table(
+        name="phases",
+        columns=(
+            Column(key="phase", header="phase"),
+            *(
+                column
+                for key, header in parts
+                for column in (
+                    Column(key=f"{key}_s", header=header, quantity=TIME),
+                    Column(key=f"{key}_share", header="share", quantity=PERCENT, rank=2),
+                )
+            ),
+            Column(key="window_s", header="window", quantity=TIME, rank=1),
+            Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
+            Column(key="unprofiled_s", header="unprofiled", quantity=TIME),
+            Column(key="agreement", header="busy against unprofiled", wraps_from=24),
+        ),
+        rows=tuple(_phase_row(span, profile) for span in spans(run, profile)),
+        caption="Time per step. The window lasts from the end of the phase before to the end of the phase's last "
+        f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it. Unprofiled is the median of the same "
+        "phase in the timed steps.",
+    )
+
+
+def _phase_row(span: Span, profile: Profile) -> Row:
+    def share(seconds: float) -> float | None:
+        return seconds / span.window_s if seconds else None
+
+    return {
+        "phase": span.phase,
+        "busy_s": span.busy_s,
+        "busy_share": share(span.busy_s),
+        "host_bound_s": span.host_bound_s,
+        "host_bound_share": share(span.host_bound_s),
+        "idle_s": span.idle_s,
+        "idle_share": share(span.idle_s),
+        "window_s": span.window_s,
+        "num_kernels": span.num_kernels,
+        "unprofiled_s": span.timed_s,
+        "agreement": words.agreement(span, profile).words,
+    }
+
+
+def category_table(run: Run, profile: Profile) -> Table:
+    """Busy time by category and phase, with its share of the phase's busy time."""
+    found = spans(run, profile)
+    rows: list[Row] = []
+    for category in shown_categories(profile):
+        row: Row = {"category": category}
+        for span in found:
+            seconds = span.categories[category]
+            row |= {span.phase: seconds, f"{span.phase}_share": seconds / span.busy_s} if seconds else {}
+        rows.append(row)
+    columns = [Column(key="category", header="category")]
+    for index, span in enumerate(found):
+        last = index == len(found) - 1  # the step, or the only phase
+        columns += [
+            Column(key=span.phase, header=span.phase, quantity=TIME, rank=0 if last else 2),
+            Column(key=f"{span.phase}_share", header="share", quantity=PERCENT, rank=1 if last else 3),
+        ]
+    rows.append({"category": "busy"} | {span.phase: span.busy_s for span in found})
+    return Table(name="categories", columns=tuple(columns), rows=tuple(rows))
+
+
+def kernel_table(profile: Profile) -> Table:
+    """The kernels of each phase, most time first."""
+    word = words.kernels_word(profile).removesuffix("s")
+    return Table(
+        name="kernels",
+        columns=(
+            Column(key="name", header=word, wraps_from=36),
+            Column(key="category", header="category", rank=2),
+            Column(key="phase", header="phase", rank=1),
+            Column(key="range", header="range", rank=3),
+            Column(key="num_ranges", header="ranges", quantity=_CALLS, rank=5),
+            Column(key="calls", header="calls", quantity=_CALLS, rank=1),
+            Column(key="time_s", header="time", quantity=TIME),
+            Column(key="share", header="share", quantity=PERCENT),
+            Column(key="median_s", header="median", quantity=TIME, rank=4),
+        ),
+        rows=tuple(
+            {
+                "name": kernel.short,
+                "category": kernel.category,
+                "phase": kernel.phase,
+                "range": kernel.ranges[0],
+                "num_ranges": len(kernel.ranges),
+                "calls": kernel.calls,
+                "time_s": kernel.time_s,
+                "share": kernel.share,
+                "median_s": kernel.median_s if kernel.median_is_exact else f"≈ {units.format_time(kernel.median_s)}",
+            }
+            for kernel in top_kernels(profile)
+        ),
+        caption=f"Calls and time per step; share of the time of all {word}s; median of a call, ≈ where it is the "
+        "median of several ranges' medians. The range is the one with most of the time, of as many as ranges says.",
+        first=_TOP,
+    )
+
+
+def attention_table(rows: Sequence[AttentionRow]) -> Table:
+    """Scores, softmax and values (or all of them fused) by phase; no value for what is not counted."""
+    return Table(
+        name="attention",
+        columns=(
+            Column(key="phase", header="phase"),
+            Column(key="part", header="part"),
+            Column(key="time_s", header="time", quantity=TIME),
+            Column(key="flops", header="FLOPs", quantity=FLOPS, rank=4),
+            Column(key="moved_bytes", header="bytes", quantity=BYTES, rank=5),
+            Column(key="intensity", header="FLOP/B", quantity=DIGITS, rank=1),
+            Column(key="flops_per_s", header="achieved", quantity=FLOPS_PER_S, rank=2),
+            Column(key="bytes_per_s", header="moving", quantity=BYTES_PER_S, rank=3),
+            Column(key="ceiling_share", header="of the ceiling", quantity=PERCENT),
+        ),
+        rows=tuple(
+            {
+                "phase": row.phase,
+                "part": row.part,
+                "time_s": row.work.time_s,
+                "flops": row.work.flops,
+                "moved_bytes": row.work.moved_bytes,
+                "intensity": row.work.intensity,
+                "flops_per_s": row.work.flops_per_s,
+                "bytes_per_s": row.work.bytes_per_s,
+                "ceiling_share": row.work.ceiling_share,
+            }
+            for row in rows
+        ),
+    )
+
+
+def host_call_table(profile: Profile) -> Table:
+    """Calls of the host that wait for the device or copy, most host time first."""
+    calls = sorted(profile.host_calls, key=lambda call: -call.total_s)
+    return Table(
+        name="host_calls",
+        columns=(
+            Column(key="call", header="call", wraps_from=20),
+            Column(key="phase", header="phase", rank=1),
+            Column(key="range", header="range", rank=2),
+            Column(key="calls", header="calls", quantity=_CALLS),
+            Column(key="host_s", header="host time", quantity=TIME),
+        ),
+        rows=tuple(
+            {
+                "call": call.name,
+                "phase": call.phase,
+                "range": call.range,
+                "calls": call.calls / profile.num_steps,
+                "host_s": call.total_s / profile.num_steps,
+            }
+            for call in calls
+        ),
+        first=_MOST_HOST_CALLS,
+    )
+
+
+def kernel_rows(profile: Profile) -> list[Row]:
+    """A row a kernel, phase, range and stream, largest total first, as the record has them.
+
+    calls, total_s, median_s and max_s are over all num_steps profiled steps, per_step_s is total_s over them, and
+    share that of the durations of all kernels.
+    """
+    total_s = sum(kernel.total_s for kernel in profile.kernels)
+    return [_kernel_row(kernel, profile, total_s) for kernel in sorted(profile.kernels, key=lambda k: -k.total_s)]
+
+
+def _kernel_row(kernel: KernelStats, profile: Profile, total_s: float) -> Row:
+    return {
+        "name": kernel.name,
+        "category": kernel.category,
+        "phase": kernel.phase,
+        "range": kernel.range or None,
+        "stream": kernel.stream,
+        "num_steps": profile.num_steps,
+        "calls": kernel.calls,
+        "total_s": kernel.total_s,
+        "per_step_s": kernel.total_s / profile.num_steps,
+        "share": kernel.total_s / total_s if total_s else None,
+        "median_s": kernel.median_s,
+        "max_s": kernel.max_s,
+    }
