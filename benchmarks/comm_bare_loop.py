@@ -23,7 +23,7 @@ from steplab.measurement.comm_calls import Call, make_call
 from steplab.measurement.comm_data import TORCH_DTYPES, Buffers
 from steplab.measurement.comm_timing import time_calls
 from steplab.measurement.torchrun import torchrun_around
-from steplab.measurement.world import World, join_world
+from steplab.measurement.world import World, join_world, meeting_place
 from steplab.parallel.collectives import all_gather_single, reduce_scatter_single
 from steplab.records.comm import CommCell
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
@@ -110,7 +110,7 @@ def main() -> None:
     place = torchrun_around()
     if place is None:
         parser.error("start it by torchrun, with --nproc-per-node at least 2")
-    world = join_world(place, "auto")
+    world = join_world(place, "auto", lambda: meeting_place(place))
     lists = {"size": options.size.split(","), "world_size": [world.size]}
     lists |= {"collective": options.collective.split(",")} if options.collective else {}
     cells = comm_cells(lists, num_processes=world.size, on_gpus=world.backend == "nccl")

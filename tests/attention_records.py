@@ -8,7 +8,7 @@ from tests.runs import ENVIRONMENT
 
 from steplab.costs.attention import attention_flops
 from steplab.records.attention import AttentionCell, AttentionMemory, AttentionRun, TensorError
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid

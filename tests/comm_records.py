@@ -9,7 +9,7 @@ from tests.runs import ENVIRONMENT
 from steplab.costs.communication import bus_factor, wire_bytes
 from steplab.lab.comm import profile_of
 from steplab.records.comm import CommCell, CommCheck, CommRank, CommRun, RankTimes
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
 
 ALPHA_S = {"nccl": 25e-6, "gloo": 300e-6, "peer_copy": 60e-6}

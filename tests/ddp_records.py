@@ -21,9 +21,9 @@ from steplab.records.ddp import (
     StateMemory,
     TracedSteps,
 )
+from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import Timeline
-from steplab.records.run import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.specs.ddp import KINDS, Contender, DdpStudy, contenders_of
 from steplab.specs.resolve import resolve_step

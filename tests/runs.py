@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from steplab.records.environment import DeviceInfo, Environment
+from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
-from steplab.records.run import Failure, ModelFacts, Run, Utilization
+from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec

@@ -45,7 +45,7 @@ ARROWS = {
 }
 """Part -> the parts it may import, itself aside. Whatever is imported for type checking counts too."""
 
-FROM_MEASUREMENT_TO_CLI = {"steplab.measurement.launch.Progress", "steplab.measurement.launch.OnProgress"}
+FROM_MEASUREMENT_TO_CLI = {"steplab.measurement.progress.Progress", "steplab.measurement.progress.OnProgress"}
 """The command line shows how far a measurement is, and starts none."""
 
 TORCH_FREE = [

@@ -31,7 +31,6 @@ _MAINS = {
     "steplab": "steplab.cli.app:console",
     "torch.distributed.run": "torch.distributed.run:main",
     "steplab.measurement.child": "steplab.measurement.child:main",
-    "steplab.measurement.elastic": "steplab.measurement.elastic:main",
     "steplab.measurement.rank": "steplab.measurement.rank:main",
 }
 """What `python -m` calls of each module that is started by forking."""

@@ -14,9 +14,9 @@ from tests.cli.program import Program
 from tests.runs import ENVIRONMENT
 
 from steplab.cli.app import main
-from steplab.lab import attention as lab
+from steplab.lab import benchmark
+from steplab.measurement.cells_launch import Cells
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.specs.attention_study import AttentionStudy
 from steplab.store.database import Store
 
 TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "--device", "cpu", "--repeats", "3")
@@ -96,13 +96,14 @@ def test_all_cells_failing_is_a_failure_that_is_kept(steplab: Program) -> None:
 def test_what_had_ended_before_an_interruption_is_kept(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(study: AttentionStudy, *, on_cell: Callable[[int, AttentionCell], None], **rest: Any) -> None:
+    def interrupted(cells: Cells[AttentionCell], *, on_cell: Callable[[int, AttentionCell], None], **rest: Any) -> None:
+        study: Any = cells.study
         rest["on_environment"](ENVIRONMENT)
         on_cell(0, make_cell(study.cells[0]))
         os.kill(os.getpid(), number)
         time.sleep(5)
 
-    monkeypatch.setattr(lab, "attention_in_children", interrupted)
+    monkeypatch.setattr(benchmark, "measure_cells", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         code = main(["attention", *TINY, "--implementation", "plain,sdpa", "--store", str(tmp_path / "store.db")])

@@ -19,7 +19,8 @@ from tests.unit.allocator_model import MIB, CachingAllocator
 
 from steplab.cli.app import main
 from steplab.lab import importing
-from steplab.records.codec import Record, encode
+from steplab.records.codec import encode
+from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.store.database import Store
 

@@ -17,9 +17,9 @@ from tests.comm_records import make_comm, make_comm_cell
 from tests.runs import ENVIRONMENT, make_run
 
 from steplab.cli.app import main
-from steplab.lab import comm as lab
+from steplab.lab import benchmark
+from steplab.measurement.cells_launch import Cells
 from steplab.records.comm import CommCell, CommRun
-from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
 
 TINY = ("--size", "1kB,2kB,4kB", "--repeats", "3")
@@ -91,13 +91,14 @@ def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
 def test_what_had_ended_before_an_interruption_is_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(study: CommStudy, *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
+    def interrupted(cells: Cells[CommCell], *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
+        study: Any = cells.study
         rest["on_environment"](ENVIRONMENT)
         on_cell(0, make_comm_cell(study.cells[0], wire_bytes=None))
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    monkeypatch.setattr(lab, "comm_in_ranks", interrupted)
+    monkeypatch.setattr(benchmark, "measure_cells", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         code = main(["comm", "--processes", "2", *TINY, "--store", str(tmp_path / "store.db")])
@@ -117,14 +118,15 @@ def test_what_had_ended_before_an_interruption_is_kept(
 def test_a_cell_that_ended_its_processes_is_a_failure_and_one_without_memory_is_a_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], status: Any, code: int
 ) -> None:
-    from steplab.records.run import Failure
+    from steplab.records.failure import Failure
 
-    def ended(study: CommStudy, *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
+    def ended(cells: Cells[CommCell], *, on_cell: Callable[[int, CommCell], None], **rest: Any) -> None:
+        study: Any = cells.study
         on_cell(0, make_comm_cell(study.cells[0]))
         failure = Failure(kind=status, message="rank 1 on vm: gone")
         on_cell(1, make_comm_cell(study.cells[1], ranks=(), failure=failure))
 
-    monkeypatch.setattr(lab, "comm_in_ranks", ended)
+    monkeypatch.setattr(benchmark, "measure_cells", ended)
     assert main(["comm", "--processes", "2", *TINY, "--store", str(tmp_path / "store.db")]) == code
     assert "rank 1 on vm: gone" in " ".join(capsys.readouterr().out.split())
 

@@ -10,7 +10,7 @@ from tests.runs import ENVIRONMENT
 
 from steplab.cli.app import main
 from steplab.lab import tuning as lab
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.progress import OnProgress
 from steplab.ops.attention.triton_tuning import read_table
 from steplab.records.attention_tuning import AttentionTuning, TileTrial
 from steplab.specs.attention_tuning import KERNELS, TileCandidate, TuningStudy, timed_shapes

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,17 @@ def killed(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def hangs(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
     return _built(lambda: time.sleep(600), device)
+
+
+def held(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Goes on once the working folder has no file `hold` any more; tells by a file `reached` that it waits."""
+
+    def fault() -> None:
+        Path("reached").touch()
+        while Path("hold").exists():
+            time.sleep(0.01)
+
+    return _built(fault, device)
 
 
 def whole_step() -> Callable[[], None]:

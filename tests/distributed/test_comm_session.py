@@ -15,11 +15,12 @@ from tests.distributed.shared_memory import SharedMemory
 from steplab.errors import Unsupported
 from steplab.measurement.comm_calls import Call, MakeCall, make_call, peer_copy_call
 from steplab.measurement.comm_data import Buffers
-from steplab.measurement.comm_session import CommObserver, measure_comm_here
+from steplab.measurement.comm_session import measure_comm_here
 from steplab.measurement.device import HostClockDevice
+from steplab.measurement.observer import Observer
 from steplab.measurement.world import World
 from steplab.parallel.collectives import GroupCollectives
-from steplab.records.comm import CommCell
+from steplab.records.comm import CommCell, CommFacts
 from steplab.records.environment import Environment
 from steplab.specs.comm import COLLECTIVES, CommStudy, comm_cells
 
@@ -54,16 +55,21 @@ def measured(asked: CommStudy, make: MakeCall = make_call, indices: Sequence[int
     """The cells as this rank has them."""
     cells: dict[int, CommCell] = {}
     under_way: list[int] = []
+    facts: list[CommFacts] = []
     environments: list[Environment] = []
-    observer = CommObserver(on_cell=under_way.append, on_result=cells.__setitem__, on_environment=environments.append)
+    observer = Observer(
+        on_under_way=under_way.extend,
+        on_cell=cells.__setitem__,
+        on_environment=environments.append,
+        on_facts=facts.append,
+    )
     chosen = range(len(asked.cells)) if indices is None else indices
-    record = measure_comm_here(asked, chosen, world(), observer, make)
+    measure_comm_here(asked, chosen, world(), observer, make)
     assert under_way == [*chosen]
-    assert [rank.host for rank in record.ranks] == ["host0", "host1", "host2"]
-    assert record.ranks[1].device.startswith("cpu ")
-    assert record.environment == environments[0]
-    assert list(record.cells) == [cells[index] for index in chosen]
-    return list(record.cells)
+    assert [rank.host for rank in facts[0].ranks] == ["host0", "host1", "host2"]
+    assert facts[0].ranks[1].device.startswith("cpu ")
+    assert {environment.device.name for environment in environments} == {environments[0].device.name}
+    return [cells[index] for index in chosen]
 
 
 def spoiled(ruin: Callable[[Buffers], None]) -> MakeCall:
@@ -172,4 +178,4 @@ def only_the_cells_asked_for_are_measured() -> None:
 def what_this_machine_cannot_serve_is_refused_on_all_ranks() -> None:
     cuda = CommStudy(cells=comm_cells({"backend": ["nccl"]}, num_processes=2, on_gpus=True), num_processes=2)
     with pytest.raises(Unsupported, match=r"nccl .*no CUDA device each.*--gpus"):
-        measure_comm_here(cuda, [0], world(), CommObserver())
+        measure_comm_here(cuda, [0], world(), Observer())

@@ -14,8 +14,9 @@ from steplab.errors import UserError
 from steplab.measurement import ddp_session
 from steplab.measurement.ddp_contender import ContenderStep
 from steplab.measurement.ddp_measured import MeasuredContender
-from steplab.measurement.ddp_session import DdpObserver, ddp_here
+from steplab.measurement.ddp_session import ddp_here
 from steplab.measurement.device import open_device
+from steplab.measurement.observer import Observer
 from steplab.measurement.world import World
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.ddp import MOMENTS, DdpCell, DdpFacts
@@ -103,7 +104,7 @@ def assert_sent(sizes: dict[str, dict[str, tuple[int, ...]]], each: tuple[int, .
 def told(study: DdpStudy, numbers: Sequence[int], traces: Path | None) -> tuple[dict[int, DdpCell], list[DdpFacts]]:
     cells: dict[int, DdpCell] = {}
     facts: list[DdpFacts] = []
-    ddp_here(study, numbers, world_here(), DdpObserver(on_cell=cells.__setitem__, on_facts=facts.append), traces)
+    ddp_here(study, numbers, world_here(), Observer(on_cell=cells.__setitem__, on_facts=facts.append), traces)
     return cells, facts
 
 

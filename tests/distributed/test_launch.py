@@ -126,11 +126,15 @@ def test_what_cannot_be_is_refused_in_one_line(steplab: Program, options: tuple[
 
 def test_no_rank_outlives_a_command_that_is_killed(steplab: Program) -> None:
     options = ("--model", "faulty:hangs", "--processes", "2", "--context", "8")
+    temporary = steplab.folder / "temporary"
+    temporary.mkdir()
+    steplab.environment["TMPDIR"] = str(temporary)
     process = steplab.start("run", *options)
-    everyone = 4  # the command, the launcher and two ranks
+    everyone = 3  # the command and two ranks
     wait_until(lambda: len(processes_in(steplab.folder)) == everyone, "two ranks", timeout_s=60)
     process.kill()
     process.wait(timeout=PROMPTLY_S)  # the fixture waits for the others
+    wait_until(lambda: not list(temporary.glob("steplab-*")), "the end of their folder", timeout_s=10)
 
 
 def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
+from steplab.measurement.attention_session import measure_attention_here
+from steplab.measurement.observer import Observer
 from steplab.plan.attention_memory import plain_account
 from steplab.records.attention import AttentionCell
 from steplab.specs.attention import AttentionSpec
@@ -24,7 +25,7 @@ def measured(*cells: AttentionSpec) -> list[AttentionCell]:
     assert [*study.cells] == [*cells]
     numbers = {cell: index for index, cell in enumerate(study.cells)}
     groups = [[numbers[cell] for cell in group] for group in study.groups()]
-    observer = AttentionObserver(on_result=lambda index, cell: found.__setitem__(index, cell))
+    observer = Observer(on_cell=lambda index, cell: found.__setitem__(index, cell))
     assert measure_attention_here(study, groups, observer)
     return [found[index] for index in sorted(found)]
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from steplab.measurement.observer import Observer
 from steplab.measurement.precision_accumulation import accumulate
 from steplab.measurement.precision_rules import op_name, rule_of
 from steplab.measurement.precision_session import numerics_here
-from steplab.measurement.session import Observer
 from steplab.records.numerics import Audit
 from steplab.specs.resolve import resolve_step
 

@@ -12,7 +12,8 @@ from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.measurement.device import open_device
 from steplab.measurement.loop import Phase, run_back_to_back
-from steplab.measurement.session import Observer, measure_here
+from steplab.measurement.observer import Observer
+from steplab.measurement.session import measure_here
 from steplab.ops.attention.api import attention
 from steplab.records.run import Run
 from steplab.records.timing import find_phase

@@ -7,23 +7,25 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from tests.conversations import say, task_of
 from tests.runs import ENVIRONMENT
 from torch import Tensor
 
+from steplab.lab.attention import attention_cells
 from steplab.measurement import attention_repeats, attention_session
 from steplab.measurement.attention_contender import make_attention, make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
-from steplab.measurement.attention_launch import CellListener, attention_in_children
-from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
-from steplab.measurement.child import Request
+from steplab.measurement.attention_session import measure_attention_here
+from steplab.measurement.cells_launch import measure_cells
 from steplab.measurement.device import HostClockDevice
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import Request
+from steplab.measurement.observer import Observer
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell
-from steplab.records.codec import encode
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy
 
@@ -70,8 +72,9 @@ class Bench:
         return function
 
     def run(self, study: AttentionStudy, groups: list[list[int]] | None = None) -> bool:
-        observer = AttentionObserver(
-            on_cells=self.under_way.append, on_result=lambda index, cell: self.results.__setitem__(index, cell)
+        observer = Observer(
+            on_under_way=lambda cells: self.under_way.append(list(cells)),
+            on_cell=lambda index, cell: self.results.__setitem__(index, cell),
         )
         return measure_attention_here(study, groups or [list(range(len(study.cells)))], observer, self.make)
 
@@ -268,7 +271,7 @@ def test_a_failure_leaves_none_of_its_tensors_behind(bench: Bench) -> None:
         return bench.make(spec)
 
     study = study_of("plain", "sdpa")
-    observer = AttentionObserver(on_result=lambda index, cell: bench.results.__setitem__(index, cell))
+    observer = Observer(on_cell=lambda index, cell: bench.results.__setitem__(index, cell))
     assert measure_attention_here(study, [[0, 1]], observer, make)
     assert held
     assert bench.results[1].failure is None
@@ -459,7 +462,7 @@ def test_what_float64_holds_while_others_are_tried_is_bounded(monkeypatch: pytes
 
 # --- the processes ----------------------------------------------------------------------------------------
 
-Script = Callable[[Request, CellListener], Failure | None]
+Script = Callable[[Request, Listener], Failure | None]
 
 
 @dataclass
@@ -470,27 +473,24 @@ class Children:
     asked: list[list[list[int]]] = field(default_factory=list)
     results: dict[int, AttentionCell] = field(default_factory=dict)
 
-    def converse(self, request: Request, listener: CellListener, timeout_s: float | None) -> Failure | None:
-        self.asked.append(request.groups)
+    def converse(self, request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
+        self.asked.append(task_of(request).groups)
         return self.scripts.pop(0)(request, listener)
 
     def measure(self, study: AttentionStudy) -> None:
-        attention_in_children(
-            study, on_cell=lambda index, cell: self.results.__setitem__(index, cell), converse=self.converse
+        measure_cells(
+            attention_cells(study),
+            on_cell=lambda index, cell: self.results.__setitem__(index, cell),
+            converse=self.converse,
         )
         assert self.scripts == []
 
 
-def tell(listener: CellListener, kind: str, value: object) -> None:
-    listener.hear(kind, msgspec.Raw(encode(value)))
-
-
-def ends_well(request: Request, listener: CellListener) -> None:
-    assert request.attention is not None
-    for group in request.groups:
-        for index in group:
-            tell(listener, "cell", [index, AttentionCell(spec=request.attention.cells[index])])
-    tell(listener, "end", True)
+def ends_well(request: Request, listener: Listener) -> None:
+    task = task_of(request)
+    for index in task.numbers:
+        say(listener, "cell", [index, AttentionCell(spec=task.study.cells[index])])
+    say(listener, "result")
     assert listener.answered
 
 
@@ -514,8 +514,8 @@ def test_one_process_measures_all_cells() -> None:
 
 
 def test_the_cell_under_way_is_to_blame_for_a_crash_and_the_rest_goes_on() -> None:
-    def dies(request: Request, listener: CellListener) -> Failure:
-        tell(listener, "at", [1])
+    def dies(request: Request, listener: Listener) -> Failure:
+        say(listener, "at", [1])
         return CRASH
 
     children = Children([dies, ends_well])
@@ -526,19 +526,19 @@ def test_the_cell_under_way_is_to_blame_for_a_crash_and_the_rest_goes_on() -> No
 
 
 def test_where_several_took_turns_each_is_asked_by_itself() -> None:
-    def dies_in_turns(request: Request, listener: CellListener) -> Failure:
-        tell(listener, "at", [3, 4, 5])
+    def dies_in_turns(request: Request, listener: Listener) -> Failure:
+        say(listener, "at", [3, 4, 5])
         return CRASH
 
-    def dies_again(request: Request, listener: CellListener) -> Failure:
-        tell(listener, "at", [3])
-        tell(listener, "cell", [3, AttentionCell(spec=two_shapes().cells[3])])
-        tell(listener, "at", [4])
+    def dies_again(request: Request, listener: Listener) -> Failure:
+        say(listener, "at", [3])
+        say(listener, "cell", [3, AttentionCell(spec=two_shapes().cells[3])])
+        say(listener, "at", [4])
         return CRASH
 
-    def first_shape(request: Request, listener: CellListener) -> Failure:
+    def first_shape(request: Request, listener: Listener) -> Failure:
         for index in (0, 1, 2):
-            tell(listener, "cell", [index, AttentionCell(spec=two_shapes().cells[index])])
+            say(listener, "cell", [index, AttentionCell(spec=two_shapes().cells[index])])
         return dies_in_turns(request, listener)
 
     children = Children([first_shape, dies_again, ends_well])
@@ -548,9 +548,9 @@ def test_where_several_took_turns_each_is_asked_by_itself() -> None:
 
 
 def test_a_process_that_asks_for_another_gets_one() -> None:
-    def gives_up(request: Request, listener: CellListener) -> None:
-        tell(listener, "cell", [0, AttentionCell(spec=two_shapes().cells[0], failure=CRASH)])
-        tell(listener, "end", False)
+    def gives_up(request: Request, listener: Listener) -> None:
+        say(listener, "cell", [0, AttentionCell(spec=two_shapes().cells[0], failure=CRASH)])
+        say(listener, "result")
 
     children = Children([gives_up, ends_well])
     children.measure(two_shapes())

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from steplab.errors import Unsupported
-from steplab.measurement.session import Observer, measure_here
+from steplab.measurement.observer import Observer
+from steplab.measurement.session import measure_here
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
 from steplab.ops.attention.choice import Choice, Measured, choice_for, choose, choose_from, table, unfit
 from steplab.specs.resolve import resolve_step

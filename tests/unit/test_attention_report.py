@@ -14,10 +14,11 @@ from tests.runs import make_run, out_of_memory
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
-from steplab.lab.reporting import runs_to_report
+from steplab.lab.reporting import records_to_report
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun
-from steplab.records.codec import decode, encode, kind_of
+from steplab.records.codec import decode, encode
+from steplab.records.registry import kind_of
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_document
 from steplab.report.attention.figures import attention_rows, default_peer
@@ -52,7 +53,7 @@ def peers() -> AttentionRun:
 
 def test_a_benchmark_comes_back_as_it_was_written(peers: AttentionRun) -> None:
     assert decode(encode(peers)) == peers
-    assert kind_of(peers) == "attention"
+    assert kind_of(peers).name == "attention"
     newer = encode(peers).replace(b'"schema":"steplab.attention/1"', b'"schema":"steplab.attention/2"')
     with pytest.raises(Exception, match=r"steplab.attention/2, newer than the steplab.attention/1"):
         decode(newer)
@@ -75,8 +76,8 @@ def test_a_report_without_any_run_is_of_the_newest_benchmark(peers: AttentionRun
     path = tmp_path / "store.db"
     with Store.open(path, write=True) as store:
         store.add(peers)
-    assert runs_to_report(store=path).records == (peers,)
-    assert runs_to_report((peers.id,), store=path).records == (peers,)
+    assert records_to_report(store=path).of("attention") == (peers,)
+    assert records_to_report((peers.id,), store=path).of("attention") == (peers,)
 
 
 # --- figures ----------------------------------------------------------------------------------------------

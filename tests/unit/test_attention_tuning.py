@@ -17,8 +17,9 @@ from steplab.errors import Unsupported, UserError
 from steplab.lab.tuning import packaged_table, rows_text, table_before, table_with, with_choice
 from steplab.measurement import attention_trial, attention_tuning
 from steplab.measurement.attention_trial import CheckTask, TimeTask, check, time_candidates
-from steplab.measurement.attention_tuning import OnStep, Workers, tried, tune_here
+from steplab.measurement.attention_tuning import OnStep, Workers, tried, tune_attention
 from steplab.measurement.device import HostClockDevice
+from steplab.measurement.observer import Observer
 from steplab.measurement.workers import Lost, in_workers
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
@@ -334,7 +335,7 @@ def test_float32_is_checked_and_timed_as_such_and_in_little_time(monkeypatch: py
 def test_without_a_gpu_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unsupported, match="kernels are for CUDA"):
-        tune_here(TuningStudy(), lambda stage, count: None, lambda step: None)
+        tune_attention(TuningStudy(), Observer())
 
 
 # --- what is chosen -----------------------------------------------------------------------------------------------

@@ -4,19 +4,19 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 from tests.comm_records import make_comm, make_comm_cell
+from tests.conversations import say, task_of
 
 from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s
 from steplab.errors import SteplabError, UserError
 from steplab.lab import comm as lab
-from steplab.lab.comm import comm_study, machine_profile, predict_comm_s, profile_of
-from steplab.measurement.child import Request
-from steplab.measurement.comm_launch import CommListener, comm_in_ranks
-from steplab.records.codec import encode
+from steplab.lab.comm import collective_cells, comm_study, machine_profile, predict_comm_s, profile_of
+from steplab.measurement.cells_launch import measure_cells
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import Request
 from steplab.records.comm import CommCell
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy, comm_cells, worlds_of
 from steplab.store.database import Store
 from steplab.units import format_message, parse_bytes
@@ -232,9 +232,9 @@ def test_a_machines_profile_is_kept_and_predicts_its_times(tmp_path: Path) -> No
 def talk(*messages: tuple[str, object], failure: Failure | None = None) -> Callable[..., Failure | None]:
     """What a set of processes says before it ends."""
 
-    def converse(request: Request, listener: CommListener, timeout_s: float | None) -> Failure | None:
+    def converse(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         for kind, value in messages:
-            listener.hear(kind, msgspec.Raw(encode(value)))
+            say(listener, kind, value)
         return failure
 
     return converse
@@ -250,13 +250,13 @@ def heard(*conversations: Callable[..., Failure | None]) -> tuple[dict[int, Comm
     cells: dict[int, CommCell] = {}
     requests: list[list[int]] = []
 
-    def converse(request: Request, listener: CommListener, timeout_s: float | None) -> Failure | None:
+    def converse(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         assert request.processes == 2
         assert request.device == "cpu"
-        requests.append(request.cells)
+        requests.append(task_of(request).numbers)
         return left.pop(0)(request, listener, timeout_s)
 
-    comm_in_ranks(asked(), device="cpu", on_cell=cells.__setitem__, converse=converse)
+    measure_cells(collective_cells(asked(), "cpu"), on_cell=cells.__setitem__, converse=converse)
     assert not left
     return cells, requests
 
@@ -265,7 +265,8 @@ def test_a_cell_that_kills_a_rank_fails_and_the_others_go_on_in_new_processes() 
     cells = [make_comm_cell(spec) for spec in asked().cells]
     died = Failure(kind="crashed", message="rank 1 on vm: the process was ended by SIGKILL", rank=1)
     found, requests = heard(
-        talk(("at", 0), ("cell", [0, cells[0]]), ("at", 1), failure=died), talk(("at", 2), ("cell", [2, cells[2]]))
+        talk(("at", [0]), ("cell", [0, cells[0]]), ("at", [1]), failure=died),
+        talk(("at", [2]), ("cell", [2, cells[2]])),
     )
     assert requests == [[0, 1, 2], [2]]
     assert found[0] == cells[0]
@@ -286,15 +287,17 @@ def test_torchrun_starts_no_new_processes(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     died = Failure(kind="crashed", message="rank 1 on vm: gone", rank=1)
-    found, requests = heard(talk(("at", 0), failure=died))
+    found, requests = heard(talk(("at", [0]), failure=died))
     assert requests == [[0, 1, 2]]
     assert found[0].failure == died
     assert found[2].failure is not None
-    assert found[2].failure.message == "not measured: the processes ended in all_reduce of 1 MB, gloo, 2 ranks"
+    assert found[2].failure.message == (
+        "not measured; the processes failed earlier in all_reduce of 1 MB, gloo, 2 ranks: rank 1 on vm: gone"
+    )
 
 
 def test_a_refusal_passes() -> None:
-    def refuse(request: Request, listener: CommListener, timeout_s: float | None) -> Failure | None:
+    def refuse(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         raise SteplabError("no")
 
     with pytest.raises(SteplabError, match="no"):

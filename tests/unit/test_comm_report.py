@@ -16,11 +16,13 @@ from tests.comm_records import ALPHA_S, make_comm, make_comm_cell, make_failure
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
 
-from steplab.lab.comm import _Gathered, profile_of
-from steplab.lab.reporting import runs_to_report
-from steplab.records.codec import Record, decode, encode, kind_of
+from steplab.lab.comm import profile_of, with_profile
+from steplab.lab.reporting import records_to_report
+from steplab.records.codec import decode, encode
 from steplab.records.comm import CommCell, CommRun
-from steplab.records.rows import benchmark_row, ddp_run_row
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.rows import comm_row, ddp_row
 from steplab.report.attention.document import attention_document
 from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document
@@ -74,7 +76,7 @@ def gpus() -> CommRun:
 
 def test_a_benchmark_comes_back_as_it_was_written(gpus: CommRun) -> None:
     assert decode(encode(gpus)) == gpus
-    assert kind_of(gpus) == "comm"
+    assert kind_of(gpus).name == "comm"
     newer = encode(gpus).replace(b'"schema":"steplab.comm/1"', b'"schema":"steplab.comm/2"')
     with pytest.raises(Exception, match=r"steplab.comm/2, newer than the steplab.comm/1"):
         decode(newer)
@@ -90,22 +92,22 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
     with Store.open(tmp_path / "other.db", write=True) as other:
         assert other.import_lines(lines) == (1, 0)
         assert other.get(gpus.id) == gpus
-    selection = runs_to_report(store=tmp_path / "store.db")
+    selection = records_to_report(store=tmp_path / "store.db")
     assert (selection.records, selection.title) == ((gpus,), "Collectives")
-    assert runs_to_report((gpus.id,), store=tmp_path / "store.db").records == (gpus,)
+    assert records_to_report((gpus.id,), store=tmp_path / "store.db").records == (gpus,)
 
 
 def test_a_listing_tells_benchmarks_apart(gpus: CommRun) -> None:
     cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
-    text = render(rows_document([benchmark_row(gpus), benchmark_row(cpu)]), width=119)
+    text = render(rows_document([comm_row(gpus), comm_row(cpu)]), width=119)
     assert re.search(rf"{gpus.id} +4 +nccl +all +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
-    older = {key: value for key, value in benchmark_row(gpus).items() if key not in ("backend", "collectives")}
-    text = render(rows_document([older, benchmark_row(cpu)]), width=119)  # of which nobody knows that it was gloo's
+    older = {key: value for key, value in comm_row(gpus).items() if key not in ("backend", "collectives")}
+    text = render(rows_document([older, comm_row(cpu)]), width=119)  # of which nobody knows that it was gloo's
     assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]
-    rows = [ddp_run_row(run) for run in studies]
+    rows = [ddp_row(run) for run in studies]
     assert [(row["backend"], row["contenders"]) for row in rows] == [("nccl", "flat; bucketed"), ("nccl", "torch DDP")]
     assert "flat; bucketed" in render(rows_document(rows), width=119)
 
@@ -118,8 +120,8 @@ def test_a_report_without_ids_is_of_what_was_measured_last(gpus: CommRun, tmp_pa
         told = []
         for record in (before, gpus, after, swept, make_ddp_run(created_utc="2026-11-21T21:00:00Z")):
             store.add(record)
-            selection = runs_to_report(store=store.path)
-            told.append([kind_of(record) for record in selection.records])
+            selection = records_to_report(store=store.path)
+            told.append([kind_of(record).name for record in selection.records])
     assert told == [["run"], ["comm"], ["run", "run"], ["run"], ["ddp"]]
 
 
@@ -169,10 +171,7 @@ def test_the_profile_is_without_a_cell_that_had_not_settled_and_says_so() -> Non
     (fit,) = profile_of(cells)
     assert fit.num_points == 3
     assert fit.alpha_s == pytest.approx(ALPHA_S["gloo"], rel=0.05)
-    gathered = _Gathered(run.study, "", lambda index, cell: None)
-    for index, cell in enumerate(cells):
-        gathered.on_cell(index, cell)
-    (note,) = gathered.record(None).notes
+    (note,) = with_profile(dataclasses.replace(run, cells=tuple(cells), notes=())).notes
     assert re.match(r"all_reduce of 10 kB, gloo, 2 ranks: its calls had not settled \(4.00 ms, 4.00 ms, 3\d\d µs", note)
     assert profile_of(cells[:3])[0].num_points == 3, "of three sizes none can be left out"
 
@@ -189,20 +188,14 @@ def test_of_samples_in_which_the_device_may_have_waited_for_python_a_note_tells(
     run = make_comm({"collective": ["all_reduce"]}, ranks=2)
     first = run.cells[0]
     late = make_comm_cell(first.spec, ranks=(first.ranks[0], dataclasses.replace(first.ranks[1], num_waits=4)))
-    gathered = _Gathered(run.study, "", lambda index, cell: None)
-    for index, cell in enumerate((late, *run.cells[1:])):
-        gathered.on_cell(index, cell)
-    (note,) = gathered.record(None).notes
+    (note,) = with_profile(dataclasses.replace(run, cells=(late, *run.cells[1:]), notes=())).notes
     assert re.match(r"all_reduce of .*: in 4 of 9 samples of rank 1 the device may have waited for Python", note)
 
 
 def test_what_was_timed_at_too_few_sizes_has_no_line_and_a_note_says_why() -> None:
     def gathered(cells: Sequence[CommCell]) -> CommRun:
         study = CommStudy(cells=tuple(cell.spec for cell in cells), num_processes=2)
-        found = _Gathered(study, "", lambda index, cell: None)
-        for index, cell in enumerate(cells):
-            found.on_cell(index, cell)
-        return found.record(None)
+        return with_profile(dataclasses.replace(make_comm(ranks=2), study=study, cells=tuple(cells), notes=()))
 
     three = ["1MB", "10MB", "100MB"]
     lists: dict[str, Sequence[object]] = {"collective": ["all_reduce", "broadcast"], "size": three, "world_size": [2]}

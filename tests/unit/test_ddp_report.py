@@ -12,10 +12,11 @@ from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
 from tests.runs import make_run
 
 from steplab.lab.ddp_model import overhead_model
-from steplab.lab.reporting import runs_to_report
-from steplab.records.codec import decode, encode, kind_of
+from steplab.lab.reporting import records_to_report
+from steplab.records.codec import decode, encode
 from steplab.records.ddp import DdpCell, DdpRun
-from steplab.records.rows import ddp_run_row
+from steplab.records.registry import kind_of
+from steplab.records.rows import ddp_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
 from steplab.report.ddp.bars import memory_bars, parts_of_step, step_bars
@@ -47,7 +48,7 @@ def cell_of(run: DdpRun, label: str) -> DdpCell:
 
 def test_a_study_comes_back_as_it_was_written_and_is_listed(run: DdpRun, tmp_path: Path) -> None:
     assert decode(encode(run)) == run
-    assert kind_of(run) == "ddp"
+    assert kind_of(run).name == "ddp"
     broken = make_ddp_run(broken=("flat",))
     with Store.open(tmp_path / "store.db", write=True) as store:
         store.add(run)
@@ -63,12 +64,12 @@ def test_a_study_comes_back_as_it_was_written_and_is_listed(run: DdpRun, tmp_pat
 def test_a_report_without_any_run_is_of_the_newest_study_and_ids_take_any(run: DdpRun, tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db", write=True) as store:
         store.add(run)
-        assert runs_to_report(store=store.path).records == (run,)
+        assert records_to_report(store=store.path).of("ddp") == (run,)
         step = make_run()
         store.add(step)
-        assert runs_to_report(store=store.path).records == (step,)
-        both = runs_to_report((run.id, step.id), store=store.path)
-        assert both.records == (step, run)
+        assert records_to_report(store=store.path).of("ddp") == ()
+        both = records_to_report((run.id, step.id), store=store.path)
+        assert (both.of("ddp"), both.of("run")) == ((run,), (step,))
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpR
 
 
 def test_a_study_cut_short_is_listed_with_as_many_contenders_as_were_asked_for(run: DdpRun) -> None:
-    row = ddp_run_row(dataclasses.replace(run, cells=run.cells[:2]))
+    row = ddp_row(dataclasses.replace(run, cells=run.cells[:2]))
     assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (len(run.study.contenders), 2, 0)
 
 

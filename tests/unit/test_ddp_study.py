@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
+from tests.conversations import Converse, say, task_of
 from tests.ddp_records import make_ddp_cell, make_study
 
 from steplab.errors import UserError
-from steplab.lab.ddp import ddp_step, ddp_study
-from steplab.measurement.child import Request
-from steplab.measurement.ddp_launch import DdpListener, ddp_in_children
-from steplab.records.codec import encode
+from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
+from steplab.measurement.cells_launch import measure_cells
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import Request
 from steplab.records.ddp import DdpCell
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.specs.ddp import Contender, DdpStudy, bucket_sizes, contenders_of
 from steplab.specs.resolve import resolve_step
 
@@ -98,26 +98,22 @@ class Ranks:
         self.failures = failures
         self.asked: list[list[int]] = []
 
-    def __call__(self, request: Request, listener: DdpListener, timeout_s: float | None) -> Failure | None:
-        self.asked.append(request.contenders)
+    def __call__(self, request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
+        self.asked.append(task_of(request).numbers)
         assert request.processes == 2
         assert request.device == "cuda"
-        for number in request.contenders:
+        for number in task_of(request).numbers:
             if failure := self.failures.get(number):
                 return failure
-            say(listener, "at", number)
+            say(listener, "at", [number])
             say(listener, "cell", [number, make_ddp_cell(STUDY.contenders[number])])
-        say(listener, "end", True)
+        say(listener, "result")
         return None
 
 
-def say(listener: DdpListener, kind: str, value: object) -> None:
-    listener.hear(kind, msgspec.Raw(encode(value)))
-
-
-def measured(ranks: Ranks, *, again: bool = True) -> dict[int, DdpCell]:
+def measured(ranks: Converse) -> dict[int, DdpCell]:
     found: dict[int, DdpCell] = {}
-    ddp_in_children(STUDY, traces=None, again=again, on_cell=found.__setitem__, converse=ranks)
+    measure_cells(ddp_cells(STUDY, None), on_cell=found.__setitem__, converse=ranks)
     return found
 
 
@@ -140,35 +136,33 @@ def test_the_blame_is_the_failing_rank_s_own_word_on_where_it_was() -> None:
     late = Failure(kind="error", message="rank 1: no", phase="bucketed 25 MB: build", rank=1)
     ranks = Ranks({2: late})
     ranks.failures = {2: late}
-    found: dict[int, DdpCell] = {}
 
-    def once(request: Request, listener: DdpListener, timeout_s: float | None) -> Failure | None:
+    def once(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         failure = ranks(request, listener, timeout_s)
         ranks.failures = {}
         return failure
 
-    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=once)
+    found = measured(once)
     assert {number: cell.status for number, cell in found.items()} == {0: "ok", 1: "ok", 2: "ok", 3: "error"}
 
 
 def told(*launches: tuple[int, Failure | None]) -> tuple[dict[int, str], list[list[int]]]:
     """Status of each contender, and who was asked for, where each set of ranks begins with the baseline, measures so
     many contenders, begins the next, and then fails."""
-    found: dict[int, DdpCell] = {}
     asked: list[list[int]] = []
 
-    def ranks(request: Request, listener: DdpListener, timeout_s: float | None) -> Failure | None:
+    def ranks(request: Request, listener: Listener, timeout_s: float | None) -> Failure | None:
         count, failure = launches[len(asked)]
-        asked.append(request.contenders)
-        say(listener, "at", 0)
-        for place, number in enumerate(request.contenders):
+        asked.append(task_of(request).numbers)
+        say(listener, "at", [0])
+        for place, number in enumerate(task_of(request).numbers):
             if place <= count:
-                say(listener, "at", number)
+                say(listener, "at", [number])
             if place < count:
                 say(listener, "cell", [number, make_ddp_cell(STUDY.contenders[number])])
         return failure
 
-    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=ranks)
+    found = measured(ranks)
     messages = {n: cell.failure.message if cell.failure else "ok" for n, cell in found.items()}
     return messages, asked
 
@@ -179,7 +173,7 @@ def test_new_ranks_that_get_to_no_contender_fail_for_all_that_are_left(phase: st
     lost = Failure(kind="crashed", message="rank 1 died", phase=phase, rank=1)
     overlap = dataclasses.replace(lost, phase="flat: warmup")
     found, asked = told((1, overlap), (-1, lost))
-    assert found == {0: "ok", 1: "rank 1 died"} | dict.fromkeys((2, 3), "its ranks did not get to it: rank 1 died")
+    assert found == {0: "ok", 1: "rank 1 died"} | dict.fromkeys((2, 3), "rank 1 died")
     assert asked == [[0, 1, 2, 3], [2, 3]]
 
 
@@ -198,34 +192,35 @@ def test_what_a_contender_does_once_it_has_ended_is_no_failure_of_the_next() -> 
 
 
 def test_what_fails_once_all_have_ended_costs_no_contender() -> None:
-    def late(request: Request, listener: DdpListener, timeout_s: float | None) -> Failure:
+    def late(request: Request, listener: Listener, timeout_s: float | None) -> Failure:
         Ranks({})(request, listener, timeout_s)
         return Failure(kind="crashed", message="rank 1 died", rank=1)
 
-    found: dict[int, DdpCell] = {}
-    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=late)
+    found = measured(late)
     assert [cell.status for cell in found.values()] == ["ok"] * 4
 
 
 def test_without_its_baseline_a_study_has_nothing_to_compare() -> None:
     ranks = Ranks({0: Failure(kind="crashed", message="rank 0 died", phase="starting")})
-    assert {number: cell.status for number, cell in measured(ranks).items()} == {0: "crashed"}
+    found = measured(ranks)
+    assert [found[number].failure for number in range(4)] == [ranks.failures[0]] * 4
     assert len(ranks.asked) == 1
 
 
-def test_under_torchrun_nobody_begins_again() -> None:
+def test_under_torchrun_nobody_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     ranks = Ranks({2: OUT_OF_MEMORY})
-    assert {number: cell.status for number, cell in measured(ranks, again=False).items()} == {
-        0: "ok",
-        1: "ok",
-        2: "out_of_memory",
-    }
+    found = measured(ranks)
+    assert [found[number].status for number in range(4)] == ["ok", "ok", "out_of_memory", "out_of_memory"]
+    assert found[3].failure is not None
+    assert found[3].failure.message.startswith("not measured; the processes failed earlier in overlap: ")
+    assert len(ranks.asked) == 1
 
 
 def test_ranks_that_say_nothing_are_not_asked_for_ever() -> None:
-    def silent(request: Request, listener: DdpListener, timeout_s: float | None) -> None:
-        say(listener, "end", True)
+    def silent(request: Request, listener: Listener, timeout_s: float | None) -> None:
+        say(listener, "result")
 
-    found: dict[int, DdpCell] = {}
-    ddp_in_children(STUDY, traces=None, again=True, on_cell=found.__setitem__, converse=silent)
-    assert [cell.failure and cell.failure.message for cell in found.values()] == ["the processes gave no result"]
+    found = measured(silent)
+    assert [cell.failure and cell.failure.message for cell in found.values()] == ["the processes gave no result"] * 4

@@ -9,9 +9,10 @@ from tests.unit.explaining import foreign, op, own, profile, timing
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.explaining import explain, run_to_explain, try_findings, with_fields
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.progress import OnProgress
+from steplab.records.failure import Failure
 from steplab.records.finding import Evidence, Finding, Findings
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.report.findings import findings_section
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store

@@ -1,85 +1,109 @@
 """What becomes of a run of several processes, by what is heard of each; the ranks are played by this process."""
 
-import json
 import signal
 import socket
-import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
-from typing import Any, cast
+from contextlib import closing, suppress
 
+import msgspec
 import pytest
 
 from steplab.errors import UserError
-from steplab.measurement import hearing
-from steplab.measurement.channel import Channel, Whereabouts, whereabouts
-from steplab.measurement.child import Request
-from steplab.measurement.hearing import Hearing, Logs
-from steplab.measurement.hub import GONE, LAUNCHER, Hub, command_line_of
-from steplab.measurement.launch import Listener, Progress
-from steplab.measurement.torchrun import torchrun_around
-from steplab.records.run import Failure
+from steplab.measurement import channel, hearing
+from steplab.measurement import hub as hub_module
+from steplab.measurement.channel import Channel, connect, whereabouts
+from steplab.measurement.hearing import Hearing
+from steplab.measurement.hub import GONE, LOOPBACK, Event, Hub, command_line_of
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import Request, Whereabouts
+from steplab.measurement.progress import Progress
+from steplab.measurement.ranks_launch import environment_of
+from steplab.measurement.torchrun import Place, Torchrun, torchrun_around
+from steplab.records.failure import Failure
 
 HERE = socket.gethostname()
 SPOILT = Failure(kind="error", message="ValueError: spoilt", phase="measure")
 LOST = Failure(kind="error", message="RuntimeError: gloo/transport: Connection closed by peer", phase="measure")
 
 
-class Child:
-    """The launcher, as far as its parent looks at it."""
+class Process:
+    """The process of a rank, as far as its parent looks at it."""
 
     def __init__(self) -> None:
-        self.exit_code: int | None = None
+        self.code: int | None = None
 
-    def poll(self) -> int | None:
-        return self.exit_code
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        return self.code
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        if self.exit_code is None and timeout is not None:
-            raise subprocess.TimeoutExpired("launcher", timeout)
-        return self.exit_code
+    def last_lines(self) -> tuple[str, ...]:
+        return ("first line", "last words")
+
+
+def asked(processes: int) -> Request:
+    return Request(job="step", task=msgspec.Raw(b"null"), processes=processes)
 
 
 class World:
-    """A hub, a launcher and two ranks that have said hello and are measuring."""
+    """A hub and two ranks that are measuring: started here or, but for the first, `joined` by torchrun."""
 
-    def __init__(self, logs: Path, hub: Hub, *, size: int = 2, joined: int | None = None) -> None:
-        self.hub, self.child, self.heard = hub, Child(), list[Progress]()
-        self.listener = Listener(self.heard.append)
-        self.launcher = self.channel(LAUNCHER)
-        self.ranks = [self.channel(rank) for rank in range(size if joined is None else joined)]
+    def __init__(self, hub: Hub, *, size: int = 2, joined: int = 0) -> None:
+        self.hub, self.heard = hub, list[Progress]()
+        self.listener = Listener(JOBS["step"], self.heard.append)
+        self.processes = {number: Process() for number in range(1 if joined else size)}
+        self.port = hub.listen(everywhere=False) if joined else 0
+        self.ranks = [Channel(hub.adopt(number)) for number in self.processes]
+        for number in range(1, joined):
+            self.ranks.append(self.join(number))
         for rank in self.ranks:
             rank.send("stage", ["measure", 10])
-        self._logs, self._size = logs, size
+        self._size = size
 
-    def channel(self, rank: int) -> Channel:
-        return Channel("127.0.0.1", self.hub.port, self.hub.token, rank)
+    def join(self, rank: int) -> Channel:
+        return joined_by(self.hub, self.port, rank)[0]
 
-    def hear(self, timeout_s: float | None = None, is_joined: bool = False) -> Failure | None:
-        with (self._logs / "errors").open("w+b") as errors:
-            logs = Logs(folder=self._logs, errors=errors)
-            request = Request(processes=self._size)
-            child = cast("Any", self.child)
-            return Hearing(self.hub, request, self.listener, timeout_s, child, logs, is_joined=is_joined).hear()
+    def hear(self, timeout_s: float | None = None) -> Failure | None:
+        return Hearing(self.hub, asked(self._size), self.listener, timeout_s, self.processes).hear()
+
+    def end(self, rank: int, code: int) -> None:
+        self.processes[rank].code = code
+        end(self.ranks[rank])
+
+
+def joined_by(hub: Hub, port: int, rank: int) -> tuple[Channel, list[Event]]:
+    """Connect as a rank of torchrun's while the hub listens; gives what it has heard meanwhile."""
+    events: list[Event] = []
+    with ThreadPoolExecutor() as threads:
+        connecting = threads.submit(connect, LOOPBACK, port, hub.token, rank)
+        while not connecting.done():
+            events += hub.poll(0.01)
+        return connecting.result(), events
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hearing, "_CAUSE_S", 0.3)
+    monkeypatch.setattr(hearing, "_COMMAND_LINE_S", 0.3)
     monkeypatch.setattr(hearing, "_ANSWER_S", 0.3)
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    with closing(Hub(everywhere=False)) as opened:
+    with closing(Hub(3)) as opened:
         yield opened
 
 
 @pytest.fixture
-def world(tmp_path: Path, hub: Hub) -> World:
-    return World(tmp_path, hub)
+def world(hub: Hub) -> World:
+    return World(hub)
+
+
+@pytest.fixture
+def joined_world(hub: Hub) -> World:
+    """As torchrun has started it: the first rank here, and another one."""
+    return World(hub, joined=2)
 
 
 def end(channel: Channel) -> None:
@@ -102,15 +126,6 @@ def test_the_first_rank_is_heard_and_the_others_only_move_the_clock(world: World
     assert [(told.stage, told.done) for told in world.heard] == [("starting", 0), ("measure", 0), ("measure", 3)]
 
 
-def test_every_rank_is_sent_the_request(world: World) -> None:
-    world.hear(timeout_s=0.1)
-    for rank in world.ranks:
-        message = rank.receive()
-        assert message is not None
-        assert message.kind == "request"
-        assert json.loads(bytes(message.value))["processes"] == 2
-
-
 def test_what_a_rank_says_of_itself_is_the_cause(world: World) -> None:
     world.ranks[0].send("failed", LOST)
     world.ranks[1].send("failed", SPOILT)
@@ -125,17 +140,40 @@ def test_a_lost_connection_is_the_cause_where_nothing_else_is_known(world: World
     assert message_of(world.hear()) == f"rank 1 on {HERE}: {LOST.message}"
 
 
-def test_of_two_that_ended_the_launcher_had_a_hand_in_one(world: World) -> None:
-    folder = world._logs / "run" / "attempt_0" / "1"
-    folder.mkdir(parents=True)
-    (folder / "stderr.log").write_text("first line\nlast words\n")
-    for rank in world.ranks:
-        end(rank)
-    world.launcher.send("exits", {0: -signal.SIGTERM, 1: -signal.SIGKILL})
+def test_a_killed_rank_is_named_with_its_last_lines_though_another_has_lost_it(world: World) -> None:
+    world.ranks[0].send("failed", LOST)
+    world.end(1, -signal.SIGKILL)
     failure = world.hear()
     assert message_of(failure).startswith(f"rank 1 on {HERE}: the process was ended by SIGKILL during measure")
     assert failure is not None
     assert failure.last_lines == ("first line", "last words")
+
+
+def test_of_two_that_ended_the_earlier_is_the_cause(world: World) -> None:
+    heard = Hearing(world.hub, asked(2), world.listener, None, world.processes)
+    for rank in (1, 0):
+        world.end(rank, -signal.SIGABRT)
+        while world.hub.is_connected(rank):
+            for event in world.hub.poll(1.0):
+                heard._take(event)
+    assert message_of(heard.hear()).startswith(f"rank 1 on {HERE}: the process was ended by SIGABRT")
+
+
+def test_a_process_whose_connection_something_holds_open_is_named_by_its_exit(world: World) -> None:
+    world.processes[1].code = 3
+    assert message_of(world.hear()) == f"rank 1 on {HERE}: the process ended during measure with exit code 3"
+
+
+def test_a_first_rank_that_ends_well_without_a_last_word_is_no_result(world: World) -> None:
+    world.ranks[0].send("ended")
+    world.processes[0].code = 0
+    assert message_of(world.hear()) == f"rank 0 on {HERE}: the process ended during measure with exit code 0"
+
+
+def test_a_rank_that_ends_after_its_last_word_is_not_in_trouble(world: World) -> None:
+    world.ranks[1].send("ended")
+    world.end(1, 0)
+    assert message_of(world.hear(timeout_s=1.0)).startswith(f"rank 0 on {HERE}: did not end within")
 
 
 def test_a_rank_that_ends_without_an_exit_code_is_named_all_the_same(world: World) -> None:
@@ -144,23 +182,34 @@ def test_a_rank_that_ends_without_an_exit_code_is_named_all_the_same(world: Worl
     assert message_of(world.hear()) == f"rank 1 on {HERE}: the process ended, or was cut off, during measure"
 
 
-def test_a_command_line_of_torchrun_tells_how_its_rank_ended(world: World) -> None:
-    end(world.ranks[1])
+def test_a_command_line_of_torchrun_tells_how_its_rank_ended(joined_world: World) -> None:
+    end(joined_world.ranks[1])
     crashed = Failure(kind="crashed", message="the process was ended by SIGKILL during build", signal="SIGKILL")
-    world.channel(command_line_of(1)).send("failed", crashed)
-    failure = world.hear(is_joined=True)
+    joined_world.join(command_line_of(1)).send("failed", crashed)
+    failure = joined_world.hear()
     assert message_of(failure) == f"rank 1 on {HERE}: {crashed.message}"
 
 
-def test_a_first_rank_that_is_gone_and_does_not_exit_is_not_waited_for(world: World) -> None:
-    end(world.ranks[0])
+def test_a_first_rank_that_is_gone_and_does_not_exit_is_not_waited_for(joined_world: World) -> None:
+    end(joined_world.ranks[0])
     message = f"rank 0 on {HERE}: the process ended, or was cut off, during measure"
-    assert message_of(world.hear(is_joined=True)) == message
+    assert message_of(joined_world.hear()) == message
 
 
-def test_a_launcher_that_ends_alone_is_the_cause(world: World, tmp_path: Path) -> None:
-    world.child.exit_code = 1
-    assert message_of(world.hear()) == "the process ended during measure with exit code 1"
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff",
+        b"[" * 3000 + b"]" * 3000,
+        b"{}",
+        b'{"kind": "stage", "value": "measure"}',
+        b'{"kind": "failed", "value": {"kind": "\xff"}}',
+        b'{"kind": "where", "value": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+    ],
+)
+def test_a_message_that_cannot_be_read_is_a_failure_of_its_rank(world: World, line: bytes) -> None:
+    world.ranks[1]._socket.sendall(line + b"\n")
+    assert message_of(world.hear()) == f"rank 1 on {HERE}: it sent a message that cannot be read"
 
 
 @pytest.mark.parametrize(
@@ -190,21 +239,127 @@ def test_no_progress_ends_a_run_without_a_time_of_its_own(world: World, monkeypa
     assert message_of(world.hear()).startswith("the ranks made no progress for 100 ms: rank 0 does not answer")
 
 
-def test_a_rank_that_never_came_is_named(tmp_path: Path, hub: Hub) -> None:
-    world = World(tmp_path, hub, size=3, joined=2)
+def test_a_rank_that_never_came_is_named(hub: Hub) -> None:
+    world = World(hub, size=3, joined=2)
     assert message_of(world.hear(timeout_s=0.1)).startswith("rank 2: did not end within 100 ms: it never joined")
 
 
-def test_who_does_not_know_the_token_is_not_heard(hub: Hub) -> None:
-    with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
-        stranger.sendall(b'{"token": "guessed", "rank": 0, "host": "x", "pid": 1}\n{"kind": "failed"}\n')
-        for _ in range(3):
+# Who may connect where torchrun has started the ranks
+
+
+@pytest.fixture
+def port(hub: Hub) -> int:
+    return hub.listen(everywhere=False)
+
+
+def stranger(port: int, says: bytes = b"") -> socket.socket:
+    connected = socket.create_connection((LOOPBACK, port), timeout=10)
+    connected.sendall(says)
+    return connected
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b'{"token": "guessed", "rank": 1, "host": "x"}\n{"kind": "failed"}\n',
+        b'{"token": "\xff", "rank": 1, "host": "x"}\n',
+        b'{"token": "\\ud800", "rank": 1, "host": "x"}\n',
+        b'{"x": ' + b"[" * 3000 + b"]" * 3000 + b"}\n",
+        b"[" * 3000 + b"]" * 3000 + b"\n",
+        b"\xff\n",
+        b"\n",
+        b"x" * 100_000,
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_stranger_is_cut_off_alone(hub: Hub, port: int, says: bytes) -> None:
+    first, _ = joined_by(hub, port, 1)
+    with stranger(port) as cut_off:
+        with suppress(ConnectionError):  # cut off before all was said
+            cut_off.sendall(says)
+        for _ in range(5):
             assert list(hub.poll(0.05)) == []
-        assert stranger.recv(1) == b""
-    channel = Channel("127.0.0.1", hub.port, hub.token, 0)
-    assert [event.kind for _ in range(2) for event in hub.poll(1.0)] == ["hello"]
-    end(channel)
-    assert [event.kind for event in hub.poll(1.0)] == [GONE]
+        with suppress(ConnectionResetError):
+            assert cut_off.recv(1) == b""
+    second, _ = joined_by(hub, port, 2)
+    for number, rank in enumerate((first, second), start=1):
+        rank.send("step", number)
+        assert [(event.rank, event.kind) for event in hub.poll(1.0)] == [(number, "step")]
+    end(first)
+    assert [(event.rank, event.kind) for event in hub.poll(1.0)] == [(1, GONE)]
+
+
+def test_half_a_hello_is_waited_for_and_not_for_ever(hub: Hub, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_UNPROVEN_S", 0.3)
+    with stranger(port, b'{"token": "') as slow:
+        started_s = time.monotonic()
+        while time.monotonic() - started_s < 0.6:
+            assert list(hub.poll(0.05)) == []
+        assert slow.recv(1) == b""
+    assert not hub._unproven
+
+
+def test_idle_connections_keep_no_rank_out(hub: Hub, port: int) -> None:
+    idle = []
+    try:
+        for _ in range(1500):
+            idle.append(stranger(port))
+            if len(idle) % 500 == 0:  # else the backlog keeps even strangers out
+                list(hub.poll(0.0))
+        ranks = {}
+        for rank in (1, 2):
+            ranks[rank], _ = joined_by(hub, port, rank)
+            ranks[rank].send("step", rank)
+            assert [(event.rank, event.kind) for event in hub.poll(1.0)] == [(rank, "step")]
+        assert len(hub._unproven) <= hub_module._MOST_UNPROVEN
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_a_rank_that_is_cut_off_unheard_tries_again(hub: Hub, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when many others come between its connection and its hello."""
+    admitted, cut_off = Hub._examine, list[hub_module._Connection]()
+
+    def cut_off_once(self: Hub, connection: hub_module._Connection) -> Iterator[Event]:
+        if cut_off:
+            yield from admitted(self, connection)
+        else:
+            cut_off.append(connection)
+            self._drop(connection)
+
+    monkeypatch.setattr(Hub, "_examine", cut_off_once)
+    joined, _ = joined_by(hub, port, 1)
+    joined.send("step", 1)
+    assert [(event.rank, event.kind) for event in hub.poll(1.0)] == [(1, "step")]
+
+
+@pytest.mark.parametrize("rank", [0, 3, -4, -(10**18)])
+def test_a_rank_that_is_there_already_or_cannot_be_is_not_let_in(
+    hub: Hub, port: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_CONNECT_S", 0.3)
+    hub.adopt(0).close()
+    with pytest.raises(TimeoutError, match=f"the first process does not answer at {LOOPBACK} port {port}"):
+        joined_by(hub, port, rank)
+
+
+def test_ranks_of_one_machine_are_kept_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    place = Place(rank=1, size=2, local_rank=1, local_size=2)
+    here = environment_of(place)
+    loopback = here["GLOO_SOCKET_IFNAME"]
+    assert [name for _, name in socket.if_nameindex() if name == loopback] == [loopback]
+    assert (here["NCCL_SOCKET_IFNAME"], here["NCCL_RAS_ENABLE"]) == (f"={loopback}", "0")
+    assert torchrun_around(here | {"MASTER_ADDR": "x", "MASTER_PORT": "1"}) == Torchrun(
+        rank=1, size=2, local_rank=1, local_size=2, address="x", port=1, agent_store=False
+    )
+    far = Torchrun(rank=1, size=2, local_rank=0, local_size=1, address="node7", port=1, agent_store=True)
+    assert not set(names) & set(environment_of(far))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert environment_of(place)["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_a_rank_says_where_its_main_thread_stands() -> None:

@@ -50,8 +50,16 @@ class Alone:
 
 def world_of(rank: int, size: int = 2) -> World:
     """Seen from one rank."""
-    place = {"rank": rank, "size": size, "local_rank": rank, "local_size": size}
-    return World(**place, host="here", device=open_device("cpu"), backend="gloo", collectives=Alone(rank, size))
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        host="here",
+        device=open_device("cpu"),
+        backend="gloo",
+        collectives=Alone(rank, size),
+    )
 
 
 def ranks_of(*columns: tuple[float, ...]) -> tuple[RankSamples, ...]:

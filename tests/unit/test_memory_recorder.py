@@ -24,7 +24,8 @@ from steplab.measurement import compat
 from steplab.measurement import memory_recorder as under_test
 from steplab.measurement.device import HostClockDevice
 from steplab.measurement.memory_recorder import MemoryRecorder, MemoryWatch
-from steplab.measurement.session import Observer, measure_here
+from steplab.measurement.observer import Observer
+from steplab.measurement.session import measure_here
 from steplab.measurement.step import ModelStep, make_step
 from steplab.measurement.step_marks import StepMarks
 from steplab.model.build import build_workload

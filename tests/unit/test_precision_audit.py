@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import Unsupported, UserError
 from steplab.measurement import precision_session
+from steplab.measurement.observer import Observer
 from steplab.measurement.precision_accumulation import dtype_name
 from steplab.measurement.precision_rules import op_name, rule_of
 from steplab.measurement.precision_session import numerics_here
-from steplab.measurement.session import Observer
 from steplab.model.build import build_workload
 from steplab.model.toy import ToyModel
 from steplab.model.workload import Workload, call, loss_of

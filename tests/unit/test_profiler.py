@@ -17,8 +17,9 @@ from steplab.lab.profiling import is_recorded_elsewhere
 from steplab.measurement import profiler as under_test
 from steplab.measurement import session
 from steplab.measurement.loop import Phase
+from steplab.measurement.observer import Observer
 from steplab.measurement.profiler import Profiling, StepProfiler
-from steplab.measurement.session import Observer, measure_here
+from steplab.measurement.session import measure_here
 from steplab.measurement.step import WholeStep
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload

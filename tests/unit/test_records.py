@@ -14,11 +14,13 @@ from tests.runs import make_run, out_of_memory, recorder_run
 
 from steplab.errors import SteplabError
 from steplab.records.ceilings import CEILINGS_SCHEMA, Ceiling, Ceilings
-from steplab.records.codec import decode, encode, kind_of, new_id, now_utc
+from steplab.records.codec import decode, encode, new_id, now_utc
 from steplab.records.environment import DeviceInfo, Environment
+from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
+from steplab.records.registry import kind_of
 from steplab.records.rows import run_row, utilization
-from steplab.records.run import RUN_SCHEMA, Failure, ModelFacts, Run, Utilization
+from steplab.records.run import RUN_SCHEMA, ModelFacts, Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
@@ -189,7 +191,7 @@ def test_what_is_no_record_is_refused_as_such(text: bytes | str) -> None:
 
 
 def test_kinds_are_told_by_the_schema() -> None:
-    assert kind_of(make_run()) == "run"
+    assert kind_of(make_run()).name == "run"
     assert RUN_SCHEMA == "steplab.run/1"
     assert CEILINGS_SCHEMA == "steplab.ceilings/1"
     assert json.loads(encode(make_run()))["schema"] == RUN_SCHEMA

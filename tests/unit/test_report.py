@@ -18,8 +18,9 @@ from tests.unit.memory_records import watched_run
 
 from steplab import units
 from steplab.errors import UserError
+from steplab.records.failure import Failure
 from steplab.records.rows import run_row
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.report.kit.rendering import FORMATS
 from steplab.report.kit.text import ABSENT
@@ -236,10 +237,10 @@ def test_a_users_phases_keep_their_order() -> None:
 
 
 def test_sizes_become_the_axis_and_the_rest_colour() -> None:
-    layout = arrange(cells_of(STUDY))
+    layout, panels = arrange(cells_of(STUDY))
     assert (layout.outer, layout.inner, layout.series) == ("model", "context", ("fp32", "bf16"))
     assert layout.positions == (("small", "128"), ("small", "256"), ("medium", "128"), ("medium", "256"))
-    assert len(layout.panels) == 1
+    assert len(panels) == 1
 
 
 def test_many_cells_are_split_into_panels_and_none_is_lost() -> None:
@@ -249,10 +250,10 @@ def test_many_cells_are_split_into_panels_and_none_is_lost() -> None:
         "precision": ["fp32", "bf16"],
         "pass": ["forward", "forward_backward", "train"],
     }
-    layout = arrange(cells_of(grid(axes)))
-    assert [panel.title for panel in layout.panels] == ["forward", "forward + backward", "train"]
-    assert sum(len(panel.marks) for panel in layout.panels) == 120
-    places = [(p.title, position, series) for p in layout.panels for position, series, _ in p.marks]
+    _layout, panels = arrange(cells_of(grid(axes)))
+    assert [panel.title for panel in panels] == ["forward", "forward + backward", "train"]
+    assert sum(len(panel.marks) for panel in panels) == 120
+    places = [(p.title, position, series) for p in panels for position, series, _ in p.marks]
     assert len(set(places)) == 120
 
 

@@ -10,7 +10,7 @@ from tests.runs import grid, make_run, recorder_run
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report import axes as ax
+from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.labels import fitted, shortened, text_width, wrap
 from steplab.report.page import render_page
@@ -70,8 +70,8 @@ def test_no_two_cells_share_a_label_or_a_place() -> None:
     runs += [recorder_run(id="1"), recorder_run(id="2"), recorder_run(id="3", name="")]
     told = labels(runs)
     assert len(set(told)) == len(told) == len(runs)
-    layout = arrange(cells_of(runs))
-    places = [(panel.title, position, series) for panel in layout.panels for position, series, _ in panel.marks]
+    _layout, panels = arrange(cells_of(runs))
+    places = [(panel.title, position, series) for panel in panels for position, series, _ in panel.marks]
     assert len(set(places)) == len(runs)
 
 
@@ -130,7 +130,7 @@ def test_names_that_differ_read_differently_under_the_axes(copies: int, sized: b
     names = [f"company/checkpoint-{number}-of-a-very-long-name" for number in range(14)]
     runs = [recorder_run(name=name, id=f"{name} {copy}") for name in names for copy in range(copies)]
     runs += [make_run({"context": context}) for context in (64, 128)] if sized else []
-    layout = arrange(cells_of(runs))
+    layout, _panels = arrange(cells_of(runs))
     place = ax.places(layout, ax.chart_width(layout))
     found = ax.below(layout, place)
     shown = [text for _, text, *_ in found.groups] if sized else list(found.texts)
@@ -148,7 +148,7 @@ def test_the_name_of_an_axis_fits_beside_it(field: str) -> None:
 def test_group_names_stay_within_their_groups() -> None:
     runs = [make_run({"context": context}) for context in (64, 128)]
     runs += [recorder_run(name=name, id=name) for name in ("examples.my_model:build", "own loop", "n" * 80)]
-    layout = arrange(cells_of(runs))
+    layout, _panels = arrange(cells_of(runs))
     place = ax.places(layout, ax.chart_width(layout))
     found = ax.below(layout, place)
     assert {name for name, *_ in found.groups} == {"small", "examples.my_model:build", "own loop", "n" * 80}

@@ -12,9 +12,10 @@ from tests.runs import ENVIRONMENT, make_run, out_of_memory
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab import precision as lab
-from steplab.lab.reporting import runs_to_report
-from steplab.measurement.launch import OnProgress
+from steplab.lab.reporting import records_to_report
+from steplab.measurement.progress import OnProgress
 from steplab.records.codec import decode, encode
+from steplab.records.failure import Failure
 from steplab.records.numerics import (
     Accumulation,
     Audit,
@@ -26,7 +27,7 @@ from steplab.records.numerics import (
     Numerics,
     OperationAudit,
 )
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
@@ -426,11 +427,11 @@ def test_a_record_survives_the_store_and_is_reported_with_its_study(tmp_path: Pa
         (study,) = store.studies()
         assert (study["num_ok"], study["num_failed"]) == (3, 1)
         assert not any(isinstance(found, Run) for found in store.iterate(kind="numerics"))
-    selection = runs_to_report(store=path)
-    assert (len(selection.runs), selection.records[len(RUNS) :]) == (len(RUNS), (kept,))
-    alone = runs_to_report([kept.id], store=path)
-    assert alone.records == (kept,)
-    assert runs_to_report(name="mine", store=path).records == (kept,)
+    selection = records_to_report(store=path)
+    assert (len(selection.of("run")), selection.of("numerics")) == (len(RUNS), (kept,))
+    alone = records_to_report([kept.id], store=path)
+    assert (alone.of("run"), alone.of("numerics")) == ((), (kept,))
+    assert records_to_report(name="mine", store=path).of("numerics") == (kept,)
 
 
 # --- asked for ----------------------------------------------------------------------------------------------

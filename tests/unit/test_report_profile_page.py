@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from steplab.report.profile_figures import passes, spans, top_kernels
 from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
 from tests.runs import make_run, out_of_memory
 
@@ -17,18 +18,18 @@ import steplab.report
 from steplab import units
 from steplab.records.profile import CATEGORIES, OpStats, Profile, Timeline
 from steplab.records.run import Run
-from steplab.report.close_up import close_ups
-from steplab.report.kit.charts import CATEGORY_COLORS, SERIES, css_color
+from steplab.report.kit.charts import CATEGORY_COLORS, SERIES, category_legend, css_color
 from steplab.report.kit.document import Section
+from steplab.report.kit.timelines import column_shares
 from steplab.report.page import render_page
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
+from steplab.report.profile.close_up import close_ups
 from steplab.report.profile.document import profile_chapter
 from steplab.report.profile.figures import passes, spans, top_kernels
-from steplab.report.profile_charts import category_legend
+from steplab.report.profile.timeline import timeline_chart
 from steplab.report.roofline import roofline, roofline_points
 from steplab.report.run import charts
 from steplab.report.run.cells import cells_of
-from steplab.report.timeline_picture import column_shares, timeline_chart
 
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()
 ALL = [LARGE, SMALL, CPU, IMPORTED]

@@ -19,7 +19,8 @@ from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement import session
-from steplab.measurement.session import Observer, measure_here
+from steplab.measurement.observer import Observer
+from steplab.measurement.session import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.environment import Environment

@@ -19,7 +19,8 @@ from steplab.errors import SteplabError, UserError
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import encode
 from steplab.records.environment import DeviceInfo, Environment
-from steplab.records.run import Failure, FailureKind, Run
+from steplab.records.failure import Failure, FailureKind
+from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.model import model_spec
 from steplab.specs.step import StepSpec

@@ -16,7 +16,8 @@ from tests.runs import make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import imported_snapshot, watched_run
 
 from steplab.errors import SteplabError
-from steplab.records.codec import Record, decode, encode
+from steplab.records.codec import decode, encode
+from steplab.records.record import Record
 from steplab.records.validation import check
 
 REPOSITORY = Path(__file__).parents[2]

@@ -69,7 +69,8 @@ def comm(
     """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.comm import comm_study, measure_comm, went_well
+    from steplab.lab.benchmark import went_well
+    from steplab.lab.comm import comm_study, measure_comm
     from steplab.lab.processes import is_first_rank
     from steplab.report.comm.document import comm_cell_line, comm_document
     from steplab.report.kit.rendering import render

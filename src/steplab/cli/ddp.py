@@ -91,7 +91,6 @@ def ddp(
         profiled_steps=profiled_steps,
     )
     with ProgressLine() as line:
-        told = line.done if is_first_rank() else lambda number, total, text: None
         run = measure_ddp(
             study,
             name=name,
@@ -99,7 +98,7 @@ def ddp(
             traces=traces,
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
-            on_cell=lambda number, cell: told(number + 1, len(study.contenders), ddp_cell_line(cell)),
+            on_cell=lambda number, cell: line.done(number + 1, len(study.contenders), ddp_cell_line(cell)),
         )
     if not is_first_rank():
         return 0  # the first one says how it went

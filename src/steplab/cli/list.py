@@ -1,31 +1,41 @@
 """steplab list"""
 
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions
+from steplab.records.registry import KINDS
 
-_OTHERS = {"--attention": "attention", "--comm": "comm", "--ddp": "ddp", "--precision": "numerics"}
-"""Switches, and the kinds of records that they list in place of runs."""
+_SWITCHES = {kind.verb: kind.name for kind in KINDS.values() if kind.verb != "run"}
+"""The kinds of records that a switch lists in place of runs, by the name of the switch."""
+
+
+def _with_switches(options: type) -> type:
+    """Give a class, before it is made a dataclass, a switch for each kind of record."""
+    options.__annotations__ = {}
+    for verb, kind in _SWITCHES.items():
+        text = f"List the {KINDS[kind].plural} instead of the runs"
+        options.__annotations__[verb] = Annotated[bool, Parameter(help=text, negative="")]
+        setattr(options, verb, False)
+    return options
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+@_with_switches
+class KindOptions:
+    """Which kind of record is listed in place of runs."""
 
 
 def list_(
     *,
     study: Annotated[str | None, Parameter(help="Only this study's runs (the beginning of its id will do)")] = None,
     name: Annotated[str | None, Parameter(help="Only runs of this name")] = None,
-    limit: Annotated[int, Parameter(help="The newest N")] = 40,
+    limit: Annotated[int, Parameter(help="List the newest N")] = 40,
     studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
-    attention: Annotated[
-        bool, Parameter(help="List the benchmarks of attention instead of the runs", negative="")
-    ] = False,
-    comm: Annotated[
-        bool, Parameter(help="List the benchmarks of collectives instead of the runs", negative="")
-    ] = False,
-    ddp: Annotated[bool, Parameter(help="List the data-parallel studies instead of the runs", negative="")] = False,
-    precision: Annotated[
-        bool, Parameter(help="List what `precision` saw, audits and sums, instead of the runs", negative="")
-    ] = False,
+    kinds: KindOptions = KindOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
     """List stored runs, or with a switch other records, the newest first."""
@@ -45,13 +55,13 @@ def list_(
             rows, more = store.studies()[:limit], False
         else:
             study_id = store.study_id(study) if study else None
-            asked = {"attention": attention, "comm": comm, "ddp": ddp, "numerics": precision}
-            kind = next((kind for kind, wanted in asked.items() if wanted), "run")
+            asked = [field.name for field in fields(kinds) if getattr(kinds, field.name)]
+            kind = _SWITCHES[asked[0]] if asked else "run"
             rows = store.rows(kind=kind, study=study_id, name=name, limit=limit + 1)
             rows, more = rows[:limit], len(rows) > limit
             unknown = store.of_unknown_kind()
             if kind == "run" and not study and (not rows or not name):
-                elsewhere = [switch for switch, other in _OTHERS.items() if store.rows(kind=other, limit=1)]
+                elsewhere = [f"--{verb}" for verb, other in _SWITCHES.items() if store.rows(kind=other, limit=1)]
     chosen = chosen_format(out.format, out.output)
     emit(render(rows_document(rows), chosen, color=stdout_color() and out.output is None), out.output)
     if elsewhere:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from steplab.cli.output import say
 from steplab.lab.sweeping import SweepProgress
-from steplab.measurement.launch import Progress
+from steplab.measurement.progress import Progress
 from steplab.records.rows import run_row
 from steplab.report.run.words import describe
 from steplab.units import counted, format_bytes, format_clock, format_time

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from steplab.lab.reporting import Selection
-    from steplab.report.kinds import Kind
+    from steplab.report.sections import Sections
 
 
 def report(
@@ -39,10 +39,10 @@ def report(
     """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.reporting import runs_to_report
-    from steplab.measurement.launch import Progress
+    from steplab.lab.reporting import records_to_report
+    from steplab.measurement.progress import Progress
 
-    selection = runs_to_report(ids, study=study, name=name, store=store.store)
+    selection = records_to_report(ids, study=study, name=name, store=store.store)
     chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     if chosen == "html":
         from steplab.lab.memory import predictions_of
@@ -51,7 +51,7 @@ def report(
         from steplab.report.page import render_page
 
         attempts = Attempts()
-        runs = selection.runs
+        runs = selection.of("run")
         with ProgressLine() as line:
             predictions = attempts.draw("predictions", runs, lambda some: predictions_of(some, line.within))
             references = attempts.draw("comparisons", runs, lambda some: memory_references(some, store.store))
@@ -79,15 +79,15 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
 
     from steplab.cli.output import stdout_color
     from steplab.errors import SteplabError, UserError
-    from steplab.records.codec import kind_of
+    from steplab.records.registry import KINDS
     from steplab.report.attempts import Attempts
-    from steplab.report.kinds import KINDS
     from steplab.report.kit.rendering import render
+    from steplab.report.sections import SECTIONS
 
-    found = {kind: [r for r in selection.records if kind_of(r) == kind] for kind in KINDS}
+    found = {name: selection.of(name) for name in KINDS}
     if found["run"] and not named:
-        found["numerics"] = []
-    tables = sum(bool(records) if KINDS[kind].together else len(records) for kind, records in found.items())
+        found["numerics"] = ()
+    tables = sum(bool(records) if SECTIONS[name].together else len(records) for name, records in found.items())
     if format in ("json", "csv") and tables > 1:
         raise UserError(
             f"{format} holds runs alone, or one benchmark: these records are of several tables; name fewer, or take "
@@ -95,12 +95,12 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
         )
     draw, color = Attempts().draw, stdout_color() and not to_file
 
-    def texts(kind: "Kind", records: "Sequence[Any]") -> list[str]:
+    def texts(kind: "Sections", records: "Sequence[Any]") -> list[str]:
         documents = kind.documents(records) if records else []
         return [render(document, format, color=color) for document in documents]
 
     made = [
-        text for kind, records in found.items() for text in draw("the report", records, partial(texts, KINDS[kind]))
+        text for name, records in found.items() for text in draw("the report", records, partial(texts, SECTIONS[name]))
     ]
     if not made:
         raise SteplabError("none of these records can be reported; --debug shows why")

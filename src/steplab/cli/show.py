@@ -23,11 +23,12 @@ def show(
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.lab.keeping import open_store
     from steplab.lab.memory_references import memory_references
-    from steplab.records.codec import encode, kind_of
+    from steplab.records.codec import encode
+    from steplab.records.registry import kind_of
     from steplab.records.run import Run
-    from steplab.report.kinds import KINDS, Context
     from steplab.report.kit import html
     from steplab.report.kit.rendering import render
+    from steplab.report.sections import SECTIONS, Context
 
     chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
     with open_store(store.store, write=False) as opened:
@@ -36,6 +37,6 @@ def show(
         emit(encode(record).decode(), output)
         return
     references = memory_references([record], store.store) if isinstance(record, Run) else None
-    document = KINDS[kind_of(record)].document(record, Context(references=references))
+    document = SECTIONS[kind_of(record).name].document(record, Context(references=references))
     color = stdout_color() and output is None
     emit(html.render_page(document) if chosen == "html" else render(document, chosen, color=color), output)

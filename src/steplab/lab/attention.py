@@ -7,18 +7,17 @@ from pathlib import Path
 from steplab import __version__
 from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.benchmark import measure_benchmark
+from steplab.lab.keeping import checked_name, open_store
 from steplab.lab.machine import visible_gpus
-from steplab.measurement.attention_launch import attention_in_children
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.cells_launch import Cells
+from steplab.measurement.progress import OnProgress
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.codec import new_id, now_utc
-from steplab.records.environment import Environment
 from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.hardware import hardware_named
-from steplab.units import counted
 
 DEFAULT_TIMEOUT_S = 600.0
 _GPU_PEERS = ("sdpa_flash", "flex", "sdpa_cudnn", "flash_triton")
@@ -40,36 +39,31 @@ def measure_attention(
     `timeout_s` is how long one cell may be without a sign. Raises UserError for a request that cannot be served, and
     SteplabError where the store cannot be written.
     """
-    checked_name(name)
-    found: dict[int, AttentionCell] = {}
+    run = AttentionRun(
+        id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study
+    )
+    return measure_benchmark(
+        run,
+        attention_cells(study),
+        store=store,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+        on_cell=on_cell,
+        with_costs=lambda cell: dataclasses.replace(cell, flops=attention_flops(cell.spec)),
+    )
 
-    def with_flops(index: int, cell: AttentionCell) -> None:
-        found[index] = dataclasses.replace(cell, flops=attention_flops(cell.spec))
-        on_cell(index, found[index])
 
-    run = AttentionRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=name, study=study)
-    environment: Environment | None = None
-
-    def located(seen: Environment) -> None:
-        nonlocal environment
-        environment = seen
-
-    def ended(*notes: str) -> AttentionRun:
-        cells = tuple(found[index] for index in sorted(found))
-        return dataclasses.replace(run, created_utc=now_utc(), environment=environment, cells=cells, notes=notes)
-
-    with open_store(store, write=True) as opened:
-        try:
-            attention_in_children(
-                study, timeout_s=timeout_s, on_progress=on_progress, on_cell=with_flops, on_environment=located
-            )
-        except KeyboardInterrupt as error:
-            if not found:
-                raise
-            keep(opened, ended("interrupted: only the cells that had ended by then are here"))
-            raise KeyboardInterrupt(f"record {run.id} has the {counted(len(found), 'cell')} that had ended") from error
-        keep(opened, ended())
-    return ended()
+def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
+    """The study's cells, those of one shape to be timed in turns."""
+    numbers = {cell: number for number, cell in enumerate(study.cells)}
+    return Cells(
+        job="attention",
+        study=study,
+        labels=[cell.label for cell in study.cells],
+        failed=lambda number, failure: AttentionCell(spec=study.cells[number], failure=failure),
+        groups=[[numbers[cell] for cell in group] for group in study.groups()],
+        device=study.device,
+    )
 
 
 def account_for_memory(

@@ -7,19 +7,19 @@ from pathlib import Path
 from steplab import __version__
 from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, predicted_s, wire_bytes
 from steplab.errors import UserError
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.benchmark import measure_benchmark
+from steplab.lab.keeping import checked_name, open_store
 from steplab.lab.machine import visible_gpus
-from steplab.lab.processes import is_first_rank, let_the_first_store
-from steplab.measurement.comm_launch import comm_in_ranks
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.cells_launch import Cells
+from steplab.measurement.progress import OnProgress
 from steplab.measurement.ranks_launch import refuse_too_many
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.comm import CommCell, CommFit, CommRun
-from steplab.records.environment import Environment
+from steplab.records.failure import Failure
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
 from steplab.specs.layout import process_count
-from steplab.units import counted, format_time
+from steplab.units import format_time
 
 DEFAULT_TIMEOUT_S = 300.0
 _FEWEST = 2
@@ -78,72 +78,41 @@ def measure_comm(
     process alone stores. Raises UserError for a request that cannot be served, and SteplabError where the store cannot
     be written.
     """
-    gathered = _Gathered(study, checked_name(name), on_cell if is_first_rank() else lambda index, cell: None)
-
-    def measured() -> CommRun:
-        said = comm_in_ranks(
-            study,
-            device=device,
-            timeout_s=timeout_s,
-            on_progress=on_progress,
-            on_cell=gathered.on_cell,
-            on_environment=gathered.on_environment,
-        )
-        return gathered.record(said)
-
-    if not is_first_rank():
-        run = measured()
-        if not went_well(run):
-            let_the_first_store()
-        return run
-    with open_store(store, write=True) as opened:
-        try:
-            run = measured()
-        except KeyboardInterrupt as error:
-            if not gathered.cells:
-                raise
-            run = gathered.record(None, "interrupted: only the cells that had ended by then are here")
-            keep(opened, run)
-            ended = counted(len(run.cells), "cell")
-            raise KeyboardInterrupt(f"record {run.id} has the {ended} that had ended") from error
-        keep(opened, run)
-    return run
+    run = CommRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
+    return measure_benchmark(
+        run,
+        collective_cells(study, device),
+        store=store,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+        on_cell=on_cell,
+        with_costs=lambda cell: dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec)),
+        with_facts=lambda run, facts: dataclasses.replace(run, ranks=facts.ranks, libraries=facts.libraries),
+        concluded=with_profile,
+    )
 
 
-class _Gathered:
-    """What has been heard of a benchmark so far."""
+def collective_cells(study: CommStudy, device: str) -> Cells[CommCell]:
+    """The study's cells, each measured by all ranks together."""
+    return Cells(
+        job="comm",
+        study=study,
+        labels=[cell.label for cell in study.cells],
+        failed=lambda number, failure: _failed(study.cells[number], failure),
+        device=device,
+        processes=study.num_processes,
+    )
 
-    def __init__(self, study: CommStudy, name: str, tell: Callable[[int, CommCell], None]) -> None:
-        self._study, self._name, self._tell = study, name, tell
-        self._environment: Environment | None = None
-        self.cells: dict[int, CommCell] = {}
 
-    def on_cell(self, index: int, cell: CommCell) -> None:
-        """One that has ended."""
-        self.cells[index] = dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec))
-        self._tell(index, self.cells[index])
+def _failed(spec: CommSpec, failure: Failure) -> CommCell:
+    return CommCell(spec=spec, message_bytes=spec.message_bytes, failure=failure)
 
-    def on_environment(self, environment: Environment) -> None:
-        """Where it is measured."""
-        self._environment = environment
 
-    def record(self, said: CommRun | None, *notes: str) -> CommRun:
-        """The record of it all, with what the ranks, if they came so far, said of themselves."""
-        cells = tuple(self.cells[index] for index in sorted(self.cells))
-        profile = profile_of(cells)
-        return CommRun(
-            id=new_id(),
-            created_utc=now_utc(),
-            steplab_version=__version__,
-            name=self._name,
-            study=self._study,
-            environment=said.environment if said else self._environment,
-            ranks=said.ranks if said else (),
-            libraries=said.libraries if said else {},
-            cells=cells,
-            profile=profile,
-            notes=(*notes, *_waits(cells), *map(_why_left_out, left_out(cells)), *_why_no_line(cells, profile)),
-        )
+def with_profile(run: CommRun) -> CommRun:
+    """The record with the machine's communication profile, and notes on the cells that the profile leaves out."""
+    profile = profile_of(run.cells)
+    notes = (*_waits(run.cells), *map(_why_left_out, left_out(run.cells)), *_why_no_line(run.cells, profile))
+    return dataclasses.replace(run, profile=profile, notes=(*run.notes, *notes))
 
 
 def _why_left_out(cell: CommCell) -> str:
@@ -179,12 +148,6 @@ def _why_no_line(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> list[
 def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
     """What cells have in common that lie on one line."""
     return spec.collective, spec.way, spec.dtype, spec.world_size
-
-
-def went_well(run: CommRun) -> bool:
-    """Whether some cell was measured, and none ended its processes."""
-    crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
-    return not crashed and any(cell.failure is None for cell in run.cells)
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:

@@ -2,22 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from steplab import __version__
 from steplab.errors import SteplabError, Unsupported, UserError
+from steplab.lab.benchmark import measure_benchmark
 from steplab.lab.ddp_model import overhead_model, with_expected
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.keeping import checked_name
 from steplab.lab.machine import visible_gpus
-from steplab.lab.processes import is_first_rank
-from steplab.measurement.ddp_launch import ddp_in_children
-from steplab.measurement.launch import OnProgress, Progress
+from steplab.measurement.cells_launch import Cells
+from steplab.measurement.progress import OnProgress, Progress
 from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
-from steplab.records.ddp import DdpCell, DdpFacts, DdpRun, TracedSteps
-from steplab.records.environment import Environment
+from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.ddp import (
     COLLECTIVES,
     KINDS,
@@ -30,8 +29,6 @@ from steplab.specs.ddp import (
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
-from steplab.store.database import Store
-from steplab.units import counted
 
 OnCell = Callable[[int, DdpCell], None]
 DEFAULT_TIMEOUT_S = 600.0
@@ -99,74 +96,48 @@ def measure_ddp(
     request that cannot be served, and SteplabError where the store cannot be written.
     """
     run = DdpRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
-    heard = _Heard(run, on_cell)
-    opening: AbstractContextManager[Store | None] = open_store(store, write=True) if is_first_rank() else nullcontext()
-    with opening as opened, _folder(traces) as folder:
-        try:
-            ddp_in_children(
-                study,
-                traces=folder if study.profiled_steps else None,
-                again=torchrun_around() is None,
-                timeout_s=timeout_s,
-                on_progress=on_progress,
-                on_cell=heard.cell,
-                on_environment=heard.environment,
-                on_facts=heard.facts,
-            )
-            if opened is not None:
-                heard.read_traces(folder, on_progress)
-        except (KeyboardInterrupt, SteplabError) as error:
-            if opened is None or not heard.num_cells:
-                raise
-            why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            keep(opened, heard.record(f"{why}: only the contenders that had ended by then are here"))
-            told = f"record {run.id} has the {counted(heard.num_cells, 'contender')} that had ended"
-            if isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(told) from error
-            raise SteplabError(f"{error}; {told}") from error
-        result = heard.record()
-        if opened is not None:
-            keep(opened, result)
-    return result
+    with _folder(traces) as folder:
+        return measure_benchmark(
+            run,
+            ddp_cells(study, folder if study.profiled_steps else None),
+            store=store,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_cell=on_cell,
+            with_facts=lambda run, facts: dataclasses.replace(run, facts=facts),
+            with_traces=lambda run: _with_traces(run, folder, on_progress),
+            concluded=_with_model,
+        )
 
 
-class _Heard:
-    """What is known of a study so far."""
+def ddp_cells(study: DdpStudy, traces: Path | None) -> Cells[DdpCell]:
+    """The study's variants, each measured by all ranks together; rank 0 writes their traces."""
+    return Cells(
+        job="ddp",
+        study=study,
+        labels=[contender.label for contender in study.contenders],
+        failed=lambda number, failure: DdpCell(contender=study.contenders[number], failure=failure),
+        essential=frozenset({0}),  # the baseline, without which there is nothing to compare
+        device=study.step.device,
+        processes=study.processes,
+        traces=traces,
+    )
 
-    def __init__(self, run: DdpRun, on_cell: OnCell) -> None:
-        self._run, self._on_cell = run, on_cell
-        self._cells: dict[int, DdpCell] = {}
 
-    @property
-    def num_cells(self) -> int:
-        """How many contenders have ended."""
-        return len(self._cells)
+def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
+    """The record with what the traces of its cells say of overlap."""
+    numbers = {contender: number for number, contender in enumerate(run.study.contenders)}
+    found = []
+    for done, cell in enumerate(run.cells):
+        on_progress(Progress(stage="traces", done=done, total=len(run.cells)))
+        found.append(_with_trace(cell, folder / run.study.trace_name(numbers[cell.contender])))
+    return dataclasses.replace(run, cells=tuple(found))
 
-    def cell(self, number: int, cell: DdpCell) -> None:
-        """A contender has ended."""
-        self._cells[number] = cell
-        self._on_cell(number, cell)
 
-    def environment(self, environment: Environment) -> None:
-        """Where the first rank runs."""
-        self._run = dataclasses.replace(self._run, environment=environment)
-
-    def facts(self, facts: DdpFacts) -> None:
-        """The ranks and the model."""
-        self._run = dataclasses.replace(self._run, facts=facts)
-
-    def read_traces(self, folder: Path, on_progress: OnProgress) -> None:
-        """Take in the traces, once nothing is measured any more that reading them would slow."""
-        for done, (number, cell) in enumerate(self._cells.items()):
-            on_progress(Progress(stage="traces", done=done, total=self.num_cells))
-            self._cells[number] = _with_trace(cell, folder / self._run.study.trace_name(number))
-
-    def record(self, *notes: str) -> DdpRun:
-        """All of it."""
-        run, study = self._run, self._run.study
-        cells = tuple(with_expected(self._cells[number], study, run.facts) for number in sorted(self._cells))
-        model = overhead_model(cells, run.facts)
-        return dataclasses.replace(run, created_utc=now_utc(), cells=cells, model=model, notes=notes)
+def _with_model(run: DdpRun) -> DdpRun:
+    """The record with the memory that is expected of each cell, and the model of what communication costs."""
+    cells = tuple(with_expected(cell, run.study, run.facts) for cell in run.cells)
+    return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))
 
 
 @contextmanager

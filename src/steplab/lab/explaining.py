@@ -11,7 +11,7 @@ from steplab.explain.api import explain as diagnose
 from steplab.explain.api import not_looked_at
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import measure
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
-from steplab.records.codec import Record, encode, new_id, now_utc
+from steplab.records.codec import encode, new_id, now_utc
+from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.store.database import Store
 from steplab.store.location import default_path, make_data_home

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steplab.lab.keeping import imported_run, keep, open_store
 from steplab.lab.memory_reading import read_memory
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.progress import OnProgress
 from steplab.records.run import Run
 
 

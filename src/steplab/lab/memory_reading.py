@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from steplab.errors import SteplabError
-from steplab.measurement.launch import OnProgress, Progress
+from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.memory_marks import Marks
 from steplab.records.memory_profile import MemoryProfile
 

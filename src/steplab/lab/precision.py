@@ -13,10 +13,12 @@ from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.sweeping import DEFAULT_TIMEOUT_S, SweepProgress, sweep
-from steplab.measurement.launch import OnProgress, numerics_in_child
+from steplab.measurement.launch import numerics_in_child
+from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_id, now_utc
+from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import Precision, StepSpec
 from steplab.specs.study import StudySpec

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from steplab.errors import UserError
 from steplab.measurement.torchrun import torchrun_around
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.specs.layout import SINGLE, Layout, with_processes
 from steplab.specs.step import StepSpec
 

@@ -9,8 +9,9 @@ from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import OnProgress, Progress, measure_in_child
+from steplab.measurement.launch import measure_in_child
 from steplab.measurement.nsys import is_watched_by_nsys, nsys_command
+from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec

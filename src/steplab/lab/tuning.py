@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.measurement.attention_tuning_launch import tuning_in_child
-from steplab.measurement.launch import OnProgress
+from steplab.measurement.launch import tuning_in_child
+from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles
 from steplab.specs.attention_tuning import KERNELS, TunedKernel, TuningStudy
 

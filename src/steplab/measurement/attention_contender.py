@@ -13,7 +13,7 @@ from steplab.measurement.device import Device
 from steplab.measurement.failures import failure_of, has_no_kernel, refused_memory
 from steplab.ops.attention.api import AttentionFn, attention_named
 from steplab.records.attention import AttentionCell, AttentionMemory, TensorError
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.specs.attention import AttentionPass, AttentionSpec
 

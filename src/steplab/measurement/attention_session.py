@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -32,9 +31,11 @@ from steplab.measurement.attention_repeats import Repeats
 from steplab.measurement.device import Device, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of, refused_memory
+from steplab.measurement.jobs import CellsTask
+from steplab.measurement.observer import Observer
+from steplab.measurement.world import World
 from steplab.ops.attention.choice import choice_for
 from steplab.records.attention import AttentionCell
-from steplab.records.environment import Environment
 from steplab.specs.attention import AttentionPass
 from steplab.specs.attention_study import AttentionStudy
 from steplab.units import MIB
@@ -45,26 +46,19 @@ _TOLERATED_BYTES = 256 * MIB
 """So much more memory may be held after a failure: what libraries take once, and keep."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionObserver:
-    """Who is told how far the benchmark is."""
-
-    on_environment: Callable[[Environment], None] = lambda environment: None
-    on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
-    on_step: Callable[[int], None] = lambda iteration: None
-    on_cells: Callable[[list[int]], None] = lambda cells: None
-    """Called with the numbers of the cells that run next: should the process die, it is one of these."""
-    on_result: Callable[[int, AttentionCell], None] = lambda index, cell: None
-
-
 class _Broken(Exception):
     """The device does not answer any more, or keeps memory that nobody has."""
+
+
+def measure_attention(task: CellsTask[AttentionStudy], observer: Observer, world: World | None = None) -> None:
+    """The job: measure the task's cells in this process, as far as it can; those that are left need a new one."""
+    measure_attention_here(task.study, task.groups, observer)
 
 
 def measure_attention_here(
     study: AttentionStudy,
     groups: Sequence[Sequence[int]],
-    observer: AttentionObserver,
+    observer: Observer,
     make: MakeAttention = make_attention,
 ) -> bool:
     """Measure these groups of the study's cells; gives whether all could be: False asks for a new process.
@@ -89,7 +83,7 @@ def measure_attention_here(
 class _Session:
     """The device, the cache flush, and the group under way."""
 
-    def __init__(self, study: AttentionStudy, device: Device, observer: AttentionObserver, make: MakeAttention) -> None:
+    def __init__(self, study: AttentionStudy, device: Device, observer: Observer, make: MakeAttention) -> None:
         self.study, self.device, self.observer, self.make = study, device, observer, make
         self._repeats = Repeats(device)
         self._idle_bytes: int | None = None
@@ -101,21 +95,21 @@ class _Session:
         cells = [self.study.cells[index] for index in group]
         precise = "high" if cells[0].dtype == "tf32" else "highest"
         torch.set_float32_matmul_precision(precise)
-        self.observer.on_cells(list(group))
+        self.observer.on_under_way(list(group))
         try:
             self._begin(f"{cells[0].label}: inputs", 0)
             inputs = make_inputs(cells[0], self.device, self.study.seed)
         except Exception as error:
             for index, cell in zip(group, cells, strict=True):
                 failure = refused_memory(error, "inputs", self.device) or failure_of(error, "inputs")
-                self.observer.on_result(index, AttentionCell(spec=cell, failure=failure))
+                self.observer.on_cell(index, AttentionCell(spec=cell, failure=failure))
             return
         self._idle_bytes = allocated_bytes(self.device)
         contenders = self._prepared(group, inputs)
         for name in self.study.passes:
             self._time(name, [contender for contender in contenders if name in contender.ready])
         for contender in contenders:
-            self.observer.on_result(contender.index, contender.cell(self.device))
+            self.observer.on_cell(contender.index, contender.cell(self.device))
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[Contender]:
         """Each cell by itself for the first time: whether it runs, what it takes, how exact it is."""
@@ -124,7 +118,7 @@ class _Session:
         contenders = []
         for index in group:
             cell = self.study.cells[index]
-            self.observer.on_cells([index])
+            self.observer.on_under_way([index])
             contender = Contender(index=index, spec=cell, function=self.make(cell), inputs=inputs)
             contender.notes += [note] if note else []
             if cell.implementation == "auto":
@@ -189,7 +183,7 @@ class _Session:
                 raise RuntimeError("the device answers no more") from broken
             if died and contender.failure:
                 contender.failure = dataclasses.replace(contender.failure, kind="crashed")
-            self.observer.on_result(contender.index, contender.cell(self.device))
+            self.observer.on_cell(contender.index, contender.cell(self.device))
             raise
 
     def _check_device(self, beyond: int = 0) -> None:
@@ -211,14 +205,14 @@ class _Session:
         self._begin(f"{self._label(contenders)}: {name}, warm-up", 0)
         call_s = 0.0
         for contender in list(contenders):
-            self.observer.on_cells([contender.index])
+            self.observer.on_under_way([contender.index])
             call_s += self._attempt(name, contender, contenders, self._warm_up) or 0.0
         if not contenders:
             return
         wanted = self.study.measured_s * len(contenders) / call_s if call_s else self.study.most_repeats
         repeats = int(min(max(wanted, self.study.least_repeats), self.study.most_repeats))
         self._begin(f"{self._label(contenders)}: {name}", repeats)
-        self.observer.on_cells([contender.index for contender in contenders])
+        self.observer.on_under_way([contender.index for contender in contenders])
         for contender in contenders:
             contender.interleaved = tuple(other.spec.column for other in contenders if other is not contender)
         marks: dict[int, list[tuple[object, object]]] = {contender.index: [] for contender in contenders}

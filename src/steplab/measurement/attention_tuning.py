@@ -15,7 +15,9 @@ from steplab.errors import Unsupported
 from steplab.measurement.attention_trial import CheckTask, TimeTask, check, time_candidates
 from steplab.measurement.device import open_device
 from steplab.measurement.environment import read_environment
+from steplab.measurement.observer import Observer
 from steplab.measurement.workers import Lost, in_workers
+from steplab.measurement.world import World
 from steplab.ops.attention.triton_tuning import hopper_kernels_run
 from steplab.records.attention_tuning import AttentionTuning, DroppedTiles, TileTrial
 from steplab.specs.attention import AttentionSpec
@@ -54,7 +56,7 @@ def _time_in_a_worker(tasks: Sequence[TimeTask], on_step: OnStep) -> list[list[t
 IN_PROCESSES = Workers(_check_in_workers, _time_in_a_worker)
 
 
-def tune_here(study: TuningStudy, on_stage: OnStage, on_step: OnStep) -> AttentionTuning:
+def tune_attention(study: TuningStudy, observer: Observer, world: World | None = None) -> AttentionTuning:
     """Candidates and their times; nothing is chosen yet. Raises Unsupported without a CUDA GPU."""
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
@@ -65,7 +67,7 @@ def tune_here(study: TuningStudy, on_stage: OnStage, on_step: OnStep) -> Attenti
         raise Unsupported(f"tuning attention on {device.type}", why, "use --device cuda")
     hopper = torch.cuda.get_device_capability(device) == (9, 0) and hopper_kernels_run()
     tuning = AttentionTuning(study=study, gpu=torch.cuda.get_device_name(device), environment=read_environment(device))
-    return tried(tuning, str(device), hopper=hopper, on_stage=on_stage, on_step=on_step)
+    return tried(tuning, str(device), hopper=hopper, on_stage=observer.on_stage, on_step=observer.on_step)
 
 
 def tried(

@@ -10,6 +10,8 @@ import torch
 from steplab import __version__
 from steplab.measurement.device import Device, has_tf32, open_device
 from steplab.measurement.environment import read_clocks, read_environment
+from steplab.measurement.observer import Observer
+from steplab.measurement.world import World
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import new_id, now_utc
 from steplab.units import GIB, MIB
@@ -31,11 +33,11 @@ _LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
 _FAR_BEHIND = 2.0
 
 
-def measure_ceilings_here(device_name: str, on_stage: Callable[[str, int], None]) -> Ceilings:
-    """Measure in this process; raises Unsupported for a device that is not there."""
+def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
+    """Measure in this process, which is by itself; raises Unsupported for a device that is not there."""
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
-    ceilings = tuple(_measure(device, on_stage))
+    ceilings = tuple(_measure(device, observer.on_stage))
     return Ceilings(
         id=new_id(),
         created_utc=now_utc(),

@@ -1,43 +1,32 @@
-"""One process's connection to the hub that hears all of them (hub.py)."""
+"""The connection of one process to the hub that hears all of them (hub.py)."""
 
 import contextlib
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import msgspec
 
-from steplab.measurement.hub import Hello, Message
+from steplab.measurement.messages import Hello, Message, Whereabouts
 from steplab.records.codec import encode
 
-HUB_VARIABLE = "STEPLAB_HUB"
-"""Tells ranks that steplab started where to connect: `port:token`. A variable: all users can read a command line."""
 _CONNECT_S = 60.0
-
-
-class Whereabouts(msgspec.Struct):
-    """Where a process stands when it is asked."""
-
-    state: str
-    """`collective`: it waits for other ranks; `device`: it waits for its device; `code`: neither."""
-    line: str
-    """The innermost line that is not torch's or Python's own."""
+_RETRY_S = 0.05
 
 
 class Channel:
     """Messages to the hub from any thread; and, once `listen` is called, orders from it."""
 
-    def __init__(self, address: str, port: int, token: str, rank: int) -> None:
-        self._socket = socket.create_connection((address, port), timeout=_CONNECT_S)
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
         self._socket.settimeout(None)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._lines = self._socket.makefile("rb")
         self._lock = threading.Lock()
-        self._write(Hello(token=token, rank=rank, host=socket.gethostname(), pid=os.getpid()))
 
     def send(self, kind: str, value: Any = None) -> None:
         """One message. A hub that is gone does not hear it: whoever listens ends the process for that."""
@@ -68,6 +57,27 @@ class Channel:
     def _write(self, message: object) -> None:
         with self._lock:
             self._socket.sendall(encode(message) + b"\n")
+
+
+def connect(address: str, port: int, token: str, rank: int) -> Channel:
+    """A channel to a hub over TCP. Raises OSError where the hub does not answer within _CONNECT_S.
+
+    The hub closes a connection that has not proven itself when many others come: the rank then tries again.
+    """
+    deadline_s = time.monotonic() + _CONNECT_S
+    hello = encode(Hello(token=token, rank=rank, host=socket.gethostname())) + b"\n"
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        connected = socket.create_connection((address, port), timeout=left_s)
+        with contextlib.suppress(OSError):
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connected.sendall(hello)
+            if connected.recv(1, socket.MSG_PEEK):
+                channel = Channel(connected)
+                if channel.receive() is not None:  # welcome
+                    return channel
+        connected.close()
+        time.sleep(_RETRY_S)
+    raise TimeoutError(f"the first process does not answer at {address} port {port}")
 
 
 def whereabouts() -> Whereabouts:

@@ -1,76 +1,29 @@
-"""The measuring process: one request in on standard input, messages out on a pipe, the record last.
+"""The measuring process: one request in on standard input, messages out on a pipe, the result last.
 
-Started by launch.py as `python -m steplab.measurement.child FD`. A request names a step to measure or to audit, cells
-of a benchmark of attention or of collectives, tiles to be tuned, or a device whose ceilings are wanted. Standard input
-stays open for as long as the parent lives: when it ends, however the parent died, this process ends too and frees the
-GPU.
+Started by launch.py as `python -m steplab.measurement.child FD`. Standard input stays open for as long as the parent
+lives: when it ends, however the parent died, this process ends too and frees the GPU.
 """
 
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from steplab.errors import SteplabError
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.messages import Request
+from steplab.measurement.observer import Observer
 from steplab.records.codec import encode
-from steplab.records.environment import Environment
-from steplab.records.run import Run
-from steplab.specs.attention_study import AttentionStudy
-from steplab.specs.attention_tuning import TuningStudy
-from steplab.specs.comm import CommStudy
-from steplab.specs.ddp import DdpStudy
-from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
-    from steplab.measurement.watcher import Watch
     from steplab.measurement.world import World
 
 _STEP_MESSAGES_EVERY_S = 0.1
-
-
-class Request(msgspec.Struct):
-    """What the parent wants measured."""
-
-    step: StepSpec | None = None
-    """A step; or, without one, the ceilings of"""
-    device: str = "auto"
-    """this device."""
-    profiled_steps: int = 0
-    """How many steps more are to be recorded once the step is timed; 0: none."""
-    trace: str | None = None
-    """File for the trace of those; None: nsys records them, from outside."""
-    snapshot: str | None = None
-    """File for the history of the memory of one step more, once the step is timed; None: it is not asked for."""
-    marks: str | None = None
-    """File for what that history does not know."""
-    numerics: bool = False
-    """Whether the step's types and losses are wanted in place of its time; without a step, sums on the device."""
-    attention: AttentionStudy | None = None
-    """A benchmark of attention, in place of a step; of its cells, by their numbers,"""
-    groups: list[list[int]] = []
-    """these are wanted, those of a group timed in turns."""
-    tuning: TuningStudy | None = None
-    """Candidates for the tiles of flash_triton, in place of a step."""
-    comm: CommStudy | None = None
-    """A benchmark of collectives, in place of a step; of its cells"""
-    cells: list[int] = []
-    """those of these numbers are wanted."""
-    ddp: DdpStudy | None = None
-    """A data-parallel study, in place of a step; of its contenders, by their numbers,"""
-    contenders: list[int] = []
-    """these are wanted,"""
-    traces: str | None = None
-    """and this is the folder for their traces; None: none are."""
-    processes: int = 1
-    """How many are to do this together; each then calls `answer` in a world of so many."""
 
 
 def main() -> None:
@@ -92,6 +45,8 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
 
     Raises SteplabError for a request that cannot be served.
     """
+    from steplab.measurement import compat
+
     last_sent_s = 0.0
 
     def on_step(iteration: int) -> None:
@@ -101,113 +56,17 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
             last_sent_s = now_s
             send("step", iteration + 1)
 
-    def on_environment(environment: Environment) -> None:
-        send("environment", environment)
-
-    def on_stage(stage: str, num_steps: int) -> None:
-        send("stage", [stage, num_steps])
-
-    def on_measured(run: Run) -> None:
-        send("measured", run)
-
-    if request.attention is not None:
-        from steplab.measurement import compat
-        from steplab.measurement.attention_session import AttentionObserver, measure_attention_here
-
-        compat.watch_refused_allocations()
-        told = AttentionObserver(
-            on_environment=on_environment,
-            on_stage=on_stage,
-            on_step=on_step,
-            on_cells=lambda cells: send("at", cells),
-            on_result=lambda cell, result: send("cell", [cell, result]),
-        )
-        send("end", measure_attention_here(request.attention, request.groups, told))
-    elif request.tuning is not None:
-        from steplab.measurement.attention_tuning import tune_here
-
-        send("tuned", tune_here(request.tuning, on_stage, on_step))
-    elif request.comm is not None and world is not None:
-        from steplab.measurement.comm_session import CommObserver, measure_comm_here
-
-        watching = CommObserver(
-            on_environment=on_environment,
-            on_stage=on_stage,
-            on_cell=lambda cell: send("at", cell),
-            on_result=lambda cell, result: send("cell", [cell, result]),
-        )
-        send("record", measure_comm_here(request.comm, request.cells, world, watching))
-    elif request.ddp is not None and world is not None:
-        _ddp(request.ddp, request, world, send, on_environment, on_stage, on_step)
-    elif request.numerics:
-        from steplab.measurement import compat
-        from steplab.measurement.precision_session import numerics_here
-        from steplab.measurement.session import Observer
-
-        compat.watch_refused_allocations()
-        observer = Observer(on_environment=on_environment, on_stage=on_stage)
-        send("record", numerics_here(request.step, request.device, observer))
-    elif request.step is not None:
-        from steplab.measurement import compat
-        from steplab.measurement.session import Observer, measure_here
-
-        compat.watch_refused_allocations()
-        observer = Observer(on_environment=on_environment, on_stage=on_stage, on_step=on_step, on_measured=on_measured)
-        with _own_folder(world) as folder:
-            send("record", measure_here(request.step, observer, _watch(request, folder), world))
-    else:
-        from steplab.measurement.ceilings import measure_ceilings_here
-
-        send("record", measure_ceilings_here(request.device, on_stage))
-
-
-@contextmanager
-def _own_folder(world: "World | None") -> Iterator[Path | None]:
-    """Where ranks but the first write what they see of themselves: all are watched, so that all take the same steps."""
-    if world is None or world.rank == 0:
-        yield None
-    else:
-        with tempfile.TemporaryDirectory(prefix="steplab-") as folder:
-            yield Path(folder)
-
-
-def _ddp(
-    study: DdpStudy,
-    request: Request,
-    world: "World",
-    send: Callable[[str, Any], None],
-    on_environment: Callable[[Environment], None],
-    on_stage: Callable[[str, int], None],
-    on_step: Callable[[int], None],
-) -> None:
-    from steplab.measurement import compat
-    from steplab.measurement.ddp_session import DdpObserver, ddp_here
-
-    compat.watch_refused_allocations()
-    told = DdpObserver(
-        on_environment=on_environment,
-        on_stage=on_stage,
+    observer = Observer(
+        on_environment=lambda environment: send("environment", environment),
+        on_stage=lambda stage, num_steps: send("stage", [stage, num_steps]),
         on_step=on_step,
+        on_measured=lambda run: send("measured", run),
         on_facts=lambda facts: send("facts", facts),
-        on_contender=lambda number: send("at", number),
+        on_under_way=lambda cells: send("at", cells),
         on_cell=lambda number, cell: send("cell", [number, cell]),
     )
-    ddp_here(study, request.contenders, world, told, Path(request.traces) if request.traces else None)
-    send("end", True)
-
-
-def _watch(request: Request, folder: Path | None) -> "Watch | None":
-    from steplab.measurement.memory_recorder import MemoryWatch
-    from steplab.measurement.profiler import Profiling
-
-    def place(path: str) -> Path:
-        return folder / Path(path).name if folder else Path(path)
-
-    if request.snapshot and request.marks:
-        return MemoryWatch(snapshot=place(request.snapshot), marks=place(request.marks))
-    if not request.profiled_steps:
-        return None
-    return Profiling(num_steps=request.profiled_steps, trace=place(request.trace) if request.trace else None)
+    compat.watch_refused_allocations()
+    send("result", JOBS[request.job].do(request.task, observer, world))
 
 
 def end_with_parent() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from steplab import __version__
 from steplab.errors import Unsupported
 from steplab.measurement.comm_back_to_back import Together
 from steplab.measurement.comm_calls import MakeCall, make_call
@@ -24,24 +23,13 @@ from steplab.measurement.comm_timing import time_calls
 from steplab.measurement.device import Device, HostClockDevice
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of, refused_memory
+from steplab.measurement.jobs import CellsTask
+from steplab.measurement.observer import Observer
 from steplab.measurement.world import World
 from steplab.parallel.collectives import GroupCollectives
-from steplab.records.codec import new_id, now_utc
-from steplab.records.comm import CommCell, CommCheck, CommRank, CommRun, RankTimes
-from steplab.records.environment import Environment
-from steplab.records.run import Failure
+from steplab.records.comm import CommCell, CommCheck, CommFacts, CommRank, RankTimes
+from steplab.records.failure import Failure
 from steplab.specs.comm import CommSpec, CommStudy
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommObserver:
-    """Who is told how far the benchmark is."""
-
-    on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
-    on_environment: Callable[[Environment], None] = lambda environment: None
-    on_cell: Callable[[int], None] = lambda index: None
-    """Called with the number of the cell that runs next."""
-    on_result: Callable[[int, CommCell], None] = lambda index, cell: None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,10 +41,16 @@ class _Found:
     failure: Failure | None = None
 
 
+def measure_comm(task: CellsTask[CommStudy], observer: Observer, world: World | None) -> None:
+    """The job: measure the task's cells on this rank; every rank does it."""
+    assert world is not None  # the study has at least two processes
+    measure_comm_here(task.study, task.numbers, world, observer)
+
+
 def measure_comm_here(
-    study: CommStudy, indices: Sequence[int], world: World, observer: CommObserver, make: MakeCall = make_call
-) -> CommRun:
-    """Measure these of the study's cells; every rank of the world has to call this, and gets the record.
+    study: CommStudy, indices: Sequence[int], world: World, observer: Observer, make: MakeCall = make_call
+) -> None:
+    """Measure these of the study's cells; every rank of the world has to call this, and its observer hears of all.
 
     Raises Unsupported for a request that this machine cannot serve at all.
     """
@@ -67,19 +61,11 @@ def measure_comm_here(
     mine = CommRank(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {environment.device.name}")
     ranks = tuple(world.collectives.host_gather(mine))
     observer.on_environment(environment)
+    observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
     session = _Session(study, world, observer, make)
     for index in indices:
         session.measure(index)
-    return CommRun(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
-        study=study,
-        environment=read_clocks(environment, world.device.torch_device),
-        ranks=ranks,
-        libraries=_libraries(study),
-        cells=tuple(session.cells),
-    )
+    observer.on_environment(read_clocks(environment, world.device.torch_device))
 
 
 def _refuse(spec: CommSpec, world: World) -> None:
@@ -124,7 +110,7 @@ class _Groups:
 class _Session:
     """The world, its groups, and the cell under way."""
 
-    def __init__(self, study: CommStudy, world: World, observer: CommObserver, make: MakeCall) -> None:
+    def __init__(self, study: CommStudy, world: World, observer: Observer, make: MakeCall) -> None:
         self.study, self.world, self.observer, self.make = study, world, observer, make
         self._groups = _Groups(world)
         self.cells: list[CommCell] = []
@@ -133,7 +119,7 @@ class _Session:
     def measure(self, index: int) -> None:
         """Measure one cell."""
         spec = self.study.cells[index]
-        self.observer.on_cell(index)
+        self.observer.on_under_way([index])
         self._begin(spec, "first call")
         group, collectives = self._groups.of(spec)
         found = None
@@ -145,7 +131,7 @@ class _Session:
         if self.cells[-1].failure and self.world.device.torch_device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        self.observer.on_result(index, self.cells[-1])
+        self.observer.on_cell(index, self.cells[-1])
 
     def _device(self, spec: CommSpec) -> Device:
         """Where this cell's tensors are: the rank's own device, or the CPU beside its GPU."""

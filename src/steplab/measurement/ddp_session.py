@@ -8,8 +8,7 @@ looked for, before the next one is built.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,15 +16,16 @@ import torch
 from steplab.errors import SteplabError
 from steplab.measurement.attention_memory import allocated_bytes
 from steplab.measurement.ddp_contender import ContenderStep
-from steplab.measurement.ddp_measured import MeasuredContender, OnStage, OnStep
+from steplab.measurement.ddp_measured import MeasuredContender
 from steplab.measurement.ddp_memory import TOLERATED_BYTES, free
 from steplab.measurement.ddp_turns import Samples, joined
 from steplab.measurement.device import refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of
+from steplab.measurement.jobs import CellsTask
+from steplab.measurement.observer import Observer
 from steplab.measurement.world import World
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
-from steplab.records.environment import Environment
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.ddp import Contender, DdpStudy
 from steplab.units import format_bytes
@@ -38,21 +38,14 @@ _SPARE = 1.2
 """By how much a contender may exceed the baseline's peak: buckets, and gaps between blocks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DdpObserver:
-    """Who is told how far the study is."""
-
-    on_environment: Callable[[Environment], None] = lambda environment: None
-    on_stage: OnStage = lambda stage, num_steps: None
-    on_step: OnStep = lambda iteration: None
-    on_facts: Callable[[DdpFacts], None] = lambda facts: None
-    on_contender: Callable[[int], None] = lambda number: None
-    """Called with the number of the contender that begins."""
-    on_cell: Callable[[int, DdpCell], None] = lambda number, cell: None
+def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
+    """The job: measure the task's cells on this rank; every rank does it."""
+    assert world is not None  # the study has at least two processes
+    ddp_here(task.study, task.numbers, world, observer, Path(task.traces) if task.traces else None)
 
 
 def ddp_here(
-    study: DdpStudy, numbers: Sequence[int], world: World, observer: DdpObserver, traces: Path | None = None
+    study: DdpStudy, numbers: Sequence[int], world: World, observer: Observer, traces: Path | None = None
 ) -> None:
     """Measure these contenders of the study, by their numbers, on this rank; every rank calls it.
 
@@ -74,7 +67,7 @@ def ddp_here(
 class _Session:
     """The baseline, and what the contenders share."""
 
-    def __init__(self, study: DdpStudy, world: World, observer: DdpObserver, traces: Path | None) -> None:
+    def __init__(self, study: DdpStudy, world: World, observer: Observer, traces: Path | None) -> None:
         self._study, self._world, self._observer, self._traces = study, world, observer, traces
         self._baseline: ContenderStep | None = None
         """None: it has not the room beside a contender."""
@@ -86,7 +79,7 @@ class _Session:
 
     def measure_baseline(self, *, told: bool) -> None:
         """The first contender, whose model stays if there is room; its cell is `told` if it was asked for."""
-        self._observer.on_contender(0)
+        self._observer.on_under_way([0])
         measured = self._built(self._study.contenders[0])
         self._observer.on_facts(_facts(measured.step, self._world))
         if told:
@@ -104,7 +97,7 @@ class _Session:
     def measure(self, number: int) -> None:
         """Any other contender, which is gone at the end."""
         contender = self._study.contenders[number]
-        self._observer.on_contender(number)
+        self._observer.on_under_way([number])
         cell = self._cell_of(number, contender)
         cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
         if self._baseline is None and cell.failure is None:

@@ -7,8 +7,8 @@ import torch
 from steplab.errors import SteplabError
 from steplab.measurement import compat
 from steplab.measurement.device import Device
+from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
-from steplab.records.run import Failure
 from steplab.specs.step import StepSpec
 from steplab.units import format_bytes
 

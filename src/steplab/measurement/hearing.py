@@ -1,54 +1,44 @@
 """What is known of each of several processes that measure together, and which of them failed, and of what.
 
-Whatever happens to one rank ends the run for all: what raises or runs out of memory, at once; what dies, in a few
-seconds; what hangs, after STALL_S without progress on any rank, or at the end of the time the user gave.
+Whatever happens to one rank ends the run for all: what raises, runs out of memory or dies, at once; what hangs, after
+STALL_S without progress on any rank, or at the end of the time the user gave.
 """
 
-import contextlib
-import signal
-import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
-from steplab.measurement.channel import Whereabouts
-from steplab.measurement.child import Request
-from steplab.measurement.hub import GONE, LAUNCHER, Event, Hub, command_line_of
-from steplab.measurement.processes import crash, named, tail
-from steplab.records.run import Failure
+from steplab.measurement.hub import GONE, UNREAD, Event, Hub, command_line_of
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import UNREADABLE, Request, Whereabouts
+from steplab.measurement.processes import crash, named
+from steplab.records.failure import Failure
 from steplab.units import format_time
-
-if TYPE_CHECKING:
-    from steplab.measurement.launch import Listener
 
 STALL_S = 600.0
 """How long all ranks may go without progress: compiling a large model is one long silence."""
 _POLL_S = 0.2
 _CAUSE_S = 5.0
-"""How long after a first sign of trouble its cause is waited for: an exit code, or what another rank has to say."""
+"""How long after a first sign of trouble its cause is waited for: what another rank has to say."""
+_COMMAND_LINE_S = 1.0
+"""How long the command line of a rank that torchrun started may take to tell how it ended."""
 _ANSWER_S = 3.0
 """How long a rank may take to say where it stands."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
 """In the error of a rank that suffers from another's end."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Logs:
-    """What the processes wrote to their standard streams."""
+class RankProcess(Protocol):
+    """The process of a rank that was started here."""
 
-    folder: Path
-    errors: IO[bytes]
-    """Of the child."""
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        """How it ended, after waiting for that so long at most; negative: by which signal; None: it has not."""
 
-    def of(self, number: int) -> tuple[str, ...]:
-        """The last lines that a rank wrote."""
-        for path in self.folder.glob(f"*/attempt_0/{number}/stderr.log"):
-            with path.open("rb") as written:
-                return tail(written)
-        return ()
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines of what it wrote to its standard streams."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,7 +46,6 @@ class _Rank:
     stage: str = "starting"
     failure: Failure | None = None
     ended: bool = False
-    gone: bool = False
     where: Whereabouts | None = None
 
 
@@ -67,18 +56,16 @@ class Hearing:
         self,
         hub: Hub,
         request: Request,
-        listener: "Listener",
+        listener: Listener,
         timeout_s: float | None,
-        child: subprocess.Popen[bytes],
-        logs: Logs,
-        *,
-        is_joined: bool,
+        processes: Mapping[int, RankProcess],
     ) -> None:
-        self._hub, self._request, self._listener = hub, request, listener
+        """`processes` are those of the ranks that were started here: all, or the first alone under torchrun."""
+        self._hub, self._listener, self._processes = hub, listener, processes
         self._timeout_s = timeout_s
-        self._child, self._logs, self._is_joined = child, logs, is_joined
         self._ranks = {number: _Rank() for number in range(request.processes)}
-        self._exits: dict[int, int] | None = None
+        self._gone: list[int] = []
+        """The ranks that ended without saying that they had come to the end, in the order of that."""
         self._is_to_end = False
         self._started_s = self._moved_s = time.monotonic()
         listener.renew = self._renew
@@ -92,16 +79,19 @@ class Hearing:
         self._listener.on_progress(self._listener.progress)
         trouble_s: float | None = None
         while not self._listener.answered:
-            child_ended = self._child.poll() is not None
             for event in self._hub.poll(_POLL_S):
                 self._take(event)
             failed = self._failed_rank()
             if failed is not None:
                 return self._told(failed)
             now_s = time.monotonic()
-            if trouble_s is None and self._is_troubled(child_ended):
+            if not self._is_troubled():
+                trouble_s = None  # a process had ended before its last message was read
+            elif trouble_s is None:
                 trouble_s = now_s
-            if trouble_s is not None and (self._exits is not None or now_s - trouble_s > self._cause_s):
+            if any(number in self._processes for number in self._gone):
+                return self._died()
+            if trouble_s is not None and now_s - trouble_s > self._cause_s:
                 return self._died()
             if self._timeout_s is not None and now_s - self._started_s > self._timeout_s:
                 return self._hung(f"did not end within {format_time(self._timeout_s)}")
@@ -111,30 +101,29 @@ class Hearing:
 
     @property
     def _cause_s(self) -> float:
-        return 1.0 if self._is_joined else _CAUSE_S  # no launcher of ours tells exit codes
+        return _CAUSE_S if len(self._processes) == len(self._ranks) else _COMMAND_LINE_S
 
     def _renew(self) -> None:
         self._started_s = self._moved_s = time.monotonic()
 
     def _take(self, event: Event) -> None:
-        if event.rank == LAUNCHER:
-            if event.kind == "exits":
-                self._exits = msgspec.json.decode(event.value, type=dict[int, int])
-            elif event.kind == "refused":
-                self._listener.hear(event.kind, event.value)
-            return
-        if event.rank < LAUNCHER:
-            if event.kind == "failed":
-                self._ranks[command_line_of(event.rank)].failure = msgspec.json.decode(event.value, type=Failure)
-            return
-        rank = self._ranks[event.rank]
-        if event.kind == GONE:
-            rank.gone = not rank.ended
-        elif event.kind == "hello":
-            if not self._is_joined:
-                self._hub.send(event.rank, "request", self._request)
+        try:
+            self._understand(event)
+        except UNREADABLE:
+            self._take(Event(rank=event.rank, kind=UNREAD))
+
+    def _understand(self, event: Event) -> None:
+        number = event.rank if event.rank >= 0 else command_line_of(event.rank)
+        rank = self._ranks[number]
+        if event.kind == UNREAD:
+            rank.failure = Failure(kind="error", message="it sent a message that cannot be read", phase=rank.stage)
         elif event.kind == "failed":
             rank.failure = msgspec.json.decode(event.value, type=Failure)
+        elif event.rank < 0:
+            return
+        elif event.kind == GONE:
+            if not rank.ended:
+                self._gone.append(number)
         elif event.kind == "where":
             rank.where = msgspec.json.decode(event.value, type=Whereabouts)
         elif event.kind == "ended":
@@ -143,7 +132,7 @@ class Hearing:
             self._moved_s = time.monotonic()
             if event.kind == "stage":
                 rank.stage = msgspec.json.decode(event.value, type=tuple[str, int])[0]
-            if event.rank == 0 or event.kind == "refused":
+            if number == 0 or event.kind == "refused":
                 self._listener.hear(event.kind, event.value)
 
     def _failed_rank(self) -> int | None:
@@ -153,35 +142,39 @@ class Hearing:
                 return number
         return None
 
-    def _is_troubled(self, child_ended: bool) -> bool:
-        return child_ended or self._is_to_end or any(rank.gone or rank.failure for rank in self._ranks.values())
+    def _ended_early(self) -> list[int]:
+        """The ranks whose processes have ended and were to say more: the first one has the last word."""
+        return [
+            number
+            for number, process in self._processes.items()
+            if process.exit_code() is not None and (number == 0 or not self._ranks[number].ended)
+        ]
+
+    def _is_troubled(self) -> bool:
+        has_failed = any(rank.failure for rank in self._ranks.values())
+        return bool(self._gone or self._ended_early()) or self._is_to_end or has_failed
 
     def _died(self) -> Failure:
-        """Some rank ended without a word; others may have been ended for that, or have lost their connection to it."""
-        exits = self._exits or {}
-        gone = [number for number, rank in self._ranks.items() if rank.gone]
-        gone += [number for number in exits if number not in gone]  # its end is told, and not seen yet
-        gone.sort(key=lambda number: exits.get(number) == -signal.SIGTERM)  # which is how the launcher ends the others
-        if gone:
-            return self._crashed(gone[0], exits.get(gone[0]))
+        """Some rank ended without a word; others may have lost their connection to it."""
+        # One that was started here has an exit code to tell of.
+        for number in sorted(self._gone, key=lambda number: number not in self._processes):
+            return self._crashed(number)
         for number, rank in self._ranks.items():
             if rank.failure is not None:
                 return self._told(number)
         if self._is_to_end:
             stage = self._listener.progress.stage
             return Failure(kind="crashed", message=f"torchrun ended all processes during {stage}", phase=stage)
-        return crash(self._child.wait(), self._listener.progress.stage, tail(self._logs.errors))
+        return self._crashed(self._ended_early()[0])
 
-    def _crashed(self, number: int, code: int | None) -> Failure:
-        stage = self._ranks[number].stage
-        if code is None and self._is_joined and number == 0:  # this process's own child
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._child.wait(timeout=_ANSWER_S)
-        if code is None:
+    def _crashed(self, number: int) -> Failure:
+        stage, process = self._ranks[number].stage, self._processes.get(number)
+        code = process.exit_code(_ANSWER_S) if process else None
+        if process is None or code is None:
             message = f"the process ended, or was cut off, during {stage}"
             failure = Failure(kind="crashed", message=message, phase=stage)
         else:
-            failure = crash(code, stage, self._logs.of(number))
+            failure = crash(code, stage, process.last_lines())
         return self._named(number, failure)
 
     def _told(self, number: int) -> Failure:
@@ -199,7 +192,7 @@ class Hearing:
         ):
             for event in self._hub.poll(_POLL_S):
                 self._take(event)
-        absent = [number for number in self._ranks if number not in self._hub.ranks]
+        absent = [number for number in self._ranks if number not in self._hub.hosts]
         guilty = absent or self._to_blame()
         lines = tuple(self._standing(number) for number in self._ranks)
         stage = self._ranks[guilty[0] if guilty else 0].stage
@@ -212,7 +205,7 @@ class Hearing:
 
     def _to_blame(self) -> list[int]:
         """The ranks that do not answer; else those that wait for nothing; else those that wait for no other rank."""
-        silent = [number for number, rank in self._ranks.items() if rank.where is None]
+        silent = [number for number, rank in self._ranks.items() if rank.where is None and not rank.ended]
         of_state = {
             state: [number for number, rank in self._ranks.items() if rank.where and rank.where.state == state]
             for state in ("code", "device")
@@ -222,7 +215,7 @@ class Hearing:
     def _standing(self, number: int, *, alone: bool = False) -> str:
         where = self._ranks[number].where
         name = "it" if alone else f"rank {number}"
-        if number not in self._hub.ranks:
+        if number not in self._hub.hosts:
             return f"{name} never joined"
         if where is None:
             return f"{name} does not answer"
@@ -230,8 +223,7 @@ class Hearing:
         return f"{name} {doing} at {where.line}"
 
     def _named(self, number: int, failure: Failure) -> Failure:
-        hello = self._hub.ranks.get(number)
-        return named(failure, number, hello.host if hello else None)
+        return named(failure, number, self._hub.hosts.get(number))
 
 
 def _is_suffered(failure: Failure) -> bool:

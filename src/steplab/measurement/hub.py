@@ -1,51 +1,43 @@
-"""Where the processes of one measurement report to the one that started it: a socket with a connection for each.
+"""Where the processes of one measurement report to the one that started them: a connection for each.
 
-Messages are lines of JSON, `{"kind": ..., "value": ...}`. The first one of a connection says who speaks and proves by a
-token that it was asked to. The other way go few: the request, and questions. A connection that ends says that its
-process has: nothing has to be polled for that, on one machine or on many.
+A process that was started here has inherited its connection. Those that torchrun started connect over TCP, and their
+first line proves by a token that they were asked to. Until it has, a connection may be a stranger's: whatever comes
+over it that is no such line closes that connection alone. The other way go questions, and the verdict over all. A
+connection that ends says that its process has: nothing has to be polled for that, on one machine or on many.
 """
 
 import contextlib
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from steplab.measurement.messages import UNREADABLE, Hello, Message
 from steplab.records.codec import encode
 
-LAUNCHER = -1
-"""The rank of the process that starts the others."""
+LOOPBACK = "127.0.0.1"
+GONE = "gone"
+"""The kind of the event that a connection has ended."""
+UNREAD = "unread"
+"""The kind of the event that a rank has sent what is no message."""
+_READ_BYTES = 1 << 16
+_MOST_ACCEPTED = 1024
+"""How many connections are accepted before those that are there are heard again."""
+_MOST_UNPROVEN = 64
+_MOST_UNPROVEN_BYTES = 1 << 12
+_UNPROVEN_S = 5.0
+"""How long a connection may take to prove itself."""
+_SEND_S = 10.0
+"""How long a send may take: a process that does not read must not stop the one that listens to all."""
 
 
 def command_line_of(rank: int) -> int:
-    """The rank that the command line of a rank goes by, where torchrun started one for each; and back."""
-    return LAUNCHER - 1 - rank
-
-
-GONE = "gone"
-"""The kind of the event that a connection has ended."""
-_NULL = msgspec.Raw(b"null")
-_READ_BYTES = 1 << 16
-_MOST_UNPROVEN_BYTES = 1 << 12
-
-
-class Hello(msgspec.Struct):
-    """Who speaks."""
-
-    token: str
-    rank: int
-    host: str
-    pid: int
-
-
-class Message(msgspec.Struct):
-    """One line."""
-
-    kind: str
-    value: msgspec.Raw = _NULL
+    """The number that the command line of a rank goes by, where torchrun started one for each; and back."""
+    return -1 - rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,48 +46,92 @@ class Event:
 
     rank: int
     kind: str
-    value: msgspec.Raw
+    value: msgspec.Raw = field(default_factory=msgspec.Raw)
+    """Empty where the kind says all."""
 
 
 class _Connection:
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
-        self.hello: Hello | None = None
+        self.rank: int | None = None
+        """None: it has not proven itself."""
         self.received = bytearray()
+        self.since_s = time.monotonic()
+
+    def read(self) -> list[bytearray] | None:
+        """The lines that have come; None: it has ended. Does not wait."""
+        try:
+            received = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not received:
+            return None
+        self.received += received
+        if b"\n" not in received:
+            return []
+        *lines, self.received = self.received.split(b"\n")
+        return lines
 
 
 class Hub:
-    """Listens on a port of its own; to be used by one thread, and closed."""
+    """Hears ranks; to be used by one thread, and closed."""
 
-    def __init__(self, *, everywhere: bool) -> None:
-        """`everywhere`: other machines may connect too. They need the token."""
+    def __init__(self, size: int) -> None:
+        """`size` is the number of all ranks."""
         self.token = secrets.token_hex(16)
+        self.hosts: dict[int, str] = {}
+        """The machines of the ranks that have come, and of command lines."""
+        self._size = size
+        self._selector = selectors.DefaultSelector()
+        self._server: socket.socket | None = None
+        self._connections: dict[int, _Connection] = {}
+        self._unproven: dict[_Connection, None] = {}
+        """Oldest first."""
+
+    def adopt(self, rank: int) -> socket.socket:
+        """A connection for a rank on this machine: the end to be inherited by its process, and closed here."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        connection = _Connection(ours)
+        self._selector.register(ours, selectors.EVENT_READ, connection)
+        self._prove(connection, rank, socket.gethostname())
+        return theirs
+
+    def listen(self, *, everywhere: bool) -> int:
+        """Let those in who have the token, from other machines too if `everywhere`; gives the port."""
         dual = everywhere and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        address = ("", 0) if everywhere else ("127.0.0.1", 0)
-        self._server = socket.create_server(address, family=family, dualstack_ipv6=dual, backlog=1024)
+        address = ("" if everywhere else LOOPBACK, 0)
+        self._server = socket.create_server(address, family=family, dualstack_ipv6=dual, backlog=4096)
         self._server.setblocking(False)
-        self.port: int = self._server.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
-        self.ranks: dict[int, Hello] = {}
-        """Who has said hello, by rank."""
-        self._connections: dict[int, _Connection] = {}
+        return int(self._server.getsockname()[1])
 
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """What has come, after waiting for it so long at most."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             if key.data is None:
-                self._accept()
-            else:
-                yield from self._read(key.data)
+                yield from self._accept()
+            elif key.data.rank is not None:
+                yield from self._hear(key.data)
+            elif key.data in self._unproven:  # not dropped since
+                yield from self._examine(key.data)
+        while self._unproven:
+            oldest = next(iter(self._unproven))
+            if time.monotonic() - oldest.since_s < _UNPROVEN_S:
+                break
+            self._drop(oldest)
 
     def send(self, rank: int, kind: str, value: object = None) -> None:
         """To one rank; one that is gone does not hear it."""
         connection = self._connections.get(rank)
         if connection is not None:
             with contextlib.suppress(OSError):
+                connection.socket.settimeout(_SEND_S)
                 connection.socket.sendall(encode({"kind": kind, "value": value}) + b"\n")
+            connection.socket.setblocking(False)
 
     def broadcast(self, kind: str, value: object = None) -> None:
         """To all ranks."""
@@ -112,48 +148,74 @@ class Hub:
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it may be gone already
-            peer, _ = self._server.accept()
-            peer.settimeout(10.0)  # of sends: a process that does not read must not stop the one that listens to all
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            self._selector.register(peer, selectors.EVENT_READ, _Connection(peer))
+    def _accept(self) -> Iterator[Event]:
+        """Let in all who wait, each read from at once: who proves itself then is safe from those that come after."""
+        assert self._server is not None
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                peer, _ = self._server.accept()
+            except OSError:  # nobody waits, or who did has gone
+                return
+            peer.setblocking(False)
+            connection = _Connection(peer)
+            self._selector.register(peer, selectors.EVENT_READ, connection)
+            self._unproven[connection] = None
+            yield from self._examine(connection)
+            if len(self._unproven) > _MOST_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                yield from self._examine(oldest)  # it may have proven itself by now
+                if oldest in self._unproven:
+                    self._drop(oldest)
 
-    def _read(self, connection: _Connection) -> Iterator[Event]:
-        try:
-            received = connection.socket.recv(_READ_BYTES)
-        except OSError:
-            received = b""
-        connection.received += received
-        *lines, rest = connection.received.split(b"\n")
-        connection.received = bytearray(rest)
-        for line in lines:
-            if connection.hello is None:
-                connection.hello = self._admit(line, connection)
-                if connection.hello is None:
-                    self._drop(connection)
-                    return
-                yield Event(rank=connection.hello.rank, kind="hello", value=_NULL)
-            else:
-                message = msgspec.json.decode(line, type=Message)
-                yield Event(rank=connection.hello.rank, kind=message.kind, value=message.value)
-        if not received or (connection.hello is None and len(rest) > _MOST_UNPROVEN_BYTES):
+    def _examine(self, connection: _Connection) -> Iterator[Event]:
+        """What an unproven connection says, which closes it unless it is a hello or may become one."""
+        lines = connection.read()
+        if lines:
+            hello = self._admitted(lines[0])
+            if hello is not None:
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                del self._unproven[connection]
+                self._prove(connection, hello.rank, hello.host)
+                self.send(hello.rank, "welcome")
+                for line in lines[1:]:
+                    yield self._event(hello.rank, line)
+                return
+        if lines is None or lines or len(connection.received) > _MOST_UNPROVEN_BYTES:
             self._drop(connection)
-            if connection.hello is not None:
-                del self._connections[connection.hello.rank]
-                yield Event(rank=connection.hello.rank, kind=GONE, value=_NULL)
 
-    def _admit(self, line: bytes | bytearray, connection: _Connection) -> Hello | None:
+    def _admitted(self, line: bytearray) -> Hello | None:
         try:
             hello = msgspec.json.decode(line, type=Hello)
-        except msgspec.DecodeError:
+            is_known = secrets.compare_digest(hello.token.encode(), self.token.encode())
+        except Exception:  # whatever a stranger's bytes raise is the end of that connection, and of nothing else
             return None
-        if not secrets.compare_digest(hello.token.encode(), self.token.encode()) or hello.rank in self.ranks:
-            return None
-        self.ranks[hello.rank] = hello
-        self._connections[hello.rank] = connection
-        return hello
+        rank = hello.rank if hello.rank >= 0 else command_line_of(hello.rank)
+        return hello if is_known and rank < self._size and hello.rank not in self.hosts else None
+
+    def _prove(self, connection: _Connection, rank: int, host: str) -> None:
+        connection.rank = rank
+        self.hosts[rank] = host
+        self._connections[rank] = connection
+
+    def _hear(self, connection: _Connection) -> Iterator[Event]:
+        assert connection.rank is not None
+        lines = connection.read()
+        if lines is None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            del self._connections[connection.rank]
+            yield Event(rank=connection.rank, kind=GONE)
+        for line in lines or ():
+            yield self._event(connection.rank, line)
+
+    def _event(self, rank: int, line: bytearray) -> Event:
+        try:
+            message = msgspec.json.decode(line, type=Message)
+        except UNREADABLE:
+            return Event(rank=rank, kind=UNREAD)
+        return Event(rank=rank, kind=message.kind, value=message.value)
 
     def _drop(self, connection: _Connection) -> None:
+        del self._unproven[connection]
         self._selector.unregister(connection.socket)
         connection.socket.close()

@@ -12,27 +12,32 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
 from steplab import __version__
-from steplab.errors import SteplabError, UserError
-from steplab.measurement.channel import Channel
-from steplab.measurement.child import Request
+from steplab.errors import SteplabError
+from steplab.measurement.channel import connect
 from steplab.measurement.hub import command_line_of
+from steplab.measurement.jobs import JOBS, AuditTask, StepTask
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import Order, Request
 from steplab.measurement.processes import Watchdog, crash, end, end_group_with, named, tail
-from steplab.measurement.rank import Order
-from steplab.measurement.ranks_launch import converse_with_ranks
+from steplab.measurement.progress import OnProgress
+from steplab.measurement.ranks_launch import converse_with_ranks, environment_of
 from steplab.measurement.torchrun import Torchrun, torchrun_around
+from steplab.records.attention_tuning import AttentionTuning
 from steplab.records.ceilings import Ceilings
-from steplab.records.codec import Record, decode, encode, new_id, now_utc
+from steplab.records.codec import encode, new_id, now_utc
 from steplab.records.environment import Environment
+from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
+from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
@@ -43,28 +48,6 @@ _FIRST_RANK_S = 30.0
 """How much longer than the first command line, which knows of all ranks, another one of torchrun's waits."""
 _WRAPPER_EXIT_S = 600.0
 """How long the profiler around a child may take to write what it recorded."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far the cell under way is."""
-
-    stage: str
-    """starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace, memory or
-    snapshot; of an audit sums, build, reference, audit and scaling; after the process, read and read snapshot; of a
-    report predict and draw."""
-    done: int
-    """Steps done of this stage; of reading, bytes; of predictions, runs."""
-    total: int
-    """Steps of this stage, or bytes; 0 where it has none."""
-
-
-OnProgress = Callable[[Progress], None]
-
-
-class _Message(msgspec.Struct):
-    kind: str
-    value: msgspec.Raw
 
 
 def measure_in_child(
@@ -88,15 +71,22 @@ def measure_in_child(
     measurement. KeyboardInterrupt ends the child and passes on.
     """
     refuse_planning_only(spec.model)  # here already: torch takes seconds to load
-    request = Request(
-        step=spec,
+    task = StepTask(
+        spec=spec,
         profiled_steps=profiled_steps,
         trace=str(trace) if trace else None,
         snapshot=str(snapshot) if snapshot else None,
         marks=str(marks) if marks else None,
-        processes=spec.layout.world_size,
     )
-    answer = _ask(request, timeout_s, on_progress, wrapper)
+    answer = ask(
+        "step",
+        task,
+        device=spec.device,
+        processes=spec.layout.world_size,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+        wrapper=wrapper,
+    )
     if isinstance(answer.result, Run):
         return answer.result
     assert isinstance(answer.result, Failure)
@@ -117,7 +107,7 @@ def ceilings_in_child(
     device: str, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Ceilings:
     """Measure a device's ceilings in a new process. Raises SteplabError where it does not come to an end."""
-    result = _ask(Request(device=device), timeout_s, on_progress).result
+    result = ask("ceilings", device, timeout_s=timeout_s, on_progress=on_progress).result
     if isinstance(result, Ceilings):
         return result
     assert isinstance(result, Failure)
@@ -135,7 +125,7 @@ def numerics_in_child(
 
     Raises UserError (or the SteplabError the child named) for a request that cannot be served.
     """
-    answer = _ask(Request(step=spec, device=device, numerics=True), timeout_s, on_progress)
+    answer = ask("audit", AuditTask(spec=spec, device=device), timeout_s=timeout_s, on_progress=on_progress)
     if isinstance(answer.result, Numerics):
         return answer.result
     assert isinstance(answer.result, Failure)
@@ -149,24 +139,51 @@ def numerics_in_child(
     )
 
 
+def tuning_in_child(study: TuningStudy, on_progress: OnProgress = lambda progress: None) -> AttentionTuning:
+    """Measure candidates for the tiles of flash_triton in a new process, which has others under it.
+
+    Raises UserError where there is no GPU for it, SteplabError where the process dies.
+    """
+    result = ask("tuning", study, on_progress=on_progress).result
+    if isinstance(result, AttentionTuning):
+        return result
+    assert isinstance(result, Failure)
+    raise SteplabError(f"attention could not be tuned: {result.message}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    result: Record | Failure
+class Answer:
+    """What became of a job."""
+
+    result: Any
+    """Of the job's own type, or a Failure."""
     environment: Environment | None
+    """Where it ran; None if no process could say."""
     measured: Run | None
     """The record as it was when watching began."""
 
 
-def _ask(request: Request, timeout_s: float | None, on_progress: OnProgress, wrapper: Sequence[str] = ()) -> _Answer:
-    listener = Listener(on_progress)
+def ask(
+    job: str,
+    task: object,
+    *,
+    device: str = "auto",
+    processes: int = 1,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    wrapper: Sequence[str] = (),
+) -> Answer:
+    """Have a job done that has one result. Raises the SteplabError that a process named."""
+    listener = Listener(JOBS[job], on_progress)
+    request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
     failure = converse(request, listener, timeout_s, wrapper)
-    result = failure or listener.record
+    result = failure or listener.result
     assert result is not None  # a child that said nothing has failed
-    return _Answer(result=result, environment=listener.environment, measured=listener.measured)
+    return Answer(result=result, environment=listener.environment, measured=listener.measured)
 
 
 def converse(
-    request: Request, listener: "Listener", timeout_s: float | None, wrapper: Sequence[str] = ()
+    request: Request, listener: Listener, timeout_s: float | None, wrapper: Sequence[str] = ()
 ) -> Failure | None:
     """Start a child, have `listener` hear it out, and give what became of it; None: it said its last word.
 
@@ -183,21 +200,27 @@ def converse(
 
 
 def _follow_the_first(
-    request: Request, listener: "Listener", timeout_s: float | None, around: Torchrun
+    request: Request, listener: Listener, timeout_s: float | None, around: Torchrun
 ) -> Failure | None:
     """What the command line of a rank but the first does: its child hears from the first what became of all."""
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
-    failure = _converse_with_child("steplab.measurement.rank", Order(request=request), listener, patience_s)
+    order, variables = Order(request=request), environment_of(around)
+    failure = _converse_with_child("steplab.measurement.rank", order, listener, patience_s, environment=variables)
     if failure is None:
         return listener.failed
     if listener.hub is not None:
         with contextlib.suppress(OSError):  # the first has ended; torchrun says so
-            Channel(*listener.hub, command_line_of(around.rank)).send("failed", failure)
+            connect(*listener.hub, command_line_of(around.rank)).send("failed", failure)
     return named(failure, around.rank, socket.gethostname())
 
 
 def _converse_with_child(
-    module: str, order: Request | Order, listener: "Listener", timeout_s: float | None, wrapper: Sequence[str] = ()
+    module: str,
+    order: Request | Order,
+    listener: Listener,
+    timeout_s: float | None,
+    wrapper: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Failure | None:
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
@@ -206,6 +229,7 @@ def _converse_with_child(
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
+            env=environment,
             pass_fds=[write_fd],
             start_new_session=True,
         )
@@ -228,66 +252,6 @@ def _converse_with_child(
             watchdog.cancel()
             end(child)
         return _failure(listener, child.returncode, watchdog, errors)
-
-
-class Listener:
-    """Hears the child's messages and keeps the last word on each matter."""
-
-    def __init__(self, on_progress: OnProgress) -> None:
-        self.on_progress = on_progress
-        self.progress = Progress(stage="starting", done=0, total=0)
-        self.environment: Environment | None = None
-        self.measured: Run | None = None
-        self.record: Record | None = None
-        self.refusal: SteplabError | None = None
-        self.hub: tuple[str, int, str] | None = None
-        """Address, port and token of the first command line, as another one's child has found it."""
-        self.failed: Failure | None = None
-        """What became of all ranks, as one of torchrun's is told by the first."""
-        self.renew: Callable[[], None] = lambda: None
-        """Gives the child its whole time again."""
-
-    def listen(self, pipe: IO[bytes]) -> None:
-        """Hear messages to the last."""
-        self.on_progress(self.progress)
-        for line in pipe:
-            if not line.endswith(b"\n"):
-                return  # the child died in the middle of a message
-            message = msgspec.json.decode(line, type=_Message)
-            self.hear(message.kind, message.value)
-            if self.answered:
-                return
-
-    def hear(self, kind: str, value: msgspec.Raw) -> None:
-        """One message."""
-        if kind == "stage":
-            stage, total = msgspec.json.decode(value, type=tuple[str, int])
-            self._tell(Progress(stage=stage, done=0, total=total))
-        elif kind == "step":
-            done = msgspec.json.decode(value, type=int)
-            self._tell(Progress(stage=self.progress.stage, done=done, total=self.progress.total))
-        elif kind == "environment":
-            self.environment = msgspec.json.decode(value, type=Environment)
-        elif kind == "measured":
-            self.measured = msgspec.json.decode(value, type=Run)
-        elif kind == "record":
-            self.record = decode(bytes(value))
-        elif kind == "hub":
-            self.hub = msgspec.json.decode(value, type=tuple[str, int, str])
-        elif kind == "failed":
-            self.failed = msgspec.json.decode(value, type=Failure)
-        elif kind == "refused":
-            exit_code, text = msgspec.json.decode(value, type=tuple[int, str])
-            self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
-
-    @property
-    def answered(self) -> bool:
-        """Whether the child has said its last word."""
-        return self.record is not None or self.refusal is not None or self.failed is not None
-
-    def _tell(self, progress: Progress) -> None:
-        self.progress = progress
-        self.on_progress(progress)
 
 
 def _failure(listener: Listener, returncode: int, watchdog: Watchdog, errors: IO[bytes]) -> Failure | None:

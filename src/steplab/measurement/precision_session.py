@@ -16,11 +16,13 @@ from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.device import Device, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_from, failure_of
+from steplab.measurement.jobs import AuditTask
+from steplab.measurement.observer import Observer
 from steplab.measurement.precision_accumulation import accumulate, dtype_name
 from steplab.measurement.precision_rules import rule_of
 from steplab.measurement.precision_watch import NumericsWatch
-from steplab.measurement.session import Observer
 from steplab.measurement.step import ModelStep
+from steplab.measurement.world import World
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.codec import new_id, now_utc
@@ -33,6 +35,11 @@ _LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat
 _HEADROOM = 8
 """What the suggested loss scale leaves to gradients of later steps that are larger than this one's."""
 _MOST_HALVINGS = 16
+
+
+def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
+    """The job: audit the task's step in this process, which is by itself."""
+    return numerics_here(task.spec, task.device, observer)
 
 
 def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -> Numerics:

@@ -5,10 +5,13 @@ import dataclasses
 import os
 import signal
 import subprocess
+import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
-from steplab.records.run import Failure
+from steplab.records.codec import encode
+from steplab.records.failure import Failure
 
 _LAST_LINES = 12
 
@@ -58,6 +61,46 @@ def tail(errors: IO[bytes]) -> tuple[str, ...]:
     errors.seek(max(0, size - 16_384))
     text = errors.read().decode("utf-8", errors="replace")
     return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+
+
+class Started:
+    """A process that leads its session, with a file for what it writes to its standard streams."""
+
+    def __init__(
+        self, words: Sequence[str], told: object, environment: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> None:
+        """Start it, with `told` as a line of JSON on its standard input."""
+        self._written = tempfile.TemporaryFile()  # noqa: SIM115
+        with tempfile.TemporaryFile() as given:  # a pipe would make this process wait for it to be read
+            given.write(encode(told) + b"\n")
+            given.seek(0)
+            self._process = subprocess.Popen(
+                words,
+                stdin=given,
+                stdout=self._written,
+                stderr=self._written,
+                env=environment,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        """How it ended, after waiting for that so long at most; negative: by which signal; None: it has not."""
+        if self._process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)
+                kill_group(self._process)  # what it left behind would keep its connections open
+        return self._process.returncode
+
+    def last_lines(self) -> tuple[str, ...]:
+        """The last lines of what it wrote to its standard streams."""
+        return tail(self._written)
+
+    def end(self) -> None:
+        """End it, with all that it started."""
+        if self.exit_code() is None:
+            end(self._process)
+        self._written.close()
 
 
 class Watchdog:

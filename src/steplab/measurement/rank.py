@@ -1,13 +1,15 @@
 """One of several processes that measure together.
 
-Started by torch's elastic launcher (elastic.py) as `python -m steplab.measurement.rank`; the request then comes over
-the hub's connection, and nothing lives on when that ends. Or, where torchrun started a command line for each rank, by
-that command line (launch.py) as `python -m steplab.measurement.rank FD`, with an order on standard input; this process
-then finds the first command line's hub through the store where all ranks meet, and answers its own on FD.
+Started as `python -m steplab.measurement.rank FD`, with an order on standard input. The first rank, and every rank that
+steplab starts itself, is a process of the one that hears all, and FD is its connection to that; nothing lives on when
+the connection ends. Any other rank of torchrun's is a process of a command line of its own and answers it on FD; it
+finds the first command line through the store where all ranks meet.
 """
 
 import os
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,11 +19,14 @@ from typing import Any
 import msgspec
 
 from steplab.errors import SteplabError
-from steplab.measurement.channel import HUB_VARIABLE, Channel
-from steplab.measurement.child import Request, answer, end_with_parent
-from steplab.measurement.torchrun import Torchrun, torchrun_around
+from steplab.measurement.channel import Channel, connect
+from steplab.measurement.child import answer, end_with_parent
+from steplab.measurement.hub import LOOPBACK
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.messages import Order, Verdict
+from steplab.measurement.torchrun import Place, place_in, torchrun_around
 from steplab.records.codec import encode
-from steplab.records.run import Failure
+from steplab.records.failure import Failure
 
 _OF_EVERY_RANK = ("stage", "step")
 """The hub hears of every rank's progress, and of the first one all."""
@@ -29,49 +34,47 @@ _VERDICT_S = 20.0
 """How long a rank that is done waits to hear what became of all."""
 
 
-class Verdict(msgspec.Struct):
-    """What became of all ranks, for each to tell its own command line; neither: all went well."""
-
-    failure: Failure | None = None
-    refused: tuple[int, str] | None = None
-    """Exit code and text."""
-
-
-class Order(msgspec.Struct):
-    """What the command line of a rank wants done."""
-
-    request: Request
-    port: int | None = None
-    """Of this command line's hub; None: it is not the first, and the store tells."""
-    token: str | None = None
-
-
 def main() -> None:
-    place = torchrun_around()
-    assert place is not None
-    if len(sys.argv) > 1:
-        _joined(place, int(sys.argv[1]))
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    descriptor = int(sys.argv[1])
+    if order.folder is not None or order.hub is not None:
+        _heard_by_parent(order, descriptor)
     else:
-        _launched(place)
+        _heard_by_first(order, descriptor)
 
 
-def _launched(place: Torchrun) -> None:
-    port, token = os.environ[HUB_VARIABLE].split(":")
-    channel = Channel("127.0.0.1", int(port), token, place.rank)
-    message = channel.receive()
-    if message is None:
-        return  # the parent has ended meanwhile
-    channel.listen(on_verdict=lambda verdict: None, on_end=_end_group)
-    if not _work(msgspec.json.decode(message.value, type=Request), place, channel):
+def _heard_by_parent(order: Order, descriptor: int) -> None:
+    channel = Channel(socket.socket(fileno=descriptor))
+
+    def on_end() -> None:
+        if order.folder is not None:
+            shutil.rmtree(order.folder, ignore_errors=True)  # the parent may have been killed
+        os.killpg(0, signal.SIGKILL)
+
+    def meet() -> Any:
+        from steplab.measurement.world import meeting_place, private_meeting_place
+
+        if order.folder is not None:
+            return private_meeting_place(order.folder, place.size)
+        around = torchrun_around()
+        assert around is not None
+        assert order.hub is not None
+        store = meeting_place(around)
+        port, token = order.hub
+        store.set("hub", f"{port}:{token}")
+        return store
+
+    channel.listen(on_verdict=lambda verdict: None, on_end=on_end)
+    place = place_in()
+    if not _work(order, place, channel, meet):
         time.sleep(_VERDICT_S)  # ended from outside, once the cause is known: an exit here would hide it
         sys.exit(1)
 
 
-def _joined(place: Torchrun, descriptor: int) -> None:
+def _heard_by_first(order: Order, descriptor: int) -> None:
     from steplab.measurement.world import meeting_place
 
     pipe = os.fdopen(descriptor, "wb", buffering=0)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     threading.Thread(target=end_with_parent, daemon=True).start()
     heard = threading.Event()
 
@@ -90,15 +93,13 @@ def _joined(place: Torchrun, descriptor: int) -> None:
             tell("failed", Failure(kind="crashed", message="the connection to the first process ended"))
             os._exit(1)
 
-    store = meeting_place(place)
-    # Several measurements in turn find the store as the ones before have left it: each has keys of its own.
-    store = meeting_place(place, f"{store.add(f'arrivals/{place.rank}', 1)}/")
-    if place.is_first:
-        store.set("hub", f"{order.port}:{order.token}")
+    around = torchrun_around()
+    assert around is not None
+    store = meeting_place(around)
     port, token = store.get("hub").decode().split(":")
-    channel = Channel("127.0.0.1" if place.is_first else place.address, int(port), token, place.rank)
-    if not place.is_first:
-        tell("hub", (place.address, int(port), token))
+    address = LOOPBACK if around.is_on_one_machine else around.address
+    channel = connect(address, int(port), token, around.rank)
+    tell("hub", (address, int(port), token))
     channel.listen(on_verdict, on_end)
     said: list[tuple[str, Any]] = []
 
@@ -108,7 +109,7 @@ def _joined(place: Torchrun, descriptor: int) -> None:
         else:  # the last words of this rank count only if those of all do
             said.append((kind, value))
 
-    _work(order.request, place, channel, store, say)
+    _work(order, around, channel, lambda: store, say)
     if not heard.wait(_VERDICT_S):
         sys.exit(1)
     for kind, value in said:
@@ -116,24 +117,28 @@ def _joined(place: Torchrun, descriptor: int) -> None:
 
 
 def _work(
-    request: Request,
-    place: Torchrun,
+    order: Order,
+    place: Place,
     channel: Channel,
-    store: Any = None,
+    meet: Callable[[], Any],
     say: Callable[[str, Any], None] = lambda kind, value: None,
 ) -> bool:
-    """Do what is asked for, and tell the hub how it ended; whether well. `say` hears what ranks but the first say."""
+    """Do what is asked for, and tell the hub how it ended; whether well.
+
+    `meet` gives the store where all ranks meet. `say` hears what ranks but the first say.
+    """
     from steplab.measurement.failures import failure_from
     from steplab.measurement.head_start import lengthen_launch_queues
     from steplab.measurement.world import join_world
 
-    if request.comm is not None or request.ddp is not None:
+    request = order.request
+    if JOBS[request.job].holds_device:
         lengthen_launch_queues()
     stage, failed = "joining", False
 
     def send(kind: str, value: Any) -> None:
         nonlocal stage, failed
-        failure = getattr(value, "failure", None) if kind == "record" else None
+        failure = getattr(value, "failure", None) if kind == "result" else None
         if kind == "stage":
             stage = value[0]
         if failure is not None:
@@ -148,8 +153,7 @@ def _work(
     world = None
     try:
         send("stage", [stage, 0])
-        device = request.step.device if request.step else request.device
-        world = join_world(place, device, store=store)
+        world = join_world(place, request.device, meet, folder=order.folder)
         answer(request, send, world)
         if not failed:
             channel.send("ended")
@@ -158,13 +162,9 @@ def _work(
         channel.send("refused", [error.exit_code, str(error)])
         failed = True
     except Exception as error:
-        channel.send("failed", failure_from(error, stage, request.step, world.device if world else None))
+        channel.send("failed", failure_from(error, stage, None, world.device if world else None))
         failed = True
     return not failed
-
-
-def _end_group() -> None:
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,29 @@
 """Measure in several processes: start them, or join those that torchrun started, and hear every one.
 
-On this machine alone they are started by torch's elastic launcher, itself this process's one child (elastic.py). Where
-torchrun has started a command line for each rank, the first one hears the ranks of all.
+On this machine alone they are started here, each with a connection that it inherits, and they meet in a private folder:
+nothing listens for that. Where torchrun has started a command line for each rank, the first one hears the ranks of all.
 """
 
-import contextlib
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
 import psutil  # type: ignore[import-untyped]
 
 from steplab.errors import UserError
-from steplab.measurement import elastic
-from steplab.measurement.child import Request
-from steplab.measurement.hearing import Hearing, Logs
-from steplab.measurement.hub import LAUNCHER, Hub
-from steplab.measurement.processes import end
-from steplab.measurement.rank import Order, Verdict
-from steplab.measurement.torchrun import Torchrun
-from steplab.records.codec import encode
-from steplab.records.run import Failure
+from steplab.measurement.hearing import Hearing
+from steplab.measurement.hub import LOOPBACK, Hub
+from steplab.measurement.listener import Listener
+from steplab.measurement.messages import Order, Request, Verdict
+from steplab.measurement.processes import Started
+from steplab.measurement.torchrun import Place, Torchrun
+from steplab.records.failure import Failure
 from steplab.units import MIB, format_bytes
-
-if TYPE_CHECKING:
-    from steplab.measurement.launch import Listener
 
 _EXIT_S = 10.0
 """How long processes may take to end once all is said."""
@@ -40,7 +32,7 @@ _PROCESS_BYTES = 128 * MIB
 
 
 def converse_with_ranks(
-    request: Request, listener: "Listener", timeout_s: float | None, around: Torchrun | None
+    request: Request, listener: Listener, timeout_s: float | None, around: Torchrun | None
 ) -> Failure | None:
     """Have `request` done by several processes, `listener` hear the first, and give what became of them.
 
@@ -54,16 +46,17 @@ def converse_with_ranks(
         )
     if around is None:
         refuse_too_many(request.processes)
-    with _started(request, around) as (hub, child, logs):
-        hearing = Hearing(hub, request, listener, timeout_s, child, logs, is_joined=around is not None)
-        with _told_to_end(hearing.end_soon) if around is not None else nullcontext():
+    with _started(request, around) as (hub, processes):
+        hearing = Hearing(hub, request, listener, timeout_s, processes)
+        with nullcontext() if around is None else _told_to_end(hearing.end_soon):
             failure = hearing.hear()
         refusal = listener.refusal
         refused = (refusal.exit_code, str(refusal)) if refusal is not None else None
         hub.broadcast("verdict", Verdict(failure=failure, refused=refused))
         if failure is None and refusal is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=_EXIT_S)
+            deadline_s = time.monotonic() + _EXIT_S
+            for process in processes.values():
+                process.exit_code(wait_s=max(0.0, deadline_s - time.monotonic()))
     if refusal is not None:
         raise refusal
     return failure
@@ -96,42 +89,48 @@ def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, subprocess.Popen[bytes], "Logs"]]:
-    """The hub, and the child that brings ranks to it; in the end none of them is left."""
-    with tempfile.TemporaryDirectory(prefix="steplab-") as folder, tempfile.TemporaryFile() as errors:
-        hub = Hub(everywhere=around is not None)
-        if around is None:
-            module, words = "steplab.measurement.elastic", []
-            device = request.step.device if request.step else request.device
-            order: object = elastic.Order(
-                processes=request.processes, device=device, port=hub.port, token=hub.token, logs=folder
-            )
-        else:
-            module, words = "steplab.measurement.rank", ["1"]  # nobody reads what it tells its own command line
-            order = Order(request=request, port=hub.port, token=hub.token)
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
-            stdin=subprocess.PIPE,
-            stdout=errors,
-            stderr=errors,
-            start_new_session=True,
-        )
+def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, dict[int, Started]]]:
+    """The hub, and the processes started here: all ranks or, under torchrun, the first. In the end none is left."""
+    hub, processes, order = Hub(request.processes), dict[int, Started](), Order(request=request)
+    with TemporaryDirectory(prefix="steplab-", ignore_cleanup_errors=True) as folder:
         try:
-            assert child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its exit is what gets reported
-                child.stdin.write(encode(order) + b"\n")
-                child.stdin.flush()
-            yield hub, child, Logs(folder=Path(folder), errors=errors)
+            if around is None:
+                size, order.folder = request.processes, folder
+                places = [Place(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
+            else:
+                order.hub = (hub.listen(everywhere=not around.is_on_one_machine), hub.token)
+                places = [around]
+            for place in places:
+                with hub.adopt(place.rank) as connection:
+                    words = [sys.executable, "-m", "steplab.measurement.rank", str(connection.fileno())]
+                    processes[place.rank] = Started(words, order, environment_of(place), [connection.fileno()])
+            yield hub, processes
         finally:
             hub.close()
-            if around is None:
-                _kill_ranks(hub)
-            end(child)
+            for process in processes.values():
+                process.end()
 
 
-def _kill_ranks(hub: Hub) -> None:
-    """Each leads a session of its own. They end by themselves as the hub does, unless they can do nothing at all."""
-    for number, hello in hub.ranks.items():
-        if number != LAUNCHER:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(hello.pid, signal.SIGKILL)
+def environment_of(place: Place) -> dict[str, str]:
+    """The variables of a rank's process: its place; and, where all ranks are on this machine, loopback for its sockets.
+
+    gloo and NCCL would otherwise listen on an interface that other machines reach, and none of them asks who connects.
+    """
+    environment = dict(os.environ)
+    if not isinstance(place, Torchrun):
+        # A core is for one rank; torch would give each rank all of them.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // place.size)))
+    if not isinstance(place, Torchrun) or place.is_on_one_machine:
+        interface = _loopback_interface()
+        if interface is not None:
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign: all that begin so
+        environment.setdefault("NCCL_RAS_ENABLE", "0")
+    return environment | place.variables()
+
+
+def _loopback_interface() -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == LOOPBACK for address in addresses):
+            return str(name)
+    return None

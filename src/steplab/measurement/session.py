@@ -6,8 +6,7 @@ whatever a failed allocation keeps alive must not reach the next cell.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from steplab import __version__
 from steplab.errors import SteplabError, Unsupported
@@ -16,6 +15,7 @@ from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_from, failure_of
 from steplab.measurement.flop_count import count_flops
 from steplab.measurement.loop import Phase, run_back_to_back, run_synchronised
+from steplab.measurement.observer import Observer
 from steplab.measurement.step import Step, make_step
 from steplab.measurement.watcher import Watch, Watcher, open_watcher
 from steplab.measurement.world import World
@@ -23,26 +23,14 @@ from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_id, now_utc
 from steplab.records.environment import Environment
+from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.ranks import RankSamples
-from steplab.records.run import Failure, ModelFacts, Run
+from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observer:
-    """Who is told how far the measurement is; measuring itself never prints."""
-
-    on_environment: Callable[[Environment], None] = lambda environment: None
-    on_stage: Callable[[str, int], None] = lambda stage, num_steps: None
-    """Called with the name of what begins and its number of steps: build, compile, warmup, measure, phases; and then
-    profile, trace, or memory, snapshot."""
-    on_step: Callable[[int], None] = lambda iteration: None
-    on_measured: Callable[[Run], None] = lambda run: None
-    """Called with the record when all timing is done and watching begins, which a process may not survive."""
 
 
 def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None, world: World | None = None) -> Run:

@@ -1,15 +1,18 @@
-"""Whether this process is one of several that torchrun (or whatever sets the same variables) has started."""
+"""What the variables of torchrun say of this process: its place among several, and where they meet.
+
+steplab sets the same variables for the processes that it starts itself, apart from where they meet.
+"""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from steplab.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Torchrun:
-    """What the variables say."""
+class Place:
+    """The place of a process among several."""
 
     rank: int
     """RANK: this process among all."""
@@ -19,6 +22,26 @@ class Torchrun:
     """LOCAL_RANK: this process among those of its machine (of one launcher)."""
     local_size: int
     """LOCAL_WORLD_SIZE."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the process that stores and prints."""
+        return self.rank == 0
+
+    def variables(self) -> dict[str, str]:
+        """The variables that say so."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Torchrun(Place):
+    """One of the processes that torchrun, or whatever sets the same variables, has started."""
+
     address: str
     """MASTER_ADDR: where the processes meet."""
     port: int
@@ -27,9 +50,9 @@ class Torchrun:
     """Whether the launcher itself serves that place, or the first process has to."""
 
     @property
-    def is_first(self) -> bool:
-        """Whether it is the process that stores and prints."""
-        return self.rank == 0
+    def is_on_one_machine(self) -> bool:
+        """Whether all of them are on this machine."""
+        return self.local_size == self.size or self.address == "localhost" or self.address.startswith("127.")
 
 
 def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
@@ -39,24 +62,31 @@ def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | N
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    rank, size = _number("RANK", environment), _number("WORLD_SIZE", environment)
-    if size == 1:
+    place = place_in(environment)
+    if place.size == 1:
         return None
     if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         raise UserError(
             "RANK and WORLD_SIZE are set and MASTER_ADDR or MASTER_PORT is not: start the processes by torchrun, "
             "or unset all four"
         )
-    if not 0 <= rank < size:
-        raise UserError(f"RANK {rank} is not below WORLD_SIZE {size}: start the processes by torchrun")
+    if not 0 <= place.rank < place.size:
+        raise UserError(f"RANK {place.rank} is not below WORLD_SIZE {place.size}: start the processes by torchrun")
     return Torchrun(
-        rank=rank,
-        size=size,
-        local_rank=_number("LOCAL_RANK", environment, 0),
-        local_size=_number("LOCAL_WORLD_SIZE", environment, 1),
+        **asdict(place),
         address=environment["MASTER_ADDR"],
         port=_number("MASTER_PORT", environment),
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def place_in(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place that the variables name, RANK and WORLD_SIZE among them. Raises UserError where one is no number."""
+    return Place(
+        rank=_number("RANK", environment),
+        size=_number("WORLD_SIZE", environment),
+        local_rank=_number("LOCAL_RANK", environment, 0),
+        local_size=_number("LOCAL_WORLD_SIZE", environment, 1),
     )
 
 

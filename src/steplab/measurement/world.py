@@ -2,16 +2,19 @@
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from steplab.errors import Unsupported
+from steplab.errors import Unsupported, UserError
 from steplab.measurement.device import Device, open_device
-from steplab.measurement.torchrun import Torchrun
+from steplab.measurement.hub import LOOPBACK
+from steplab.measurement.torchrun import Place, Torchrun
 from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
@@ -41,42 +44,72 @@ class World:
     """nccl or gloo: what carries tensors on that device."""
     collectives: Collectives
     """Of all processes."""
+    folder: Path | None = None
+    """A private folder of these processes, for files that nobody keeps; None under torchrun."""
 
     def leave(self) -> None:
         """Be one of several no more; all ranks do it, and none can come back."""
         dist.destroy_process_group()
 
 
-def meeting_place(place: Torchrun, prefix: str = "") -> Store:
-    """The key-value store that all processes reach. With a prefix of its own each use finds it empty."""
+def meeting_place(around: Torchrun) -> Store:
+    """The key-value store that all processes of torchrun reach, with keys of its own for each call by all of them.
+
+    Raises UserError where this process has to serve it and cannot.
+    """
+    serves = around.is_first and not around.agent_store
+    address, listening = around.address, None
+    if around.is_on_one_machine and not around.agent_store:
+        # torch would have it listen on all interfaces, and it believes whoever connects.
+        address = LOOPBACK
+        listening = _listening_at(around.port) if serves else None
     store = TCPStore(
-        place.address,
-        place.port,
-        place.size,
-        is_master=place.is_first and not place.agent_store,
+        address,
+        around.port,
+        around.size,
+        is_master=serves,
         timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=listening,
     )
-    return PrefixStore(f"steplab/{prefix}", store)
+    # Several measurements in turn find the store as the ones before have left it.
+    arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
+    return PrefixStore(f"steplab/{arrivals}/", store)
+
+
+def private_meeting_place(folder: str, size: int) -> Store:
+    """The key-value store of the processes that have a folder for themselves: a file in it."""
+    store = FileStore(f"{folder}/store", size)
+    store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
+    return store
+
+
+def _listening_at(port: int) -> int:
+    try:
+        return socket.create_server((LOOPBACK, port), backlog=1024).detach()
+    except OSError as error:
+        raise UserError(f"MASTER_PORT {port} cannot be listened on: {error.strerror}; choose another") from None
 
 
 def join_world(
-    place: Torchrun,
+    place: Place,
     device: str,
+    meet: Callable[[], Store],
     *,
-    store: Store | None = None,
+    folder: str | None = None,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> World:
-    """Become one of the processes of torchrun's variables, on this rank's share of `device` (auto, cuda or cpu).
+    """Become one of several processes, on this rank's share of `device` (auto, cuda or cpu).
 
-    Host values travel by gloo; tensors on a GPU by nccl. Raises Unsupported where the machine has no GPU for this rank.
+    `meet` gives the store that all of them reach. Host values travel by gloo; tensors on a GPU by nccl.
+    Raises Unsupported where the machine has no GPU for this rank.
     """
     opened = _open_share(place, device)
     backend = "nccl" if opened.torch_device.type == "cuda" else "gloo"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
-        store=store or meeting_place(place),
+        store=meet(),
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=collective_timeout_s),
@@ -90,6 +123,7 @@ def join_world(
         device=opened,
         backend=backend,
         collectives=GroupCollectives(),
+        folder=Path(folder) if folder else None,
     )
 
 
@@ -98,11 +132,12 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _open_share(place: Torchrun, device: str) -> Device:
+def _open_share(place: Place, device: str) -> Device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return open_device("cpu")
-    if torch.cuda.is_available():
-        refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        return open_device("cuda")  # says why there is none
+    refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
     return open_device(f"cuda:{place.local_rank}")
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from steplab.records.environment import Environment
-from steplab.records.run import Failure
+from steplab.records.failure import Failure, Outcome
+from steplab.records.record import Benchmark
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy
@@ -40,7 +40,7 @@ class TensorError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionCell:
+class AttentionCell(Outcome):
     """One implementation on one shape."""
 
     spec: AttentionSpec
@@ -59,15 +59,8 @@ class AttentionCell:
     """By pass: 4 B H Sq Sk D forward, half of it if causal, 2.5 times as much backward, whatever is executed."""
     interleaved: tuple[str, ...] = ()
     """Who took turns with it, repeat by repeat; empty: it was timed by itself."""
-    failure: Failure | None = None
-    """Why there is no timing."""
     notes: tuple[str, ...] = ()
     """What was not measured, and why; whom `auto` chose; what its time holds besides its work."""
-
-    @property
-    def status(self) -> str:
-        """ok, or the kind of the failure."""
-        return self.failure.kind if self.failure else "ok"
 
     def samples(self, name: str) -> tuple[float, ...]:
         """Seconds of each repeat of a pass; none where it was not timed."""
@@ -76,39 +69,13 @@ class AttentionCell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionRun:
+class AttentionRun(Benchmark[AttentionCell]):
     """A stored benchmark of attention."""
 
-    id: str
-    """Twelve hexadecimal digits."""
-    created_utc: str
-    """ISO 8601, UTC, when it ended."""
-    steplab_version: str
-    """Version that made it."""
-    name: str = ""
-    """What the user called it."""
     study: AttentionStudy
     """What was asked, and how it was to be measured."""
-    environment: Environment | None = None
-    """Where it ran; None if no process could say."""
-    cells: tuple[AttentionCell, ...] = ()
-    """In the order of the study; those that an interruption left out are missing."""
-    notes: tuple[str, ...] = ()
-    """What holds for all cells, in words."""
-    schema: str = field(default=ATTENTION_SCHEMA)
+    schema: str = ATTENTION_SCHEMA
     """Format of this record."""
-
-    @property
-    def status(self) -> str:
-        """ok if any cell is, else what became of the first."""
-        if any(cell.failure is None for cell in self.cells):
-            return "ok"
-        return self.cells[0].status if self.cells else "error"
-
-    @property
-    def device_name(self) -> str | None:
-        """What the device is called."""
-        return self.environment.device.name if self.environment else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,9 @@
 """Ceilings of a machine, measured: what a CPU or an unlisted GPU reaches, for which no data sheet is borrowed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from steplab.records.environment import Environment
+from steplab.records.record import Record
 
 CEILINGS_SCHEMA = "steplab.ceilings/1"
 
@@ -29,20 +30,14 @@ class Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings:
+class Ceilings(Record):
     """What `steplab doctor` measured on one device."""
 
-    id: str
-    """Twelve hexadecimal digits."""
-    created_utc: str
-    """ISO 8601, UTC."""
-    steplab_version: str
-    """Version that made it."""
     environment: Environment
     """The machine."""
     ceilings: tuple[Ceiling, ...]
     """The rates."""
-    schema: str = field(default=CEILINGS_SCHEMA)
+    schema: str = CEILINGS_SCHEMA
     """Format of this record."""
 
     def matmul(self, dtype: str) -> Ceiling | None:

@@ -10,22 +10,10 @@ from datetime import UTC, datetime
 import msgspec
 
 from steplab.errors import SteplabError
-from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun
-from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
-from steplab.records.comm import COMM_SCHEMA, CommRun
-from steplab.records.ddp import DDP_SCHEMA, DdpRun
-from steplab.records.numerics import NUMERICS_SCHEMA, Numerics
-from steplab.records.run import RUN_SCHEMA, Run
+from steplab.records.record import Record
+from steplab.records.registry import KINDS
 
-Record = Run | Ceilings | Numerics | AttentionRun | CommRun | DdpRun
-_TYPES: dict[str, type[Run] | type[Ceilings] | type[Numerics] | type[AttentionRun] | type[CommRun] | type[DdpRun]] = {
-    RUN_SCHEMA: Run,
-    CEILINGS_SCHEMA: Ceilings,
-    NUMERICS_SCHEMA: Numerics,
-    ATTENTION_SCHEMA: AttentionRun,
-    COMM_SCHEMA: CommRun,
-    DDP_SCHEMA: DdpRun,
-}
+_TYPES = {kind.schema: kind.type for kind in KINDS.values()}
 
 
 def new_id() -> str:
@@ -41,15 +29,6 @@ def now_utc() -> str:
 def encode(record: object) -> bytes:
     """JSON of a record or spec, on one line."""
     return msgspec.json.encode(record)
-
-
-def kind_of(record: Record) -> str:
-    """run, ceilings, numerics, attention, comm, ddp: the middle of the schema's name."""
-    return record.schema.removeprefix("steplab.").partition("/")[0]
-
-
-KINDS: tuple[str, ...] = tuple(schema.removeprefix("steplab.").partition("/")[0] for schema in _TYPES)
-"""The kinds of records that this version knows."""
 
 
 class _Head(msgspec.Struct):

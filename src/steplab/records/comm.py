@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from statistics import median
 
-from steplab.records.environment import Environment
-from steplab.records.run import Failure
+from steplab.records.failure import Outcome
+from steplab.records.record import Benchmark
 from steplab.specs.comm import CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds
 
@@ -76,7 +76,7 @@ class CommCheck:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommCell:
+class CommCell(Outcome):
     """One collective of one size."""
 
     spec: CommSpec
@@ -89,13 +89,6 @@ class CommCell:
     """Every participating rank's samples; empty for a failure."""
     check: CommCheck | None = None
     """Of the result; None where nothing came of it."""
-    failure: Failure | None = None
-    """Why there is no timing; a wrong result is one."""
-
-    @property
-    def status(self) -> str:
-        """ok, or the kind of the failure."""
-        return self.failure.kind if self.failure else "ok"
 
     @property
     def slowest(self) -> RankTimes | None:
@@ -131,42 +124,26 @@ class CommFit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommRun:
-    """A stored benchmark of collectives."""
+class CommFacts:
+    """What holds for all cells, as the ranks tell it."""
 
-    id: str
-    """Twelve hexadecimal digits."""
-    created_utc: str
-    """ISO 8601, UTC, when it ended."""
-    steplab_version: str
-    """Version that made it."""
-    name: str = ""
-    """What the user called it."""
-    study: CommStudy
-    """What was asked, and how it was to be measured."""
-    environment: Environment | None = None
-    """Where rank 0 ran; None if it could not say."""
     ranks: tuple[CommRank, ...] = ()
     """The processes."""
     libraries: dict[str, str] = field(default_factory=dict)
     """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
-    cells: tuple[CommCell, ...] = ()
-    """In the order of the study; those that an interruption left out are missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommRun(Benchmark[CommCell]):
+    """A stored benchmark of collectives."""
+
+    study: CommStudy
+    """What was asked, and how it was to be measured."""
+    ranks: tuple[CommRank, ...] = ()
+    """The processes."""
+    libraries: dict[str, str] = field(default_factory=dict)
+    """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
     profile: tuple[CommFit, ...] = ()
     """The machine's communication profile."""
-    notes: tuple[str, ...] = ()
-    """What holds for all cells, in words."""
-    schema: str = field(default=COMM_SCHEMA)
+    schema: str = COMM_SCHEMA
     """Format of this record."""
-
-    @property
-    def status(self) -> str:
-        """ok if any cell is, else what became of the first."""
-        if any(cell.failure is None for cell in self.cells):
-            return "ok"
-        return self.cells[0].status if self.cells else "error"
-
-    @property
-    def device_name(self) -> str | None:
-        """What rank 0's device is called."""
-        return self.environment.device.name if self.environment else None

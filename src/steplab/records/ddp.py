@@ -1,11 +1,11 @@
 """What a data-parallel study came to: for each contender every rank's samples, its messages, memory and a trace."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from steplab.records.environment import Environment
+from steplab.records.failure import Outcome
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import Timeline
-from steplab.records.run import Failure
+from steplab.records.record import Benchmark
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.ddp import Contender, DdpStudy
 from steplab.units import MIB
@@ -129,7 +129,7 @@ class TracedSteps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DdpCell:
+class DdpCell(Outcome):
     """One contender."""
 
     contender: Contender
@@ -146,15 +146,8 @@ class DdpCell:
     """None where nothing was traced."""
     expected: tuple[StateMemory, ...] = ()
     """The memory that the formulas of ZeRO give at MOMENTS (costs.data_parallel)."""
-    failure: Failure | None = None
-    """Why there is no timing."""
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""
-
-    @property
-    def status(self) -> str:
-        """ok, or the kind of the failure."""
-        return self.failure.kind if self.failure else "ok"
 
     @property
     def num_calls(self) -> int | None:
@@ -229,43 +222,17 @@ class DdpFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DdpRun:
+class DdpRun(Benchmark[DdpCell]):
     """A stored data-parallel study."""
 
-    id: str
-    """Twelve hexadecimal digits."""
-    created_utc: str
-    """ISO 8601, UTC, when it ended."""
-    steplab_version: str
-    """Version that made it."""
-    name: str = ""
-    """What the user called it."""
     study: DdpStudy
     """What was asked, and how it was to be measured."""
-    environment: Environment | None = None
-    """Where rank 0 ran; None if it could not say."""
     facts: DdpFacts | None = None
     """The ranks and the model; None if no process could say."""
-    cells: tuple[DdpCell, ...] = ()
-    """In the order of the study; those that an interruption left out are missing."""
     model: OverheadModel | None = None
     """None where too little was measured for a fit."""
-    notes: tuple[str, ...] = ()
-    """What holds for all contenders."""
-    schema: str = field(default=DDP_SCHEMA)
+    schema: str = DDP_SCHEMA
     """Format of this record."""
-
-    @property
-    def status(self) -> str:
-        """ok if any contender was timed, else what became of the first."""
-        if any(cell.failure is None for cell in self.cells):
-            return "ok"
-        return self.cells[0].status if self.cells else "error"
-
-    @property
-    def device_name(self) -> str | None:
-        """What the device of rank 0 is called."""
-        return self.environment.device.name if self.environment else None
 
     @property
     def baseline(self) -> DdpCell | None:

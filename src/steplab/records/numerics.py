@@ -5,11 +5,10 @@ lost is counted element by element between the two, so that a ReLU's zeros are n
 as torch calls them: float32, bfloat16.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from steplab.records.environment import Environment
-from steplab.records.run import Failure
+from steplab.records.record import Record
 from steplab.specs.step import StepSpec
 
 NUMERICS_SCHEMA = "steplab.numerics/1"
@@ -192,35 +191,26 @@ class Accumulation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numerics:
+class Numerics(Record):
     """What `steplab precision` saw of one step in one precision, and of sums on that device."""
 
-    id: str
-    """Twelve hexadecimal digits."""
-    created_utc: str
-    """ISO 8601, UTC."""
-    steplab_version: str
-    """Version that made it."""
-    name: str = ""
-    """What the user called it."""
     study: str | None = None
     """Identity of the sweep that timed the same step in several precisions."""
     spec: StepSpec | None = None
     """The step that was audited; None: sums alone."""
-    environment: Environment | None = None
-    """The machine; None if the process died before it could say."""
     audit: Audit | None = None
     """What was seen of the step; None without one, or for a failure."""
     accumulations: tuple[Accumulation, ...] = ()
     """The accumulation study."""
-    failure: Failure | None = None
-    """Why there is no audit; None for a success."""
-    notes: tuple[str, ...] = ()
-    """What was not looked at, and why, in words."""
-    schema: str = field(default=NUMERICS_SCHEMA)
+    schema: str = NUMERICS_SCHEMA
     """Format of this record."""
 
     @property
-    def status(self) -> str:
-        """ok, or the kind of the failure."""
-        return self.failure.kind if self.failure else "ok"
+    def sweep_id(self) -> str | None:
+        """Identity of the sweep that the record belongs to; None for a record of its own."""
+        return self.study
+
+    @property
+    def cell(self) -> StepSpec | None:
+        """The step whose cell of that sweep this is; None: none."""
+        return self.spec

@@ -1,11 +1,14 @@
 """A record as one flat row: what tables, listings and CSV show. Fields end in their unit; absent is None."""
 
 from statistics import median
+from typing import Any
 
 from steplab.records.attention import AttentionRun
+from steplab.records.ceilings import Ceilings
 from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpRun
 from steplab.records.numerics import Numerics
+from steplab.records.record import Benchmark, Record
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.comm import COLLECTIVES
@@ -55,60 +58,74 @@ def run_row(run: Run) -> Row:
 def numerics_row(numerics: Numerics) -> Row:
     """One row that names an audit, or a study of sums alone."""
     spec = numerics.spec
-    return {
-        "id": numerics.id,
-        "created_utc": numerics.created_utc,
-        "name": numerics.name,
+    return _head(numerics) | {
         "status": numerics.status,
         "model": spec.model.label if spec else None,
         "precision": spec.precision if spec else None,
-        "device": numerics.environment.device.name if numerics.environment else None,
+        "device": numerics.device_name,
         "failure": numerics.failure.message if numerics.failure else None,
     }
 
 
-def benchmark_row(run: AttentionRun | CommRun) -> Row:
-    """One row that names a benchmark of attention or of collectives."""
-    row: Row = {
-        "id": run.id,
-        "created_utc": run.created_utc,
-        "name": run.name,
-        "description": run.study.name,
-    }
-    if isinstance(run, CommRun):
-        collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
-        row |= {
+def attention_row(run: AttentionRun) -> Row:
+    """One row that names a benchmark of attention."""
+    return _head(run) | {"description": run.study.name} | _tail(run, num_cells=len(run.study.cells))
+
+
+def comm_row(run: CommRun) -> Row:
+    """One row that names a benchmark of collectives."""
+    collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
+    return (
+        _head(run)
+        | {
+            "description": run.study.name,
             "num_ranks": run.study.num_processes,
             "backend": ", ".join(dict.fromkeys(cell.way for cell in run.study.cells)),
             "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
         }
-    return row | {
-        "num_cells": len(run.study.cells),  # of those, an interrupted one has the first
-        "num_ok": sum(cell.failure is None for cell in run.cells),
-        "num_failed": sum(cell.failure is not None for cell in run.cells),
-        "device": run.device_name,
-        "status": run.status,
-    }
+        | _tail(run, num_cells=len(run.study.cells))
+    )
 
 
-def ddp_run_row(run: DdpRun) -> Row:
+def ddp_row(run: DdpRun) -> Row:
     """One row that names a data-parallel study."""
     step = run.study.step
+    return (
+        _head(run)
+        | {
+            "model": step.model.label,
+            "batch": step.batch,
+            "context": step.context,
+            "precision": step.precision,
+            "compile": run.study.compile,
+            "num_ranks": run.study.processes,
+            "backend": run.facts.backend if run.facts else None,
+            "contenders": "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none")),
+        }
+        | _tail(run, num_cells=len(run.study.contenders))
+    )
+
+
+def ceilings_row(record: Ceilings) -> Row:
+    """One row that names a device and has each of its rates."""
+    row = _head(record) | {"device": record.device_name}
+    for ceiling in record.ceilings:
+        unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
+        row["_".join(filter(None, (ceiling.name, ceiling.dtype, unit)))] = ceiling.best_per_s
+    return row
+
+
+def _head(record: Record) -> Row:
+    return {"id": record.id, "created_utc": record.created_utc, "name": record.name}
+
+
+def _tail(run: Benchmark[Any], num_cells: int) -> Row:
+    """Of the cells that were asked for, an interrupted benchmark has the first."""
+    num_ok = sum(cell.failure is None for cell in run.cells)
     return {
-        "id": run.id,
-        "created_utc": run.created_utc,
-        "name": run.name,
-        "model": step.model.label,
-        "batch": step.batch,
-        "context": step.context,
-        "precision": step.precision,
-        "compile": run.study.compile,
-        "num_ranks": run.study.processes,
-        "backend": run.facts.backend if run.facts else None,
-        "contenders": "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none")),
-        "num_cells": len(run.study.contenders),
-        "num_ok": sum(cell.failure is None for cell in run.cells),
-        "num_failed": sum(cell.failure is not None for cell in run.cells),
+        "num_cells": num_cells,
+        "num_ok": num_ok,
+        "num_failed": len(run.cells) - num_ok,
         "device": run.device_name,
         "status": run.status,
     }

@@ -1,41 +1,17 @@
 """One measurement of one step: what was asked, where it ran, what came out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from steplab.records.environment import Environment
 from steplab.records.memory import Memory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.profile import Profile
 from steplab.records.ranks import RankSamples
+from steplab.records.record import Record
 from steplab.records.timing import Timing
 from steplab.specs.step import StepSpec
 
 RUN_SCHEMA = "steplab.run/1"
-
-FailureKind = Literal["out_of_memory", "crashed", "timeout", "error"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Why a cell has no timing: a result of its own, not the absence of one."""
-
-    kind: FailureKind
-    """out_of_memory; crashed: the process died; timeout; error: the model or torch raised."""
-    message: str
-    """One line."""
-    phase: str | None = None
-    """What was under way: build, compile, warmup, measure."""
-    requested_bytes: int | None = None
-    """Size of the allocation that did not fit, as the allocator asked it of the driver (CUDA: rounded up to 2 MiB)."""
-    peak_allocated_bytes: int | None = None
-    """Most bytes in live tensors before that."""
-    signal: str | None = None
-    """Name of the signal that ended the process, SIGKILL."""
-    last_lines: tuple[str, ...] = ()
-    """End of what the process wrote to standard error."""
-    rank: int | None = None
-    """Which of several processes failed; None: there was one, or it is not known which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,25 +54,15 @@ class Utilization:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A stored measurement."""
+class Run(Record):
+    """A measurement of one step."""
 
-    id: str
-    """Twelve hexadecimal digits."""
-    created_utc: str
-    """ISO 8601, UTC, when it ended."""
-    steplab_version: str
-    """Version that made it."""
-    name: str = ""
-    """What the user called it; the study's name in a sweep."""
     study: str | None = None
     """Identity of the sweep it belongs to."""
     spec: StepSpec | None = None
     """What was asked; None for a user's own loop."""
     tokens_per_step: int | None = None
     """Tokens of one step, of all processes together; None if the user's loop did not say."""
-    environment: Environment | None = None
-    """Where it ran; None if the process died before it could say."""
     model: ModelFacts | None = None
     """The model as built; None for a user's own loop or a failure before the build."""
     timing: Timing | None = None
@@ -111,17 +77,18 @@ class Run:
     """What the memory of one step was made of, watched after all timing was done; None if that was not asked for."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU under each convention that applies, and HFU."""
-    failure: Failure | None = None
-    """Why there is no timing; None for a success."""
-    notes: tuple[str, ...] = ()
-    """What was not measured, and why, in words; and what was chosen where the spec left it open."""
-    schema: str = field(default=RUN_SCHEMA)
+    schema: str = RUN_SCHEMA
     """Format of this record."""
 
     @property
-    def status(self) -> str:
-        """ok, or the kind of the failure."""
-        return self.failure.kind if self.failure else "ok"
+    def sweep_id(self) -> str | None:
+        """Identity of the sweep that the record belongs to; None for a record of its own."""
+        return self.study
+
+    @property
+    def cell(self) -> StepSpec | None:
+        """The step whose cell of that sweep this is; None: none."""
+        return self.spec
 
     @property
     def device_name(self) -> str | None:

@@ -18,13 +18,13 @@ from typing import Any
 from steplab.errors import SteplabError
 from steplab.records.attention import AttentionCell
 from steplab.records.ceilings import Ceiling
-from steplab.records.codec import Record
 from steplab.records.comm import CommCell, CommFit, CommRun, RankTimes
 from steplab.records.ddp import MOMENTS, DdpCell, DdpRank, DdpRun, Messages
 from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile, MemoryTimeline
 from steplab.records.numerics import Accumulation, Audit, Elements, MatmulAudit
 from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, Profile, Timeline
 from steplab.records.ranks import RankSamples
+from steplab.records.record import Record
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing, find_phase
 from steplab.specs.attention import PASSES

@@ -5,21 +5,22 @@ from functools import partial
 from typing import Any
 
 from steplab import units
-from steplab.records.codec import Record, kind_of
 from steplab.records.environment import Environment
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.record import Record
+from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
-from steplab.report.kinds import KINDS, Chapter, Context, Terms
 from steplab.report.kit import html
 from steplab.report.kit.document import Document, Pairs, Section, Sentences, chapter, named_section
 from steplab.report.kit.table import sheet
 from steplab.report.run.cells import Cell, cells_of
 from steplab.report.run.columns import rows_table
 from steplab.report.run.words import describe
+from steplab.report.sections import SECTIONS, Chapter, Context, Terms
 
 _OF_ALL: Terms = (
     (
@@ -55,12 +56,13 @@ def render_page(
     cells = tries.draw("the page", runs, cells_of)
     context = Context(cells=cells, predictions=predictions or {}, references=references)
     of_kind: dict[str, Sequence[Any]] = {
-        kind: cells if kind == "run" else [record for record in records if kind_of(record) == kind] for kind in KINDS
+        kind: cells if kind == "run" else [record for record in records if kind_of(record).name == kind]
+        for kind in KINDS
     }
     sections: list[Section] = []
     terms: Terms = ()
-    for name, kind in KINDS.items():
-        for part in kind.chapters:
+    for name in KINDS:
+        for part in SECTIONS[name].chapters:
             made = tries.draw(part.name, of_kind[name], partial(_printed, part, context))
             if made:
                 sections.append(made)
@@ -102,8 +104,8 @@ def _shared(cells: Sequence[Cell]) -> str:
 
 def _subtitle(records: Sequence[Record]) -> list[str]:
     """How many records of each kind, where, when, and with which version."""
-    counts = {kind: sum(kind_of(record) == kind for record in records) for kind in KINDS}
-    parts = [f"{n} {KINDS[kind].counted[n != 1]}" for kind, n in counts.items() if n]
+    counts = {name: sum(kind_of(record).name == name for record in records) for name in KINDS}
+    parts = [f"{n} {KINDS[name].noun if n == 1 else KINDS[name].plural}" for name, n in counts.items() if n]
     named = (record.environment and record.environment.device.name for record in records)
     parts.append(", ".join(dict.fromkeys(name for name in named if name)))
     days = sorted({record.created_utc[:10] for record in records})

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.profile import CATEGORIES, OpStats, Profile
 from steplab.records.run import Run
-from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, drawing
+from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, category_color, category_legend, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import last_part
-from steplab.report.profile_charts import category_color, category_legend
 from steplab.report.roofs import Roofs, find_roofs, roof_dtype
 
 if TYPE_CHECKING:

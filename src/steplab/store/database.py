@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from steplab.records.ceilings import Ceilings
-from steplab.records.codec import Record
+from steplab.records.record import Record
 from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
 from steplab.store import record_table, study_table

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 import msgspec
 
 from steplab.errors import LeftOut, SteplabError
-from steplab.records.attention import AttentionRun
 from steplab.records.ceilings import Ceilings
-from steplab.records.codec import KINDS, Record, decode, encode, kind_of
-from steplab.records.comm import CommRun
-from steplab.records.ddp import DdpRun
-from steplab.records.numerics import Numerics
-from steplab.records.rows import Row, benchmark_row, ddp_run_row, numerics_row, run_row
-from steplab.records.run import Run
+from steplab.records.codec import decode, encode
+from steplab.records.record import Record
+from steplab.records.registry import KINDS, kind_of, summary_row
+from steplab.records.rows import Row
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection
@@ -161,23 +158,6 @@ def _remove_empty(connection: Connection, study: str) -> bool:
     return bool(connection.query(f"DELETE FROM study WHERE id = ? AND {unused} RETURNING id", study))
 
 
-def summary_row(record: Record) -> Row:
-    """The flat row that stands for a record in listings."""
-    if isinstance(record, Run):
-        return run_row(record)
-    if isinstance(record, Numerics):
-        return numerics_row(record)
-    if isinstance(record, (AttentionRun, CommRun)):
-        return benchmark_row(record)
-    if isinstance(record, DdpRun):
-        return ddp_run_row(record)
-    row: Row = {"id": record.id, "created_utc": record.created_utc, "device": record.environment.device.name}
-    for ceiling in record.ceilings:
-        unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
-        row["_".join(filter(None, (ceiling.name, ceiling.dtype, unit)))] = ceiling.best_per_s
-    return row
-
-
 def _insert(connection: Connection, record: Record, body: bytes, cell: str | None) -> bool:
     """Write one record within the caller's transaction; False if it was there already."""
     same_id = connection.query("SELECT body FROM record WHERE id = ?", record.id)
@@ -188,27 +168,26 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
             f"a different record {record.id} is already in {connection.path} and was kept; "
             "leave the new one out, or put it into another store with --store"
         )
-    run = record if isinstance(record, (Run, Numerics)) else None
-    study = run.study if run else None
-    if run and study:
-        cell = cell or (cell_key(run.spec) if run.spec else None)
+    study = record.sweep_id
+    if study:
+        cell = cell or (cell_key(record.cell) if record.cell else None)
         connection.query(
             "INSERT OR IGNORE INTO study (id, name, description, created_utc) VALUES (?, ?, '', ?)",
             study,
-            run.name,
-            run.created_utc,
+            record.name,
+            record.created_utc,
         )
     connection.query(
         "INSERT INTO record (id, kind, schema, created_utc, name, study, cell, status, summary, body)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         record.id,
-        kind_of(record),
+        kind_of(record).name,
         record.schema,
         record.created_utc,
-        "" if isinstance(record, Ceilings) else record.name,
+        record.name,
         study,
         cell,
-        "ok" if isinstance(record, Ceilings) else record.status,
+        record.status,
         encode(summary_row(record)),
         body,
     )

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.attention import AttentionCell
-from steplab.report import axes as ax
 from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
+from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
-from steplab.report.run.cells import Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +93,7 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
     for panel in panels:
         positions = tuple((position, "") for position in panel.positions)
         outer = "sequence" if panel.ordered else None
-        layout = Layout(outer=outer, inner=None, positions=positions, series=series, panels=())
+        layout = ax.Layout(outer=outer, inner=None, positions=positions, series=series, ordered=panel.ordered)
         width = ax.chart_width(layout) if len(panels) == 1 or not panel.ordered else _BESIDE_OTHERS
         place = ax.places(layout, width)
         title = f"{plot.name}, {panel.title}" if panel.title else plot.name

@@ -3,9 +3,9 @@
 from steplab import units
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpRun
 from steplab.records.profile import CATEGORIES
+from steplab.report.kit.charts import category_legend
 from steplab.report.kit.document import Chart, Picture
-from steplab.report.profile_charts import category_legend
-from steplab.report.timeline_picture import step_end_ns, step_picture
+from steplab.report.kit.timelines import step_end_ns, step_picture
 
 _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
 

@@ -10,11 +10,12 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steplab import units
+from steplab.records.profile import CATEGORIES
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -67,6 +68,16 @@ _STYLE: dict[Any, Any] = {
 }
 PX_PER_INCH = 72
 """matplotlib's SVG counts 72 units an inch: one unit is one CSS pixel."""
+
+
+def category_color(category: str) -> str:
+    """The stand-in of the colour of a category of kernels, the same in every picture."""
+    return CATEGORY_COLORS[CATEGORIES.index(category)]
+
+
+def category_legend(categories: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
+    """Legend of these categories of kernels."""
+    return tuple((len(SERIES) + 1 + CATEGORIES.index(name), "■", name) for name in categories)
 
 
 def css_color(stand_in: str) -> str:

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.records.run import Run
-from steplab.report.kit.charts import INK, MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit.charts import INK, MUTED, PAPER, SERIES, Drawing, category_color, category_legend, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import short_kernel
 from steplab.report.profile import words
 from steplab.report.profile.figures import Span, TopKernel, passes, shown_categories, spans, top_kernels
-from steplab.report.profile_charts import category_color, category_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

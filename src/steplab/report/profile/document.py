@@ -28,11 +28,11 @@ from steplab.report.profile.tables import (
     kernel_table,
     phase_table,
 )
+from steplab.report.profile.timeline import timeline_chart
 from steplab.report.roofline import roofline
 from steplab.report.run.cells import Cell, label, varying
 from steplab.report.run.gaps import choices
 from steplab.report.run.words import run_subtitle, run_title
-from steplab.report.timeline_picture import timeline_chart
 
 TITLE = "Where the time goes"
 _MOST_OPEN = 6  # profiles of a page, after which they start closed

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
+from steplab.report.kit.axes import Layout
 from steplab.report.kit.text import plain
 from steplab.specs.step import STEP_FIELDS
 
@@ -126,7 +127,7 @@ def said(field: str, value: Scalar) -> str:
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
-def axis_name(field: str) -> str:
+def _axis_name(field: str) -> str:
     """What values of a field are called on an axis, where there is little room."""
     return _STEP[field].axis_name if field in _STEP else field
 
@@ -147,24 +148,8 @@ class Panel:
     """Position on the x axis, series, cell."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Where every cell goes."""
-
-    outer: str | None
-    """Field of the groups along the x axis."""
-    inner: str | None
-    """Field of the positions within a group."""
-    positions: tuple[tuple[str, str], ...]
-    """Group and place within it, as they are labelled; the same in all panels."""
-    series: tuple[str, ...]
-    """Labels of the colours; a single one where colour says nothing."""
-    panels: tuple[Panel, ...]
-    """At least one."""
-
-
-def arrange(cells: Sequence[Cell]) -> Layout:
-    """Give each varying field its part of the picture."""
+def arrange(cells: Sequence[Cell]) -> tuple[Layout, tuple[Panel, ...]]:
+    """Give each varying field its part of the picture; there is one panel at least."""
     rest = varying(cells)
     axes = [field for field in _AXES if field in rest][:2] or rest[:1]
     rest = [field for field in rest if field not in axes]
@@ -184,13 +169,14 @@ def arrange(cells: Sequence[Cell]) -> Layout:
                 marks=tuple((positions.index(_key(c, axes)), series.index(_key(c, rest)), c) for c in inside),
             )
         )
-    return Layout(
-        outer=axes[0] if axes else None,
-        inner=axes[1] if len(axes) > 1 else None,
+    layout = Layout(
+        outer=_axis_name(axes[0]) if axes else None,
+        inner=_axis_name(axes[1]) if len(axes) > 1 else None,
         positions=tuple(_position_label(cells, axes, position) for position in positions),
         series=tuple(_series_label(rest, key) for key in series),
-        panels=tuple(panels),
+        ordered=bool(axes) and axes[-1] in ("context", "batch"),
     )
+    return layout, tuple(panels)
 
 
 def _crowded(num_positions: int, num_series: int) -> bool:

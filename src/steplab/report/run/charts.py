@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from steplab import stats, units
 from steplab.records.rows import utilization
-from steplab.report import axes as ax
+from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
+from steplab.report.kit.axes import Layout
 from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
-from steplab.report.run.cells import Cell, Layout, Panel, arrange, label, varying
+from steplab.report.run.cells import Cell, Panel, arrange, label, varying
 from steplab.report.run.figures import step_samples
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
     summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := step_samples(c.run))}
     if not summaries or len(cells) < 2:
         return None  # the summary says it of a single run
-    layout, fields = arrange(cells), varying(cells)
+    (layout, panels), fields = arrange(cells), varying(cells)
     scale = kit.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
 
     def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
@@ -55,7 +56,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
             if place.mark_px >= _LABEL_PX:
                 axes.annotate(show(summary.median), (x, summary.high), (0, 7), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
-        if _has_order(layout):
+        if layout.ordered:
             for (series, _), points in lines.items():
                 axes.plot(
                     *zip(*points, strict=True),
@@ -67,7 +68,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
 
     note = "Median step time; whiskers are the 95 % bootstrap interval of the median, often narrower than the "
     note += f"mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
-    return Chart(pictures=_panels(layout, "step time", paint), legend=_legend(layout, GLYPHS), note=note)
+    return Chart(pictures=_panels(layout, panels, "step time", paint), legend=_legend(layout, GLYPHS), note=note)
 
 
 def peak_memory(cells: Sequence[Cell]) -> Chart | None:
@@ -78,7 +79,7 @@ def peak_memory(cells: Sequence[Cell]) -> Chart | None:
     peaks = {c.run.id: p for c in cells if c.run.memory and (p := c.run.memory.peak("step"))}
     if not peaks:
         return _host_memory(cells)
-    layout, fields = arrange(cells), varying(cells)
+    (layout, panels), fields = arrange(cells), varying(cells)
     totals = {c.run.memory.total_bytes for c in cells if c.run.memory} - {None}
     highest = max(peak.peak_reserved_bytes for peak in peaks.values())
     total = totals.pop() if len(totals) == 1 else None
@@ -107,7 +108,7 @@ def peak_memory(cells: Sequence[Cell]) -> Chart | None:
 
     note = "Solid: most bytes in live tensors during a step. Pale: most bytes the allocator held. "
     note += "OOM: the cell ran out of memory." if any(c.run.failure for c in cells) else ""
-    return Chart(pictures=_panels(layout, "peak memory", paint), legend=_legend(layout), note=note)
+    return Chart(pictures=_panels(layout, panels, "peak memory", paint), legend=_legend(layout), note=note)
 
 
 def _host_memory(cells: Sequence[Cell]) -> Chart | None:
@@ -136,7 +137,7 @@ def mfu(cells: Sequence[Cell]) -> Chart | None:
 def _bars(
     cells: Sequence[Cell], values: dict[str, float] | dict[str, int], scale: kit.Scale, name: str, note: str
 ) -> Chart:
-    layout, fields = arrange(cells), varying(cells)
+    (layout, panels), fields = arrange(cells), varying(cells)
 
     def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
@@ -151,13 +152,15 @@ def _bars(
                 axes.annotate(scale.show(value), (x, value), (0, 3), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
 
-    return Chart(pictures=_panels(layout, name, paint), legend=_legend(layout), note=note)
+    return Chart(pictures=_panels(layout, panels, name, paint), legend=_legend(layout), note=note)
 
 
-def _panels(layout: Layout, name: str, paint: Callable[[Drawing, Panel, ax.Places], None]) -> tuple[Picture, ...]:
+def _panels(
+    layout: Layout, panels: Sequence[Panel], name: str, paint: Callable[[Drawing, Panel, ax.Places], None]
+) -> tuple[Picture, ...]:
     width = ax.chart_width(layout)
     pictures = []
-    for panel in layout.panels:
+    for panel in panels:
         title = f"{name}, {panel.title}" if panel.title else name
         place = ax.places(layout, width)
         with drawing(width, AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
@@ -172,11 +175,6 @@ def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> tuple[tuple[int
     return tuple(
         (index % len(SERIES) + 1, glyphs[index % len(glyphs)], name) for index, name in enumerate(layout.series)
     )
-
-
-def _has_order(layout: Layout) -> bool:
-    """Whether x is a quantity: only between its values does a line mean something."""
-    return (layout.inner or layout.outer) in ("context", "batch")
 
 
 def _failed(picture: Drawing, axes: "Axes", x: float, cell: Cell, fields: Sequence[str], *, top: bool = False) -> None:

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab import stats, units
+from steplab.records.failure import Failure
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import Row, run_row
-from steplab.records.run import Failure, Run
+from steplab.records.run import Run
 from steplab.records.timing import Timing, curve, find_phase
 from steplab.report.bridge import memory_sections
 from steplab.report.environments import environment_section

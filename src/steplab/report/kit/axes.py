@@ -1,4 +1,4 @@
-"""Axes shared by the charts whose x axis is the cells of a study: width, places, labels."""
+"""Axes along which groups of cells stand side by side: width, places, labels."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from steplab.report.kit.charts import GRID, INK, LEFT, MUTED, PX_PER_INCH, RIGHT, TOP, Drawing, Scale, tidy
 from steplab.report.kit.labels import LINE, fit_all, fitted, text_width, wrap
-from steplab.report.run.cells import Layout, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +19,22 @@ _MOST_LINES = 3
 _SLANT_DEGREES = 35
 _LEAST_SLANT_PX, _MOST_SLANT_PX = 60, 180  # length of a slanted label
 _WRAPS_FROM = 76  # pixels a position needs for labels that are not slanted but wrapped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Which positions and series there are; the same in all panels of a chart."""
+
+    outer: str | None
+    """What the groups along the x axis are called; None: nothing."""
+    inner: str | None
+    """What the positions within a group are called; None: there are no groups, and positions are what `outer` says."""
+    positions: tuple[tuple[str, str], ...]
+    """Group and place within it, as they are labelled."""
+    series: tuple[str, ...]
+    """Labels of the colours; a single one where colour says nothing."""
+    ordered: bool
+    """Whether x is a quantity: only between its values does a line mean something."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +171,7 @@ def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axe
 def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
     """What a row of labels is about, in the left margin beside it."""
     if name:
-        axes.annotate(axis_name(name), (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
+        axes.annotate(name, (0, 0), (-8, offset_px), xycoords="axes fraction", textcoords="offset points",
                       ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How each kind of record is reported: one by itself, several together, and what a page says of them.
+"""How each kind of record of the registry is reported: one by itself, several together, and on a page.
 
 This is the one place that lists the kinds for reports; `show`, `report` and the page ask here.
 """
@@ -59,11 +59,9 @@ class Chapter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class Sections:
     """How records of one kind are reported."""
 
-    counted: tuple[str, str]
-    """What one of them is called, and several."""
     document: Callable[[Any, Context], Document]
     """One record in full."""
     together: Callable[[Sequence[Any]], Document] | None
@@ -80,9 +78,8 @@ def _of_cells(make: Callable[[Sequence[Cell]], Section | None]) -> Callable[[Seq
     return lambda cells, context: make(cells)
 
 
-KINDS: dict[str, Kind] = {
-    "run": Kind(
-        counted=("run", "runs"),
+SECTIONS: dict[str, Sections] = {
+    "run": Sections(
         document=lambda record, context: run_document(record, references=context.references),
         together=lambda runs: rows_document([run_row(run) for run in runs]),
         chapters=(
@@ -100,8 +97,7 @@ KINDS: dict[str, Kind] = {
             Chapter(name="what was not measured", make=_of_cells(run.missing_chapter)),
         ),
     ),
-    "numerics": Kind(
-        counted=("audit", "audits"),
+    "numerics": Sections(
         document=lambda record, context: precision_document([record]),
         together=precision_document,
         chapters=(
@@ -111,8 +107,7 @@ KINDS: dict[str, Kind] = {
             ),
         ),
     ),
-    "attention": Kind(
-        counted=("benchmark of attention", "benchmarks of attention"),
+    "attention": Sections(
         document=lambda record, context: attention_document(record),
         together=None,
         chapters=(
@@ -124,27 +119,24 @@ KINDS: dict[str, Kind] = {
             ),
         ),
     ),
-    "comm": Kind(
-        counted=("benchmark of collectives", "benchmarks of collectives"),
+    "comm": Sections(
         document=lambda record, context: comm.comm_document(record),
         together=None,
         chapters=(
             Chapter(name="communication", make=lambda records, context: comm.comm_chapter(records), terms=comm.TERMS),
         ),
     ),
-    "ddp": Kind(
-        counted=("data-parallel study", "data-parallel studies"),
+    "ddp": Sections(
         document=lambda record, context: ddp.ddp_document(record),
         together=None,
         chapters=(
             Chapter(name="data parallelism", make=lambda records, context: ddp.ddp_chapter(records), terms=ddp.TERMS),
         ),
     ),
-    "ceilings": Kind(
-        counted=("machine", "machines"),
+    "ceilings": Sections(
         document=lambda record, context: ceilings_document(record),
         together=None,
         chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records)),),
     ),
 }
-"""By the kind's name in records, in the order of a page."""
+"""By the kind's name in the registry."""

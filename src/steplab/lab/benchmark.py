@@ -1,0 +1,117 @@
+"""Run any benchmark of several cells: measure them, hear each as it ends, and store one record of all."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from steplab.errors import SteplabError
+from steplab.lab.keeping import keep, open_store
+from steplab.lab.processes import is_first_rank, let_the_first_store
+from steplab.measurement.cells_launch import Cells, measure_cells
+from steplab.measurement.progress import OnProgress
+from steplab.records.codec import now_utc
+from steplab.records.environment import Environment
+from steplab.records.failure import Outcome
+from steplab.records.record import Benchmark
+from steplab.units import counted
+
+Cell = TypeVar("Cell", bound=Outcome)
+Run = TypeVar("Run", bound=Benchmark[Any])
+
+
+def measure_benchmark(
+    run: Run,
+    cells: Cells[Cell],
+    *,
+    store: Path | str | None = None,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    on_cell: Callable[[int, Cell], None] = lambda number, cell: None,
+    with_costs: Callable[[Cell], Cell] = lambda cell: cell,
+    with_facts: Callable[[Run, Any], Run] = lambda run, facts: run,
+    with_traces: Callable[[Run], Run] = lambda run: run,
+    concluded: Callable[[Run], Run] = lambda run: run,
+) -> Run:
+    """Measure the cells and store the record, which an interruption stores too, with the cells that had ended.
+
+    `run` is the record without its cells. `with_costs` adds to a cell what follows from its spec; `with_facts` adds
+    what the ranks say of themselves; `with_traces` reads what was traced, once nothing is measured any more that
+    reading would slow; `concluded` adds what follows from all cells. `timeout_s` is how long one cell may take.
+
+    Under torchrun every process calls it, and the first one alone stores. Raises UserError for a request that cannot be
+    served, and SteplabError where the store cannot be written.
+    """
+    heard = _Heard(run, on_cell if is_first_rank() else lambda number, cell: None, with_costs, with_facts)
+
+    def measured() -> None:
+        measure_cells(
+            cells,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_cell=heard.on_cell,
+            on_environment=heard.on_environment,
+            on_facts=heard.on_facts,
+        )
+
+    if not is_first_rank():
+        measured()
+        result = concluded(heard.record())
+        if not went_well(result):
+            let_the_first_store()
+        return result
+    with open_store(store, write=True) as opened:
+        try:
+            measured()
+            result = concluded(with_traces(heard.record()))
+        except (KeyboardInterrupt, SteplabError) as error:
+            if not heard.cells:
+                raise
+            why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            result = concluded(heard.record(f"{why}: only the cells that had ended by then are here"))
+            keep(opened, result)
+            stored = f"record {result.id} has the {counted(len(result.cells), 'cell')} that had ended"
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(stored) from error
+            raise SteplabError(f"{error}; {stored}") from error
+        keep(opened, result)
+    return result
+
+
+def went_well(run: Benchmark[Any]) -> bool:
+    """Whether some cell was measured, and none ended its processes."""
+    crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
+    return not crashed and any(cell.failure is None for cell in run.cells)
+
+
+class _Heard:
+    """What has been heard of a benchmark so far."""
+
+    def __init__(
+        self,
+        run: Benchmark[Any],
+        tell: Callable[[int, Any], None],
+        with_costs: Callable[[Any], Any],
+        with_facts: Callable[[Any, Any], Any],
+    ) -> None:
+        self._run, self._tell, self._with_costs, self._with_facts = run, tell, with_costs, with_facts
+        self.cells: dict[int, Any] = {}
+        """Those that have ended, by their numbers."""
+
+    def on_cell(self, number: int, cell: Any) -> None:
+        """Take in a cell that has ended."""
+        self.cells[number] = self._with_costs(cell)
+        self._tell(number, self.cells[number])
+
+    def on_environment(self, environment: Environment) -> None:
+        """Take in where it is measured."""
+        self._run = dataclasses.replace(self._run, environment=environment)
+
+    def on_facts(self, facts: Any) -> None:
+        """Take in what holds for all cells."""
+        self._run = self._with_facts(self._run, facts)
+
+    def record(self, *notes: str) -> Any:
+        """The record of all that."""
+        cells = tuple(self.cells[number] for number in sorted(self.cells))
+        return dataclasses.replace(self._run, created_utc=now_utc(), cells=cells, notes=(*self._run.notes, *notes))

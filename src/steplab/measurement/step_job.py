@@ -1,0 +1,32 @@
+"""A step to be timed, and to be watched afterwards, as a measuring process is asked for it."""
+
+from pathlib import Path
+
+from steplab.measurement.jobs import StepTask
+from steplab.measurement.memory_recorder import MemoryWatch
+from steplab.measurement.observer import Observer
+from steplab.measurement.profiler import Profiling
+from steplab.measurement.session import measure_here
+from steplab.measurement.watcher import Watch
+from steplab.measurement.world import World
+from steplab.records.run import Run
+
+
+def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
+    """The record of the step. Raises UserError or Unsupported for one that cannot be served at all."""
+    return measure_here(task.spec, observer, _watch(task, world), world)
+
+
+def _watch(task: StepTask, world: World | None) -> Watch | None:
+    def place(path: str) -> Path:
+        """All ranks are watched, so that all take the same steps; what the first one sees is kept."""
+        if world is None or world.rank == 0:
+            return Path(path)
+        assert world.folder is not None  # torchrun's ranks are not watched
+        return world.folder / f"{world.rank}.{Path(path).name}"
+
+    if task.snapshot and task.marks:
+        return MemoryWatch(snapshot=place(task.snapshot), marks=place(task.marks))
+    if not task.profiled_steps:
+        return None
+    return Profiling(num_steps=task.profiled_steps, trace=place(task.trace) if task.trace else None)

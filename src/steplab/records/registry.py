@@ -1,0 +1,121 @@
+"""Every kind of stored record, registered once: what it is called, its type and format, and its row in listings.
+
+Whatever deals with several kinds (the codec, the store, `list`, `show`, `report`, `export`, `import`) asks here and
+never for the type of a record. A new kind is one entry here, and its section in `report.sections`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun
+from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
+from steplab.records.comm import COMM_SCHEMA, CommRun
+from steplab.records.ddp import DDP_SCHEMA, DdpRun
+from steplab.records.numerics import NUMERICS_SCHEMA, Numerics
+from steplab.records.record import Record
+from steplab.records.rows import Row, attention_row, ceilings_row, comm_row, ddp_row, numerics_row, run_row
+from steplab.records.run import RUN_SCHEMA, Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """One kind of stored record."""
+
+    schema: str
+    """Format of its records: steplab.<name>/<major>."""
+    type: type[Record]
+    """Class of its records."""
+    row: Callable[[Any], Row]
+    """The flat row that stands for a record in listings, CSV and the store's summary."""
+    title: str
+    """Heading of a report that holds such records alone."""
+    noun: str
+    """What one record is called: 'data-parallel study'."""
+    plural: str
+    """What several are called."""
+    verb: str
+    """The command that makes them, and the switch by which `steplab list` lists them."""
+    stands_alone: bool = False
+    """Whether a record is a report by itself: a benchmark. The others of a kind are reported together."""
+
+    @property
+    def name(self) -> str:
+        """The middle of the schema's name: run, attention, comm."""
+        return self.schema.removeprefix("steplab.").partition("/")[0]
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            schema=RUN_SCHEMA,
+            type=Run,
+            row=run_row,
+            title="Measured steps",
+            noun="run",
+            plural="runs",
+            verb="run",
+        ),
+        Kind(
+            schema=NUMERICS_SCHEMA,
+            type=Numerics,
+            row=numerics_row,
+            title="Precision",
+            noun="precision audit",
+            plural="precision audits",
+            verb="precision",
+        ),
+        Kind(
+            schema=ATTENTION_SCHEMA,
+            type=AttentionRun,
+            row=attention_row,
+            title="Attention",
+            noun="attention benchmark",
+            plural="attention benchmarks",
+            verb="attention",
+            stands_alone=True,
+        ),
+        Kind(
+            schema=COMM_SCHEMA,
+            type=CommRun,
+            row=comm_row,
+            title="Collectives",
+            noun="benchmark of collectives",
+            plural="benchmarks of collectives",
+            verb="comm",
+            stands_alone=True,
+        ),
+        Kind(
+            schema=DDP_SCHEMA,
+            type=DdpRun,
+            row=ddp_row,
+            title="Data parallelism",
+            noun="data-parallel study",
+            plural="data-parallel studies",
+            verb="ddp",
+            stands_alone=True,
+        ),
+        Kind(
+            schema=CEILINGS_SCHEMA,
+            type=Ceilings,
+            row=ceilings_row,
+            title="Ceilings",
+            noun="set of ceilings",
+            plural="sets of ceilings",
+            verb="doctor",
+            stands_alone=True,
+        ),
+    )
+}
+"""By name, in the order in which a page shows them."""
+
+
+def kind_of(record: Record) -> Kind:
+    """The kind of a record."""
+    return KINDS[record.schema.removeprefix("steplab.").partition("/")[0]]
+
+
+def summary_row(record: Record) -> Row:
+    """The flat row that stands for a record."""
+    return kind_of(record).row(record)

@@ -1,0 +1,98 @@
+"""The timeline of a profiled step: the whole of it, and one block of the model, kernel by kernel."""
+
+import html
+from collections.abc import Iterator, Mapping
+
+from steplab import units
+from steplab.records.profile import CATEGORIES, Profile, Timeline
+from steplab.report.kit.charts import MUTED, category_color, category_legend, css_color
+from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.kernel_names import last_part, short_kernel
+from steplab.report.kit.timelines import (
+    BOTTOM,
+    LETTER_PX,
+    WIDTH,
+    Frame,
+    axis,
+    step_picture,
+    stream_names,
+    svg,
+    words_at,
+)
+from steplab.report.profile.close_up import Window, close_ups
+
+_NAMES = 18  # height of the row of ranges
+_MOST_STREAMS = 8
+
+
+def timeline_chart(profile: Profile) -> Chart | None:
+    """The last profiled step, and where the trace names a block's ranges, one block forward and one backward."""
+    timeline = profile.timeline
+    if timeline is None or not timeline.kernel:
+        return None
+    word = "threads" if profile.device == "cpu" else "streams"
+    streams = _busiest_streams(timeline)
+    left_out = len(set(timeline.stream)) - len(streams)
+    names = {stream: f"{word[:-1]} {stream}" for stream in streams}
+    pictures = [step_picture(timeline, names)]
+    pictures += [_close_picture(timeline, window, names) for window in close_ups(timeline)]
+    shown = [category for category in CATEGORIES if category in timeline.categories]
+    note = "The last of the profiled steps. Each pixel's column is filled by the categories that ran in it, as high as "
+    note += "their share of its time; what is empty is idle."
+    if len(pictures) > 1:
+        note += " Below, one block in the middle of the model: every kernel as it ran, and the range it belongs to."
+    note += f" {left_out} more {word} with less time are not drawn." if left_out else ""
+    note += " The whole of it, kernel by kernel: steplab export --format perfetto."
+    return Chart(pictures=tuple(pictures), legend=category_legend(shown), note=note)
+
+
+def _busiest_streams(timeline: Timeline) -> tuple[int, ...]:
+    busy: dict[int, int] = {}
+    for stream, duration_ns in zip(timeline.stream, timeline.duration_ns, strict=True):
+        busy[stream] = busy.get(stream, 0) + duration_ns
+    return tuple(sorted(sorted(busy, key=lambda stream: -busy[stream])[:_MOST_STREAMS]))
+
+
+def _close_picture(timeline: Timeline, window: Window, names: Mapping[int, str]) -> Picture:
+    row_px = 40 if len(names) < 4 else 26
+    used = tuple(stream for stream in names if any(timeline.stream[k] == stream for k in window.kernels))
+    frame = Frame(
+        start_ns=window.start_ns,
+        end_ns=window.end_ns,
+        streams=used,
+        names=tuple(names[stream] for stream in used),
+        top=4 + _NAMES,
+        row_px=row_px,
+    )
+    body = [*axis(frame), *_ranges(window, frame), *stream_names(frame)]
+    for index in window.kernels:
+        if timeline.stream[index] in used:
+            body.append(_kernel(timeline, index, frame))
+    title = f"{window.title}, {units.format_time((window.end_ns - window.start_ns) / 1e9)}"
+    return Picture(title=title, svg=svg(title, frame.bottom + BOTTOM, "".join(body)), width=WIDTH)
+
+
+def _kernel(timeline: Timeline, index: int, frame: Frame) -> str:
+    kernel, start_ns, lasts_ns = timeline.kernel[index], timeline.start_ns[index], timeline.duration_ns[index]
+    left, right = frame.x(start_ns), frame.x(start_ns + lasts_ns)
+    name = html.escape(short_kernel(timeline.names[kernel], 160))
+    category = timeline.categories[kernel]
+    return (
+        f"<g><title>{name}: {category}, {units.format_time(lasts_ns / 1e9)}</title>"
+        f'<path d="M{left:.2f} {frame.y(timeline.stream[index]):g}h{max(right - left, 0.3):.2f}v{frame.row_px:g}'
+        f'h{-max(right - left, 0.3):.2f}z" fill="{css_color(category_color(category))}"/></g>'
+    )
+
+
+def _ranges(window: Window, frame: Frame) -> Iterator[str]:
+    """The ranges' last names above the kernels, where there is room."""
+    for name, start_ns, end_ns in window.ranges:
+        left, right = frame.x(start_ns), frame.x(end_ns)
+        tip = f"{html.escape(name)}, {units.format_time((end_ns - start_ns) / 1e9)}"
+        text = last_part(name)
+        end = max(right - 0.5, left + 1)
+        bracket = f"M{left + 0.5:.1f} {_NAMES + 0.5}V{_NAMES - 3.5}H{end:.1f}V{_NAMES + 0.5}"
+        yield f'<g><title>{tip}</title><path d="{bracket}" fill="none" stroke="{css_color(MUTED)}"/>'
+        if len(text) * LETTER_PX <= right - left:
+            yield words_at((left + right) / 2, 11, text, MUTED, "middle")
+        yield "</g>"

@@ -1,0 +1,142 @@
+"""What listens while several processes measure, and what a stranger on the machine can do to them.
+
+`ss -ltnp` shows the same on a machine at hand.
+"""
+
+import ipaddress
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from tests.cli.preloaded import Started
+from tests.cli.program import Program, finish, tiny, wait_until
+from tests.distributed.test_launch import free_port, processes_in, without_device
+
+STRANGER = """
+import base64, os, pickle, sys, threading
+from datetime import timedelta
+from pathlib import Path
+from torch.distributed import TCPStore
+
+class WritesFile:
+    def __reduce__(self):
+        return Path.touch, (Path(sys.argv[1]),)
+
+def write(port):
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5))
+    store.set("torch.rendezvous.steplab", base64.b64encode(pickle.dumps(WritesFile())))
+    print(port, flush=True)
+
+threads = [threading.Thread(target=write, args=(int(port),), daemon=True) for port in sys.argv[2:]]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(5)
+os._exit(0)  # what is no store leaves its client waiting
+"""
+"""A program that writes, into each store that lets it, a pickle where torch's elastic launcher unpickles what is there;
+it prints the ports of those."""
+NUM_IDLE = 1500
+
+
+@pytest.fixture
+def steplab(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
+    program.write("faulty.py", Path(__file__).with_name("faulty.py").read_text(encoding="utf-8"))
+    yield program
+    program.end_all()
+    wait_until(lambda: not processes_in(tmp_path), "the end of all processes", timeout_s=10)
+
+
+def listening(folder: Path) -> set[tuple[str, int]]:
+    """Where the processes that work in the folder listen over TCP, or receive from anyone over UDP."""
+    found = set()
+    for process in processes_in(folder):
+        try:
+            connections = process.net_connections("inet")
+        except psutil.Error:  # it has ended
+            continue
+        for connection in connections:
+            if connection.status == psutil.CONN_LISTEN or (connection.type == socket.SOCK_DGRAM and connection.laddr):
+                found.add((connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+COMMANDS = {
+    "run": ("run", *without_device(), "--processes", "2"),
+    "comm": ("comm", "--size", "1KB,10KB,100KB", "--processes", "2"),
+    "ddp": ("ddp", *without_device(), "--processes", "2"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_listens_beyond_loopback(steplab: Program, name: str) -> None:
+    command = steplab.start(*COMMANDS[name])
+    seen, most = set[tuple[str, int]](), 0
+    while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
+        now = listening(steplab.folder)
+        seen |= now
+        most = max(most, len(now))
+    result = finish(command)
+    assert result.code == 0, result.stderr
+    assert {address for address, _ in seen if not is_loopback(address)} == set()
+    assert len(seen) >= 2, "gloo's at the least were seen"
+
+
+def test_no_store_takes_what_a_stranger_writes(steplab: Program) -> None:
+    steplab.write("hold", "")
+    command = steplab.start("run", *without_device(), "--model", "faulty:held", "--processes", "2")
+    wait_until(lambda: (steplab.cwd / "reached").exists(), "a step of both ranks")
+    written = steplab.folder / "written by a stranger"
+    ports = listening(steplab.folder)
+    assert ports
+    words = [sys.executable, "-c", STRANGER, str(written), *(str(port) for _, port in ports)]
+    stranger = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert stranger.stdout.split() == []
+    (steplab.cwd / "hold").unlink()
+    result = finish(command)
+    assert result.code == 0, result.stderr
+    assert not written.exists()
+
+
+def start_joined(program: Program, *options: str) -> list[Started]:
+    """A command for each of two ranks, as by a launcher that serves no store itself."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    commands = []
+    for rank in ("0", "1"):
+        one = Program(program.folder, started=program.started)
+        one.environment |= place | {"RANK": rank, "LOCAL_RANK": rank}
+        commands.append(one.start("run", *tiny(), *options))
+    return commands
+
+
+SAYINGS: Sequence[bytes] = (b"\xff\n", b'{"x": ' + b"[" * 3000 + b"]" * 3000 + b"}\n", b'{"token": "', b"x" * 100_000)
+
+
+def test_joined_ranks_of_one_machine_listen_on_loopback_and_strangers_do_them_no_harm(steplab: Program) -> None:
+    steplab.write("hold", "")
+    commands = start_joined(steplab, "--model", "faulty:held")
+    wait_until(lambda: (steplab.cwd / "reached").exists(), "a step of both ranks")
+    ports = listening(steplab.folder)
+    assert {address for address, _ in ports if not is_loopback(address)} == set()
+    with ExitStack() as strangers:
+        for address, port in ports:
+            for says in (*SAYINGS, *[b""] * (NUM_IDLE // len(ports))):
+                stranger = strangers.enter_context(socket.create_connection((address, port), timeout=10))
+                stranger.setblocking(False)
+                try:
+                    stranger.send(says)
+                except (BlockingIOError, ConnectionError):
+                    continue  # it is cut off already
+        (steplab.cwd / "hold").unlink()
+        results = [finish(command) for command in commands]
+    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
