@@ -9,7 +9,7 @@ import torch
 
 from steplab.measurement.precision_accumulation import NUM_ADDITIONS, NUMBER, accumulate
 from steplab.records.numerics import Accumulation
-from steplab.report.accumulation_words import explanation, line, printed
+from steplab.report.precision.sums import explanation, line, printed
 
 BITS = {"float16": 11, "bfloat16": 8, "float32": 24}
 """Significant binary digits: IEEE 754 binary16 and binary32, and bfloat16."""
@@ -48,7 +48,7 @@ def test_rounding_by_hand_is_numpys() -> None:
 
 
 def test_the_four_sums_are_what_torch_prints() -> None:
-    assert [printed(a) for a in STUDY[:4]] == ["10.0001", "9.9531", "10.0021", "10.0021"]
+    assert [printed(a.result) for a in STUDY[:4]] == ["10.0001", "9.9531", "10.0021", "10.0021"]
     assert [line(a) for a in STUDY[:4]] == ["fp32 += fp32", "fp16 += fp16", "fp32 += fp16", "fp32 += fp16 cast to fp32"]
 
 
@@ -95,7 +95,7 @@ def test_an_fp32_sum_of_fp16_numbers_is_exact_and_says_why() -> None:
 
 
 def test_bf16_stalls_where_the_spacing_is_more_than_twice_the_addend() -> None:
-    assert printed(BY_TYPES["bfloat16", "bfloat16", False]) == "4.0000"
+    assert printed(BY_TYPES["bfloat16", "bfloat16", False].result) == "4.0000"
     words = explained("bfloat16", "bfloat16")
     assert "At 4 it is 2^-5, more than twice the addend" in words
     assert f"the last {sums('bfloat16', 'bfloat16').count(Fraction(4)) - 1} additions" in words

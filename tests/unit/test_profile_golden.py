@@ -12,11 +12,11 @@ from statistics import median
 
 import msgspec
 import pytest
+from steplab.report.profile_text import render_profile
 
 from steplab.records.codec import decode
 from steplab.records.profile import OUTSIDE, Profile
 from steplab.records.run import Run
-from steplab.report.profile_text import render_profile
 from steplab.traces.digest import digest
 from steplab.traces.reading import read_trace
 

@@ -27,27 +27,36 @@ from steplab import units
 from steplab.errors import UserError
 from steplab.records.profile import KernelStats, OpStats, PhaseTime, Profile
 from steplab.records.run import Run
-from steplab.report import profile_words as words
-from steplab.report.attention_table import attention_grid, attention_notes, attention_rows
 from steplab.report.fitting import broken, fit, least_widths, widths
-from steplab.report.formats import FORMATS
 from steplab.report.grid import Grid
-from steplab.report.kernel_names import last_part, short_kernel
+from steplab.report.kit.document import Section, Sentences, Table
+from steplab.report.kit.kernel_names import last_part, short_kernel, short_kernels
+from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.kit.table import sheet
 from steplab.report.kit.text import ABSENT
-from steplab.report.profile_figures import Span, passes, spans, top_kernels, whole
-from steplab.report.profile_grids import category_grid, kernel_grid, phase_grid
-from steplab.report.profile_page import profile_sections
-from steplab.report.profile_rows import kernel_rows, render_kernels
-from steplab.report.profile_text import render_profile
+from steplab.report.profile import words
+from steplab.report.profile.attention import attention_notes, attention_rows
+from steplab.report.profile.document import profile_chapter, profile_document
+from steplab.report.profile.figures import Span, passes, spans, top_kernels, whole
+from steplab.report.profile.tables import attention_table, category_table, kernel_rows, kernel_table, phase_table
 from steplab.report.roofs import find_roofs, roof_dtype
 from steplab.report.run.cells import cells_of
-from steplab.report.run.document import render_profiled
 
 STEPS = 3
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()
 KERNELS = training_kernels(LARGE.spec, launch_ns=4_500, num_steps=STEPS) if LARGE.spec else []
 H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S = 67e12, 4.8e12
 HOSTILE = "void evil<script>alert(1)</script>\x1b[31m\x00$&|{{7*7}}"
+
+
+def render_profile(run: Run, format: str = "table", *, width: int | None = None, color: bool = False) -> str:
+    return render(profile_document(run), format, width=width, color=color)
+
+
+def shown(table: Table) -> list[dict[str, str]]:
+    """Texts of a table by their headings, a row each; of columns with one heading the last."""
+    found = sheet(table)
+    return [dict(zip([column.header for column in found.columns], row, strict=True)) for row in found.rows]
 
 
 def profile_of(run: Run) -> Profile:
@@ -152,7 +161,7 @@ def test_a_cpu_never_waits_for_itself() -> None:
     (span,) = spans(CPU, profile)
     assert (span.host_bound_s, span.idle_s) == (0, 3)
     assert "wait" not in words.time_sentence(CPU, profile)
-    assert not any("wait" in header for header in phase_grid(CPU, profile).headers)
+    assert not any("wait" in column.header for column in phase_table(CPU, profile).columns)
 
 
 # --- agreement with the unprofiled step -------------------------------------------------------------------
@@ -204,13 +213,13 @@ def test_busy_time_agrees_with_the_unprofiled_or_it_says_why(span: Span, agrees:
 def test_the_unprofiled_median_stands_beside_the_busy_time() -> None:
     for run in (LARGE, SMALL):
         assert run.timing is not None
-        rows = {row[0]: row for row in phase_grid(run, profile_of(run)).rows}
+        rows = {row["phase"]: row for row in shown(phase_table(run, profile_of(run)))}
         for phase in ("forward", "backward", "optimizer", "step"):
             samples = run.timing.phase(phase)
             assert samples is not None
-            assert units.format_time(median(samples.best_s)) in rows[phase]
-    assert "launch-bound" in rows["forward"][-1]
-    assert "agrees" in rows["optimizer"][-1]
+            assert units.format_time(median(samples.best_s)) == rows[phase]["unprofiled"]
+    assert "launch-bound" in rows["forward"]["busy against unprofiled"]
+    assert "agrees" in rows["optimizer"]["busy against unprofiled"]
 
 
 # --- sentences --------------------------------------------------------------------------------------------
@@ -349,9 +358,9 @@ def test_the_attention_table_is_sums_over_the_raw_kernels(phase: str, part: str)
     assert row.work.bytes_per_s == pytest.approx(moved / time_s)
     ceiling = min(H200_FP32_FLOPS_PER_S, flops / moved * H200_BYTES_PER_S)
     assert row.work.ceiling_share == pytest.approx(flops / time_s / ceiling)
-    (texts,) = attention_grid([row]).rows
-    assert texts[2] == units.format_time(time_s / STEPS)
-    assert texts[-1] == units.format_percent(flops / time_s / ceiling)
+    (texts,) = shown(attention_table([row]))
+    assert texts["time"] == units.format_time(time_s / STEPS)
+    assert texts["of the ceiling"] == units.format_percent(flops / time_s / ceiling)
 
 
 def with_ops(*ops: OpStats) -> Profile:
@@ -375,16 +384,16 @@ OP = OpStats(
 
 def test_what_is_not_counted_is_a_dash() -> None:
     rows = attention_rows(LARGE, with_ops(replace(OP, flops=None, moved_bytes=None)))
-    assert attention_grid(rows).rows[0] == ("forward", "scores", units.format_time(0.3 / 3), *[ABSENT] * 6)
+    assert shown(attention_table(rows)) == [{"phase": "forward", "part": "scores", "time": units.format_time(0.3 / 3)}]
     assert any("No FLOPs for forward scores" in note and "aten::bmm" in note for note in attention_notes(LARGE, rows))
     counted = attention_notes(LARGE, attention_rows(LARGE, with_ops(OP)))
     assert not any("No FLOPs" in note for note in counted)
 
 
 def test_bytes_are_binary_and_rates_decimal_as_everywhere() -> None:
-    (row,) = attention_grid(attention_rows(LARGE, with_ops(replace(OP, moved_bytes=3 * 1.5 * 1024**3)))).rows
-    assert row[4] == "1.50 GiB"
-    assert row[7] == "16.1 GB/s"
+    (row,) = shown(attention_table(attention_rows(LARGE, with_ops(replace(OP, moved_bytes=3 * 1.5 * 1024**3)))))
+    assert row["bytes"] == "1.50 GiB"
+    assert row["moving"] == "16.1 GB/s"
 
 
 def test_rates_are_of_the_operators_that_are_counted_and_it_says_so() -> None:
@@ -399,7 +408,7 @@ def test_more_than_the_ceiling_is_explained_where_it_happens() -> None:
     # 3e11 bytes in 62.5 ms at 4.8e12 B/s, and it took half as long.
     quick = replace(OP, device_s=0.5 * OP.moved_bytes / H200_BYTES_PER_S if OP.moved_bytes else 0.0, flops=1e9)
     rows = attention_rows(LARGE, with_ops(quick))
-    assert attention_grid(rows).rows[0][-1] == "200.0 %"
+    assert shown(attention_table(rows))[0]["of the ceiling"] == "200.0 %"
     assert any("L2 cache" in note and "forward scores" in note for note in attention_notes(LARGE, rows))
     usual = attention_rows(LARGE, with_ops(OP))
     assert not any("L2 cache" in note for note in attention_notes(LARGE, usual))
@@ -422,7 +431,7 @@ def test_roofs_are_the_devices_own_or_none() -> None:
         assert find_roofs(run).least_time_s(1.0, 1.0, "fp32") is None
     notes = attention_notes(CPU, attention_rows(CPU, profile_of(CPU)))
     assert any("No ceiling" in note and "Xeon" in note for note in notes)
-    assert all(row[-1] == ABSENT for row in attention_grid(attention_rows(CPU, profile_of(CPU))).rows)
+    assert all("of the ceiling" not in row for row in shown(attention_table(attention_rows(CPU, profile_of(CPU)))))
 
 
 def test_tf32_products_have_the_peak_of_tf32() -> None:
@@ -454,15 +463,15 @@ def test_a_narrow_terminal_gets_fewer_figures_and_each_of_them_whole(run: Run, w
     profile = profile_of(run)
     text = render_profile(run, width=width)
     told = " ".join(text.split())
-    for row in phase_grid(run, profile).rows:
-        assert row[1].rpartition(" ")[0].rpartition(" ")[2] in told
-        assert f"Busy time of {row[0]}: {row[-1]}." in told
-    narrow = {*text.split(), ABSENT}
-    figures = {figure for row in category_grid(run, profile).rows for figure in row[-1].split()}
-    assert figures <= narrow
+    for row in shown(phase_table(run, profile)):
+        assert row["busy"] in told
+        assert {*row["busy against unprofiled"].split()} <= {*told.split()}
+    for row in shown(category_table(run, profile)):
+        assert f"{row['step']}" in told
     assert not any(re.fullmatch(r"[ %]*", line) and "%" in line for line in text.splitlines())
-    shares = [row[-1] for row in attention_grid(attention_rows(run, profile)).rows if row[-1] != ABSENT]
-    assert all(any(share in line for line in text.splitlines()) for share in shares)
+    for row in shown(attention_table(attention_rows(run, profile))):
+        assert row["time"] in told
+        assert row.get("of the ceiling", "") in told
 
 
 def test_cells_break_between_figures_and_never_between_a_number_and_its_unit() -> None:
@@ -480,15 +489,16 @@ def test_cells_break_between_figures_and_never_between_a_number_and_its_unit() -
 
 
 def test_what_a_narrow_terminal_leaves_out_is_said() -> None:
-    assert "Left out for want of width: bytes" in " ".join(render_profile(LARGE, width=80).split())
+    assert "Left out for want of width: FLOPs, bytes" in " ".join(render_profile(LARGE, width=80).split())
     assert "Left out" not in render_profile(LARGE, width=160)
 
 
 def test_the_text_states_all_that_was_asked_of_it() -> None:
     text = render_profile(LARGE, width=160)
+    told = " ".join(text.split())
     step = whole(LARGE, profile_of(LARGE))
     for shown in (
-        "profiled; shares and kernels only, step time is the unprofiled figure",
+        "read shares, kernels and gaps here. Step time is the unprofiled figure.",
         "3 steps on NVIDIA H200, seen by torch.profiler",
         f"the GPU is busy {units.format_time(step.busy_s)} ({units.format_percent(step.busy_s / step.window_s)})",
         f"waits for the host {units.format_time(step.host_bound_s)}",
@@ -497,43 +507,49 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
         "lengthened by the profiler's own timestamps",
         "Ceiling: min(peak, FLOP/B x bandwidth) of H200 SXM: 67.0 TFLOP/s in fp32",
     ):
-        assert shown in text
-    for title in ("Phases", "Categories", "Top kernels", "Attention", "Host calls that wait or copy", "Notes"):
-        assert f"\n{title}\n" in text
+        assert shown in told
+    titles = ("GPU time by phase", "Categories", "Top kernels", "Attention", "Host calls that wait or copy", "Notes")
+    for title in titles:
+        assert f"\n  {title}\n" in text
     assert "Communication" not in text
     assert "Communication" in render_profile(IMPORTED, width=160)
-    assert "there is no unprofiled step time" in render_profile(IMPORTED, width=160)
+    assert "There is no unprofiled step time" in render_profile(IMPORTED, width=160)
 
 
 def test_damage_stands_before_all_figures_and_once() -> None:
     damaged = replace(profile_of(IMPORTED), doubts=("the file ends early",), notes=("the file ends early", "a remark"))
     text = render_profile(replace(IMPORTED, profile=damaged), width=100)
-    assert text.index("Caution: the file ends early") < text.index("\nPhases\n")
+    assert text.index("Caution: the file ends early") < text.index("GPU time by phase")
     assert text.count("the file ends early") == 1
     assert "- a remark" in text
-    (section,) = profile_sections(cells_of([replace(IMPORTED, profile=damaged)]))
-    assert section.told[0] == "Caution: the file ends early."
+    chapter = profile_chapter(cells_of([replace(IMPORTED, profile=damaged)]))
+    assert chapter is not None
+    record = chapter.blocks[1]
+    assert isinstance(record, Section)
+    _, told, *_ = record.blocks
+    assert isinstance(told, Sentences)
+    assert told.texts[0] == "Caution: the file ends early."
 
 
 def test_categories_and_kernels_of_the_text_are_the_raw_ones() -> None:
-    grid = category_grid(LARGE, profile_of(LARGE))
-    phases = grid.headers[1:]
-    for category, *texts in grid.rows[:-1]:
-        for phase, text in zip(phases, texts, strict=True):
+    *rows, total = category_table(LARGE, profile_of(LARGE)).rows
+    for row in rows:
+        for phase in ("forward", "backward", "optimizer", "step"):
             inside = where(phase=None if phase == "step" else phase)
-            part_s = duration_s([k for k in inside if k.job.category == category])
-            share = units.format_percent(part_s / duration_s(inside))
-            assert text == (f"{units.format_time(part_s / STEPS)} {share}" if part_s else ABSENT)
-    lines = render_profile(LARGE, width=160).splitlines()
-    for kernel in top_kernels(profile_of(LARGE))[:10]:
-        (row,) = kernel_grid(profile_of(LARGE), [kernel], 44).rows
-        assert any(all(text in line for text in row) for line in lines)
+            part_s = duration_s([k for k in inside if k.job.category == row["category"]])
+            assert row.get(phase, 0.0) == pytest.approx(part_s / STEPS)
+            assert row.get(f"{phase}_share", 0.0) == pytest.approx(part_s / duration_s(inside))
+    assert total["step"] == pytest.approx(duration_s(KERNELS) / STEPS)
+    text = " ".join(render_profile(LARGE, width=240).split())
+    for row in shown(kernel_table(profile_of(LARGE)))[:10]:
+        assert " ".join(row.values()) in text
 
 
 def test_show_gives_the_run_and_then_its_profile() -> None:
     text = run_text(LARGE, width=120)
     assert text.index("throughput") < text.index("Where the time goes")
-    assert render_profile(LARGE, width=120) in text
+    profiled = render_profile(LARGE, width=120)
+    assert profiled[profiled.index("Where the time goes") :] in text
     assert "Where the time goes" not in run_text(make_run(), width=120)
     imported = run_text(IMPORTED, width=120)
     assert imported.startswith("rank0 (imported trace)")
@@ -543,10 +559,9 @@ def test_show_gives_the_run_and_then_its_profile() -> None:
 
 @pytest.mark.parametrize("run", [LARGE, IMPORTED], ids=["large", "imported"])
 def test_a_profile_has_the_same_title_as_its_run(run: Run) -> None:
-    lines = render_profiled(run, width=120).splitlines()
+    lines = render_profile(run, width=120).splitlines()
     assert lines[:2] == run_text(run, width=120).splitlines()[:2]
     assert run.id in lines[1]
-    assert lines[2:] == ["", *render_profile(run, width=120).splitlines()]
 
 
 def test_a_run_without_a_profile_is_told_in_one_line() -> None:
@@ -579,8 +594,8 @@ def test_a_profile_of_nothing_is_shown() -> None:
 
 def test_kernel_rows_are_the_record() -> None:
     rows = kernel_rows(profile_of(LARGE))
-    assert json.loads(render_kernels(profile_of(LARGE), "json")) == rows
-    read = list(csv.DictReader(io.StringIO(render_kernels(profile_of(LARGE), "csv"))))
+    assert json.loads(render_profile(LARGE, "json")) == rows
+    read = list(csv.DictReader(io.StringIO(render_profile(LARGE, "csv"))))
     totals = [float(row["total_s"]) for row in read]
     assert totals == sorted(totals, reverse=True)
     assert sum(int(row["calls"]) for row in read) == len(KERNELS)
@@ -599,16 +614,18 @@ def test_kernel_rows_are_the_record() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_kernels_in_every_format(format: str) -> None:
-    text = render_kernels(profile_of(LARGE), format, width=110)
-    assert "times are medians" not in text
-    assert units.format_time(profile_of(LARGE).kernels[0].total_s) in text or format in ("json", "csv")
-    if format == "table":
-        assert max(map(len, text.splitlines())) <= 110
+def test_every_format_has_every_kernel(format: str) -> None:
+    text = render_profile(LARGE, format, width=240)
+    names = {kernel.name for kernel in profile_of(LARGE).kernels}
+    if format not in ("json", "csv"):
+        names = {kernel.short for kernel in top_kernels(profile_of(LARGE))[: 10 if format == "table" else None]}
+    told = text.replace(r"\textless{}", "<").replace(r"\textgreater{}", ">").replace("&lt;", "<").replace("&gt;", ">")
+    told = told.replace("\\", "").replace("ldots{}", "…")
+    assert all(name in told for name in names)
     empty = replace(profile_of(LARGE), kernels=())
-    assert isinstance(render_kernels(empty, format), str)
+    assert isinstance(render_profile(replace(LARGE, profile=empty), format), str)
     with pytest.raises(UserError, match="format 'xml'"):
-        render_kernels(profile_of(LARGE), "xml")
+        render_profile(LARGE, "xml")
 
 
 def test_durations_of_kernels_side_by_side_add_up_to_more_than_the_busy_time() -> None:
@@ -648,6 +665,36 @@ def test_durations_of_kernels_side_by_side_add_up_to_more_than_the_busy_time() -
 def test_short_names(name: str, short: str) -> None:
     assert short_kernel(name) == short
     assert len(short_kernel(name, 20)) <= 20
+
+
+SGEMM = "cutlass_80_simt_sgemm_of_{}_with_a_long_name_that_all_of_them_share_to_its_very_end"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [SGEMM.format(tile) for tile in ("128x64", "64x128", "256x128_split_k")],
+        [f"void fill<{kind}, std::array<char*, 1ul>, a_long_argument_of_the_template_{kind}>()" for kind in "ab"],
+        ["void at::kernel<int>(int)", "void at::native::kernel<int>(int)", "void at::kernel<int>(float)"],
+        ["k" * 5000 + "a", "k" * 5000 + "b"],  # not even their beginnings differ
+        ["x…y", "x", ""],
+    ],
+)
+@pytest.mark.parametrize("most", [16, 44, 60])
+def test_different_kernels_have_different_short_names(names: list[str], most: int) -> None:
+    short = short_kernels(names, most)
+    assert list(short) == names
+    assert len(set(short.values())) == len(names)
+    assert max(map(len, short.values())) <= most
+    assert short_kernels([names[0]], most) == {names[0]: short_kernel(names[0], most)}
+
+
+def test_names_alike_show_where_they_differ() -> None:
+    names = [SGEMM.format(tile) for tile in ("128x64", "64x128")]
+    assert [("128x64" in text, "64x128" in text) for text in short_kernels(names, 40).values()] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_a_gigantic_name_is_cut_quickly() -> None:

@@ -13,7 +13,7 @@ from tests.traces import AUTOGRAD, HandTrace
 
 from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Profile
-from steplab.report.profile_figures import passes
+from steplab.report.profile.figures import passes
 from steplab.traces.digest import MOST_STEPS, digest
 from steplab.traces.trace import Inputs, Trace
 

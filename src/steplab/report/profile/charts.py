@@ -52,9 +52,11 @@ def device_time(run: Run, profile: Profile) -> Chart:
     return Chart(pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),), legend=legend, note=note)
 
 
-def category_bars(run: Run, profile: Profile) -> Chart:
-    """What the busy time of forward, forward + backward and train is made of, a bar each."""
+def category_bars(run: Run, profile: Profile) -> Chart | None:
+    """What the busy time of forward, forward + backward and train is made of, a bar each; None where nothing ran."""
     rows = passes(run, profile)
+    if not rows:
+        return None
     shown = shown_categories(profile)
     with drawing(_WIDTH, 16 + _ROW * len(rows), "categories of kernels, as shares of the busy time") as picture:
         axes = _bars_frame(picture, [name for name, _ in rows], right=96)

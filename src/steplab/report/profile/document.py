@@ -31,6 +31,7 @@ from steplab.report.profile.tables import (
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.roofline import roofline
 from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.gaps import choices
 from steplab.report.run.words import run_subtitle, run_title
 
 TITLE = "Where the time goes"
@@ -43,7 +44,13 @@ def profile_document(run: Run) -> Document:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
     kernels = Table(name="kernels", columns=(), rows=tuple(kernel_rows(run.profile)))
     section = profile_section(run, run.profile)
-    return Document(title=run_title(run), subtitle=run_subtitle(run), sections=(section,), data=kernels)
+    return Document(
+        title=run_title(run),
+        subtitle=run_subtitle(run),
+        verdict=tuple(choices(run)),
+        sections=(section,),
+        data=kernels,
+    )
 
 
 def profile_section(run: Run, profile: Profile) -> Section:
