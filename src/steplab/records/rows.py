@@ -12,34 +12,19 @@ from steplab.records.record import Benchmark, Record
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.comm import COLLECTIVES
+from steplab.specs.step import FIELDS
+from steplab.specs.step_fields import Scalar as Scalar
 
-Scalar = str | int | float | None
 Row = dict[str, Scalar]
 
 
 def run_row(run: Run) -> Row:
-    """One row of figures: medians of the raw samples, peaks, utilization under the default convention."""
+    """Every field of the step, then figures: medians of the raw samples, peaks, utilization under the default
+    convention."""
     spec = run.spec
     row: Row = {"id": run.id, "created_utc": run.created_utc, "name": run.name, "status": run.status}
-    row |= {
-        "model": spec.model.label if spec else None,
-        "batch": spec.batch if spec else None,
-        "context": spec.context if spec else None,
-        "pass": spec.pass_name if spec else None,
-        "precision": spec.precision if spec else None,
-        "compile": spec.compile if spec else None,
-        # A factory's model brings its own attention; the spec's field is not used.
-        "attention": spec.attention if spec and spec.model.kind != "factory" else None,
-        "checkpointing": spec.checkpointing if spec and spec.checkpoints_apply else None,
-        "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
-        "processes": spec.layout.world_size if spec else None,
-        "layout": str(spec.layout) if spec and spec.layout.world_size > 1 else None,
-        "data_parallel": spec.strategy if spec else None,
-        "bucket_size_mb": spec.bucket_mb if spec else None,
-        "warmup": spec.warmup if spec else None,
-        "steps": spec.steps if spec else None,
-        "device": run.device_name,
-    }
+    row |= {field.column: field.value(spec) if spec else None for field in FIELDS.values()}
+    row |= {"processes": spec.layout.world_size if spec else None, "device": run.device_name}
     timing, memory = run.timing, run.memory
     phases = timing.back_to_back if timing else ()
     step_s = _median(find_phase(phases, "step"))

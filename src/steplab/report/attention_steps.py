@@ -7,12 +7,10 @@ from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.columns import COLUMNS, Column, figure_column, make_sheet
 from steplab.report.grid import Grid
-from steplab.specs.step import StepSpec
+from steplab.specs.step import STEP_FIELDS, StepSpec
 
-_SHOWN = (
-    *("model", "batch", "context", "pass", "precision", "checkpointing", "attention", "compile"),
-    *("forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure"),
-)
+_LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
+"""What the rows differ in, and what was measured; the rest of the step stands before it."""
 _BASELINES = {"eager": ("plain", "off"), "compiled": ("plain", "default")}
 """Attention and compile mode of the steps that the others are compared with."""
 
@@ -54,7 +52,7 @@ def _over(before: Scalar, after: Scalar) -> float | None:
 
 def _columns() -> tuple[Column, ...]:
     known = {column.key: column for column in COLUMNS}
-    columns = [known[key] for key in _SHOWN]
+    columns = [known[key] for key in (*(f.column for f in STEP_FIELDS if f.column not in _LAST), *_LAST)]
     speeds = [figure_column(f"{name}_speed", f"vs plain, {name}", _times, 1) for name in _BASELINES]
     return (*columns[:-2], *speeds, *columns[-2:])
 

@@ -11,57 +11,31 @@ from dataclasses import dataclass, replace
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.terminal import plain
-from steplab.specs.checkpointing import CHECKPOINTING
-from steplab.specs.model import MODEL_SIZES
-from steplab.specs.step import CHOICES, internal_name
+from steplab.specs.step import STEP_FIELDS
+
+_STEP = {field.column: field for field in STEP_FIELDS}
+_AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
+"""How values are said that are none of the step's: of the environment, and the number of a run among those alike."""
+_AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
+_ROLES = {name: field.about.role for name, field in _STEP.items()}
 
 FIELDS = (
-    "model", "context", "batch", "pass", "precision", "compile", "attention", "checkpointing", "optimizer",
-    "layout", "data_parallel", "bucket_size_mb", "warmup", "steps", "seed", "device", "torch", "repeat",
-)  # fmt: skip
+    *_AXES,
+    *(name for name, role in _ROLES.items() if role == "what"),
+    *(name for name, role in _ROLES.items() if role in ("how", "device")),
+    *_AROUND,
+)
 """Everything that can tell two runs apart, in the order it is said. `repeat` counts runs otherwise alike."""
 
-_HOW = ("warmup", "steps", "seed", "repeat")
+HOW = (*(name for name, role in _ROLES.items() if role in ("how", "device")), "repeat")
 """Fields about how a step was measured rather than what it computes: said where nothing else tells cells apart."""
-_WHAT = tuple(field for field in FIELDS if field not in _HOW)
-
-_SIZES = ("model", "context", "batch")
-_PANEL_ORDER = (
-    "pass",
-    "attention",
-    "checkpointing",
-    "optimizer",
-    "compile",
-    "layout",
-    "device",
-    "torch",
-    "warmup",
-    "batch",
-    "precision",
-)
+_WHAT = tuple(field for field in FIELDS if field not in HOW)
+COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
+"""Fields in which cells have to agree where another is compared."""
+_PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
+"""Which fields split a crowded chart into panels first: those with the lowest number."""
 _MOST_SERIES = 6
 _MOST_MARKS = 48
-_WORDS: dict[tuple[str, Scalar], str] = {
-    ("compile", "off"): "eager",
-    ("compile", "default"): "compiled",
-    ("pass", "forward_backward"): "forward + backward",
-    ("checkpointing", "none"): "no checkpointing",
-    ("layout", "dp=1"): "one process",
-}
-_SAID = {
-    "context": "context {}",
-    "batch": "batch {}",
-    "compile": "compiled ({})",
-    "warmup": "{} warm-up step{s}",
-    "steps": "{} step{s}",
-    "seed": "seed {}",
-    "attention": "{} attention",
-    "checkpointing": "checkpointing {}",
-    "bucket_size_mb": "buckets of {:g} MB",
-    "torch": "torch {}",
-    "repeat": "run {}",
-}
-_AXIS_NAMES = {"data_parallel": "strategy", "bucket_size_mb": "bucket", "checkpointing": "checkp."}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +73,9 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _unsaid(cell: Cell, alike: Sequence[Cell]) -> frozenset[str]:
-    """The fields of _HOW that do not tell the cell from those `alike` in all the fields said before."""
+    """The fields of HOW that do not tell the cell from those `alike` in all the fields said before."""
     unsaid = set()
-    for field in _HOW:
+    for field in HOW:
         same = [other for other in alike if other.values[field] == cell.values[field]]
         if len(same) == len(alike):
             unsaid.add(field)
@@ -111,23 +85,9 @@ def _unsaid(cell: Cell, alike: Sequence[Cell]) -> frozenset[str]:
 
 def _values(run: Run) -> dict[str, Scalar]:
     spec, env = run.spec, run.environment
-    return {
-        "model": plain(spec.model.label if spec else run.name) or "own loop",
-        "context": spec.context if spec else None,
-        "batch": spec.batch if spec else None,
-        "pass": spec.pass_name if spec else None,
-        "precision": spec.precision if spec else None,
-        "compile": spec.compile if spec else None,
-        # A factory's model brings its own attention; the spec's field is not used.
-        "attention": spec.attention if spec and spec.model.kind != "factory" else None,
-        "checkpointing": spec.checkpointing if spec and spec.checkpoints_apply else None,
-        "optimizer": spec.optimizer if spec and spec.pass_name == "train" else None,
-        "layout": str(spec.layout) if spec else None,
-        "data_parallel": spec.strategy if spec else None,
-        "bucket_size_mb": spec.bucket_mb if spec else None,
-        "warmup": spec.warmup if spec else None,
-        "steps": spec.steps if spec else None,
-        "seed": spec.seed if spec else None,
+    step = {name: field.value(spec) if spec else None for name, field in _STEP.items()}
+    return step | {
+        "model": plain(str(step["model"] or run.name)) or "own loop",
         "device": env.device.name if env else None,
         "torch": env.torch if env else None,
     }
@@ -136,8 +96,8 @@ def _values(run: Run) -> dict[str, Scalar]:
 def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
     """Place of each value of a field; unknown names come after the known ones, as they appeared."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
-    choices = CHOICES | {"model": tuple(MODEL_SIZES), "checkpointing": CHECKPOINTING}
-    known = choices.get(internal_name(field), ())
+    step = _STEP.get(field)
+    known = (step.choices or step.about.order) if step else ()
 
     def place(value: Scalar) -> tuple[int, float]:
         if isinstance(value, (int, float)):
@@ -157,18 +117,18 @@ def short(field: str, value: Scalar) -> str:
     """A value where its field is plain from the place it stands in."""
     if value is None:
         return ""
-    return _WORDS.get((field, value), str(value))
+    step = _STEP.get(field)
+    return step.about.words.get(value, step.text(value)) if step else str(value)
 
 
 def said(field: str, value: Scalar) -> str:
-    """A value that must explain itself: 'context 1024', 'compiled (default)'."""
-    word = _WORDS.get((field, value))
-    return _SAID.get(field, "{}").format(value, s="" if value == 1 else "s") if word is None else word
+    """A value that must explain itself: 'context 1024', 'compiled (max-autotune)'."""
+    return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
 def axis_name(field: str) -> str:
-    """What values of a field are called on an axis, where there is little room: as in tables."""
-    return _AXIS_NAMES.get(field, field)
+    """What values of a field are called on an axis, where there is little room."""
+    return _STEP[field].axis_name if field in _STEP else field
 
 
 def label(cell: Cell, fields: Sequence[str]) -> str:
@@ -206,12 +166,12 @@ class Layout:
 def arrange(cells: Sequence[Cell]) -> Layout:
     """Give each varying field its part of the picture."""
     rest = varying(cells)
-    axes = [field for field in _SIZES if field in rest][:2] or rest[:1]
+    axes = [field for field in _AXES if field in rest][:2] or rest[:1]
     rest = [field for field in rest if field not in axes]
     positions = _distinct(cells, axes)
     panel_fields: list[str] = []
     while len(rest) > 1 and _crowded(len(positions), len(_distinct(cells, rest))):
-        moved = next((field for field in _PANEL_ORDER if field in rest), rest[0])
+        moved = min(rest, key=lambda field: _PANEL_ORDER.get(field, 99))
         rest.remove(moved)
         panel_fields.append(moved)
     series = _distinct(cells, rest)

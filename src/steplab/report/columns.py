@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from steplab import units
 from steplab.records.rows import Row, Scalar
 from steplab.report.shares import format_share
+from steplab.specs.step import STEP_FIELDS
+from steplab.specs.step_fields import StepField
 
 ABSENT = "–"
 """Shown where a figure was not measured; a zero would be a claim."""
@@ -29,10 +31,13 @@ class Column:
     """Text of a value that is there."""
     numeric: bool = False
     """Aligned to the right."""
-    caption: str = "{}"
-    """How the caption says it when all rows share the value; {s} is the plural's."""
+    caption: str | Callable[[Scalar], str] = "{}"
+    """How the caption says it when all rows share the value: around its text, {s} being the plural's, or of the value;
+    empty: not at all."""
     shared: bool = True
     """Whether a value that all rows share moves to the caption; figures measured for each row never do."""
+    quiet: str | None = None
+    """Text that is not worth a column or a word of the caption where no row has another."""
     rank: int = 0
     """Columns of the highest rank are the first to go where the terminal is too narrow, of one rank the last;
     0 always stays."""
@@ -56,14 +61,21 @@ _bytes = _number(units.format_bytes)
 _tokens = _number(lambda value: units.format_rate(value, "").rstrip())
 
 
-def show_bucket(value: Scalar) -> str:
-    """25 MB; the unit is 1e6 bytes."""
-    return f"{value:g} MB" if isinstance(value, (int, float)) else str(value)
-
-
 def figure_column(key: str, header: str, show: Callable[[Scalar], str], rank: int) -> Column:
     """A column of figures measured for each row."""
     return Column(key=key, header=header, show=show, numeric=True, shared=False, rank=rank)
+
+
+def _field_column(field: StepField) -> Column:
+    return Column(
+        key=field.column,
+        header=field.header,
+        show=field.text,
+        numeric=field.type in (int, float),
+        caption="" if field.about.role == "device" else field.say,
+        quiet=str(field.default) if field.about.quiet else None,
+        rank=field.about.rank,
+    )
 
 
 def _day(value: Scalar) -> str:
@@ -90,20 +102,8 @@ COLUMNS: tuple[Column, ...] = (
     figure_column("num_ok", "ok", str, 0),
     figure_column("num_failed", "failed", str, 0),
     Column(key="created_utc", header="measured", show=_day, caption="measured {}", rank=9),
-    Column(key="model", header="model"),
-    Column(key="batch", header="batch", numeric=True, caption="batch {}", rank=1),
-    Column(key="context", header="context", numeric=True, caption="context {}"),
-    Column(key="pass", header="pass", caption="pass {}", rank=1),
-    Column(key="precision", header="precision"),
-    Column(key="compile", header="compile", caption="compile {}", rank=1),
-    Column(key="attention", header="attention", caption="attention {}"),
-    Column(key="checkpointing", header="checkpointing", caption="checkpointing {}", rank=2),
-    Column(key="optimizer", header="optimizer", caption="optimizer {}", rank=4),
-    Column(key="layout", header="layout", caption="layout {}", rank=1),
-    Column(key="data_parallel", header="strategy", caption="{} gradients", rank=1),
-    Column(key="bucket_size_mb", header="bucket", show=show_bucket, numeric=True, caption="buckets of {}", rank=2),
-    Column(key="warmup", header="warm-up", numeric=True, caption="{} warm-up step{s}", rank=3),
-    Column(key="steps", header="steps", numeric=True, caption="{} measured step{s}", rank=8),
+    # How a step was measured stands behind what it computes.
+    *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
     Column(key="device", header="device", rank=6),
     figure_column("step_time_s", "step", show_time, 0),
     figure_column("forward_s", "forward", show_time, 5),
@@ -168,13 +168,12 @@ def make_sheet(rows: Sequence[Row], known: Sequence[Column] = COLUMNS) -> Sheet:
     captions: list[str] = []
     for column in known:
         texts = [_cell(column, row) for row in rows]
-        if all(text == ABSENT for text in texts):
+        if all(text in (ABSENT, column.quiet) for text in texts):
             continue
         if column.key == "failure" and all(row.get("status") == "ok" for row in rows):
             continue
         if column.shared and len(rows) > 1 and _is_shared(column, rows):
-            text = next(text for text in texts if text != ABSENT)
-            captions.append(column.caption.format(text, s="" if text == "1" else "s"))
+            captions += filter(None, [_shared_words(column, rows)])
         else:
             columns.append(column)
     named = _name_conventions(columns, rows)
@@ -203,6 +202,14 @@ def _is_shared(column: Column, rows: Sequence[Row]) -> bool:
     known = [row for row in rows if row.get(column.key) is not None]
     silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
     return len({column.text(row) for row in known}) == 1 and silent_failures
+
+
+def _shared_words(column: Column, rows: Sequence[Row]) -> str:
+    """What the caption says of a value that all rows share."""
+    row = next(row for row in rows if column.text(row) != ABSENT)
+    if isinstance(column.caption, str):
+        return column.caption.format(column.text(row), s="" if column.text(row) == "1" else "s")
+    return column.caption(row[column.key])
 
 
 def _name_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:

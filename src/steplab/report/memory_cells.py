@@ -3,16 +3,13 @@
 from collections.abc import Sequence
 
 from steplab.records.rows import Scalar
-from steplab.report.cells import FIELDS, Cell
+from steplab.report.cells import FIELDS, HOW, Cell
 from steplab.report.memory_figures import has_owners
-
-_HOW_MEASURED = ("warmup", "steps", "seed", "repeat")
-"""What does not change the memory of a step."""
 
 
 def but_for(cell: Cell, *fields: str) -> tuple[Scalar, ...]:
-    """What the cell computes, apart from these fields."""
-    return tuple(cell.values[field] for field in FIELDS if field not in (*fields, *_HOW_MEASURED))
+    """What the cell computes, apart from these fields and those that do not change the memory of a step."""
+    return tuple(cell.values[field] for field in FIELDS if field not in (*fields, *HOW))
 
 
 def counterpart(cell: Cell, cells: Sequence[Cell], field: str, value: Scalar) -> Cell | None:

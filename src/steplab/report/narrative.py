@@ -6,21 +6,16 @@ from statistics import median
 
 from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
-from steplab.report.cells import FIELDS, Cell, label, said, varying
+from steplab.report.cells import COMPARED, Cell, label, said, varying
 from steplab.report.figures import never_steady, step_median, step_samples
 from steplab.report.host_lead import waits_for_host
 from steplab.report.memory_facts import memory_facts
 from steplab.report.shares import format_share
+from steplab.specs.step import STEP_FIELDS
 
 _MOST_NAMED = 6
 _IDLE = 0.02  # a choice that moves no pair of cells by more is not told at length
-_BASELINES = (
-    ("precision", "fp32"),
-    ("compile", "off"),
-    ("attention", "plain"),
-    ("checkpointing", "none"),
-    ("optimizer", "adamw_loop"),
-)
+_BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
 """Fields whose values are compared, and the value the others are compared to."""
 
 
@@ -118,7 +113,7 @@ def _pairs(cells: Sequence[Cell], field: str, base: Scalar, value: Scalar) -> li
     """Cells that differ in one field alone, its baseline and the other value; least gain first."""
 
     def rest(cell: Cell) -> tuple[Scalar, ...]:
-        return tuple(cell.values[name] for name in FIELDS if name != field)
+        return tuple(cell.values[name] for name in COMPARED if name != field)
 
     timed = [(cell, time_s) for cell in cells if (time_s := step_median(cell.run))]
     before = {rest(cell): (cell, time_s) for cell, time_s in timed if cell.values[field] == base}

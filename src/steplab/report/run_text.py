@@ -11,7 +11,7 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve, find_phase
 from steplab.report.blocks import figure_table, pairs_table, section
-from steplab.report.columns import ABSENT, reason, show_bucket
+from steplab.report.columns import ABSENT, reason
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
@@ -21,8 +21,7 @@ from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.ranks_text import rank_parts
 from steplab.report.shares import format_share
 from steplab.report.terminal import draw, plain, terminal_width
-from steplab.specs.layout_fit import num_microbatches
-from steplab.specs.step import StepSpec
+from steplab.specs.step import STEP_FIELDS, StepSpec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,35 +102,11 @@ def run_title(run: Run) -> str:
 
 
 def describe(spec: StepSpec) -> str:
-    """Every choice of a spec that decides what its step computes."""
-    words = [
-        spec.model.label,
-        f"batch {spec.batch}",
-        f"context {spec.context}",
-        spec.pass_name,
-        spec.precision,
-    ]
-    words.append("eager" if spec.compile == "off" else f"compile {spec.compile}")
-    if spec.model.kind != "factory":  # its model brings its own
-        words.append(f"attention {spec.attention}")
-    if spec.checkpoints_apply and spec.checkpointing != "none":
-        words.append(f"checkpointing {spec.checkpointing}")
-    words += [spec.optimizer] if spec.pass_name == "train" else []
-    return " · ".join(words + _spread(spec))
-
-
-def _spread(spec: StepSpec) -> list[str]:
-    """How it is spread over several processes; nothing of one."""
-    if spec.layout.world_size == 1:
-        return []
-    words = [f"layout {spec.layout}"]
-    if spec.strategy:
-        words.append(f"{spec.strategy}{f' {show_bucket(spec.bucket_mb)}' if spec.bucket_mb else ''}")
-    if spec.layout.pp > 1:
-        words.append(f"{spec.pipeline_schedule}, {num_microbatches(spec)} microbatches")
-    if spec.layout.fsdp > 1 and spec.reshard_after_forward != "auto":
-        words.append(f"reshard after forward {spec.reshard_after_forward}")
-    return words
+    """Every choice of a spec that decides what its step computes, but for defaults that go without saying."""
+    fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
+    chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
+    values = [(field, field.value(spec)) for field in chosen]
+    return " · ".join(field.say(value) for field, value in values if value is not None)
 
 
 def _failure(failure: Failure) -> "Iterator[RenderableType]":

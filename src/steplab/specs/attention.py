@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.model import LARGEST
 from steplab.specs.step import CHOICES, CompileMode
+from steplab.specs.step_fields import LARGEST
 
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPass = Literal["forward", "backward", "both"]

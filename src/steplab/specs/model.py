@@ -4,14 +4,12 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from steplab.errors import Unsupported, UserError
-
-LARGEST = 2**63 - 1
-"""No count is larger: it would fit neither a tensor's size nor a database."""
+from steplab.specs.step_fields import Declared, StepField, declared_fields
 
 ModelKind = Literal["transformer", "hf", "factory"]
 
@@ -20,23 +18,18 @@ ModelKind = Literal["transformer", "hf", "factory"]
 class TransformerShape:
     """Sizes of the plain pre-norm Transformer (RMSNorm, rotary embedding, SwiGLU, untied head)."""
 
-    vocab_size: int
-    """Rows of the embedding and of the output head."""
-    d_model: int
-    """Width of the residual stream."""
-    d_ff: int
-    """Inner width of a feed-forward block."""
-    num_layers: int
-    """Transformer blocks."""
-    num_heads: int
-    """Attention heads, each d_model / num_heads wide. 0: no attention, feed-forward blocks of two linear
-    layers alone (the planning-only size xxl)."""
+    vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
+    d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
+    d_ff: Annotated[int, Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1)]
+    num_layers: Annotated[int, Declared(help="Number of blocks", group="sizes", least=1)]
+    # 0: feed-forward blocks of two linear layers alone, as in the planning-only size xxl.
+    num_heads: Annotated[
+        int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
+    ]
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("num_heads", "vocab_size") else 1
-            if not least <= value <= LARGEST:
-                raise UserError(f"model.{field.name} must be at least {least} and below 2^63, not {value}")
+        for field in SIZE_FIELDS:
+            field.refuse_invalid(getattr(self, field.attribute))
         if self.num_heads == 0:
             return
         if self.vocab_size == 0:
@@ -51,6 +44,10 @@ class TransformerShape:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.num_heads
+
+
+SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)
+"""The sizes of a built-in model, as fields of a step."""
 
 
 def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000) -> TransformerShape:
@@ -87,8 +84,9 @@ class ModelSpec:
     """Who builds it: steplab's plain Transformer, transformers, or the user's factory."""
     shape: TransformerShape | None = None
     """Sizes of a built-in model; None for the other kinds, whose sizes are counted once they are built."""
-    hf_config: dict[str, Any] | None = None
-    """The content of the transformers config.json, so that a record stands without the file."""
+    hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """The content of the transformers config.json, so that a record stands without the file. Equality counts it; the
+    hash does not, because a dict has none, and a spec is a key."""
 
     @property
     def label(self) -> str:

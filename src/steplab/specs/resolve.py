@@ -4,24 +4,13 @@ The command line, study files and the Python interface all come through here, so
 gets the same message everywhere.
 """
 
-import dataclasses
 import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 
 from steplab.errors import UserError
-from steplab.specs.layout import Layout, parse_layout
-from steplab.specs.layout_options import without_a_say
-from steplab.specs.model import TransformerShape, model_spec
-from steplab.specs.step import STEP_FIELDS, StepSpec, internal_name
-
-_INTEGER_FIELDS = ("batch", "context", "warmup", "steps", "seed", "microbatches")
-_NUMBER_FIELDS = ("bucket_size_mb",)
-SIZE_FIELDS: tuple[str, ...] = tuple(f"model.{field.name}" for field in dataclasses.fields(TransformerShape))
-FIELDS: tuple[str, ...] = ("model", *SIZE_FIELDS, *STEP_FIELDS)
-"""Every field that can be set or swept."""
-
-DEFAULT_MODEL = "tiny"
+from steplab.specs.model import SIZE_FIELDS, model_spec
+from steplab.specs.step import DEFAULT_MODEL, FIELDS, STEP_FIELDS, StepSpec
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
@@ -31,29 +20,29 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
     says how the step is spread over processes where that changes nothing.
     """
     spec = _built(fields)
-    for name, why in _idle(fields, spec).items():
-        raise UserError(f"{name} has no say here: {why}")
+    for name, why in _unused(fields, spec).items():
+        raise UserError(f"{name} has no effect here: {why}")
     return spec
 
 
 def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
     """The product of the lists, the first field varying slowest.
 
-    Fields that have a say in some cells alone are left out of the others, so that cells may be alike. Raises UserError
-    as resolve_step does.
+    Fields that are refused in some cells and have an effect in others are left out where they have none, so that cells
+    may be alike. Raises UserError as resolve_step does.
     """
     products = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    idle = [_idle(fields, _built(fields)) for fields in products]
-    of_no_use = set(grid).intersection(*idle)
+    unused = [_unused(fields, _built(fields)) for fields in products]
+    of_no_use = set(grid).intersection(*unused)
     return [
-        resolve_step({name: value for name, value in fields.items() if name in of_no_use or name not in said})
-        for fields, said in zip(products, idle, strict=True)
+        resolve_step({name: value for name, value in fields.items() if name in of_no_use or name not in without})
+        for fields, without in zip(products, unused, strict=True)
     ]
 
 
-def _idle(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
-    """Those of the fields that have no say in the step they describe, each with why."""
-    return {name: why for name, why in without_a_say(spec).items() if name in fields}
+def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
+    """Those of the fields that are refused for the step they describe, each with why."""
+    return {name: why for name in fields if (why := FIELDS[name].unused(spec))}
 
 
 def _built(fields: Mapping[str, object]) -> StepSpec:
@@ -62,44 +51,8 @@ def _built(fields: Mapping[str, object]) -> StepSpec:
             near = difflib.get_close_matches(name, FIELDS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"valid are {', '.join(FIELDS)}"
             raise UserError(f"unknown field '{name}'; {hint}")
-    sizes = {name[6:]: _integer(name, value) for name, value in fields.items() if name in SIZE_FIELDS}
-    step: dict[str, object] = {}
-    for name, value in fields.items():
-        if name == "model" or name in SIZE_FIELDS:
-            continue
-        step[internal_name(name)] = _value(name, value)
-    return StepSpec(model=model_spec(_text("model", fields.get("model", DEFAULT_MODEL)), sizes), **step)  # type: ignore[arg-type]
-
-
-def _value(name: str, value: object) -> object:
-    if name in _INTEGER_FIELDS:
-        return _integer(name, value)
-    if name in _NUMBER_FIELDS:
-        return _number(name, value)
-    if name == "layout":
-        return value if isinstance(value, Layout) else parse_layout(_text(name, value))
-    return _text(name, value)
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            return float(value)
-    except ValueError:
-        pass  # the message below covers it
-    raise UserError(f"{name} must be a number, not '{value}'")
-
-
-def _integer(name: str, value: object) -> int:
-    try:
-        if isinstance(value, (str, int)) and not isinstance(value, bool):
-            return int(value)
-    except ValueError:
-        pass  # the message below covers it
-    raise UserError(f"{name} must be a whole number, not '{value}'")
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise UserError(f"{name} must be a name, not {value!r}")
-    return value
+    given = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    sizes = {field.attribute: given[field.key] for field in SIZE_FIELDS if field.key in given}
+    step = {field.attribute: given[field.key] for field in STEP_FIELDS if field.key in given}
+    step["model"] = model_spec(str(step.get("model", DEFAULT_MODEL)), sizes)  # type: ignore[arg-type]
+    return StepSpec(**step)  # type: ignore[arg-type]

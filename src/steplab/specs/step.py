@@ -1,14 +1,15 @@
 """The training step under test: one frozen spec, validated once, before anything is built."""
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from steplab.errors import UserError
-from steplab.specs.checkpointing import check_checkpointing
-from steplab.specs.layout import SINGLE, Layout
-from steplab.specs.layout_fit import refuse_what_does_not_fit
-from steplab.specs.model import LARGEST, ModelSpec
+from steplab.specs import layout_options
+from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
+from steplab.specs.layout import SINGLE, Layout, parse_layout
+from steplab.specs.layout_fit import num_microbatches, refuse_what_does_not_fit
+from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
+from steplab.specs.step_fields import Declared, StepField, declared_fields
 
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
@@ -31,88 +32,288 @@ DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 Reshard = Literal["auto", "always", "never"]
 
+DEFAULT_MODEL = "tiny"
+_MODELS = ", ".join(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
+
+
+def _check_device(name: str) -> None:
+    kind, _, index = name.partition(":")
+    has_index = kind == "cuda" and index.isascii() and index.isdecimal()
+    if kind not in ("auto", "cpu", "mps", "cuda") or (":" in name) != has_index:
+        raise UserError(f"device '{name}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec:
     """Everything that decides what one training step computes and how it is measured."""
 
-    model: ModelSpec
-    """The model under test."""
-    batch: int = 4
-    """Sequences a step; of several processes, of each."""
-    context: int = 128
-    """Tokens a sequence."""
-    pass_name: Pass = "train"
-    """forward: inference, without gradients. forward_backward: gradients too. train: the optimizer as well."""
-    precision: Precision = "fp32"
-    """fp32: IEEE matmuls. tf32: fp32 tensors, TF32 matmuls. bf16, fp16: autocast over fp32 weights (fp16 with
-    a gradient scaler). bf16_pure: weights, gradients and optimizer state in bf16."""
-    compile: CompileMode = "off"
-    """off: eager. Otherwise the mode given to torch.compile."""
-    attention: Attention = "plain"
-    """plain materialises the scores; sdpa lets torch choose its kernel; sdpa_* admits that one alone; flex is torch's
-    FlexAttention; flash_triton and flash_reference are steplab's FlashAttention-2, in Triton and in tiled PyTorch;
-    flash_attn_4 is that package's; auto takes the one measured to be fastest."""
-    checkpointing: str = "none"
-    """none, full, every_N or selective: which activations backward recomputes (see specs.checkpointing)."""
-    optimizer: Optimizer = "adamw_fused"
-    """adamw_fused, adamw_foreach and adamw_loop are torch's three implementations of AdamW."""
-    warmup: int = 5
-    """Steps run and kept, but not counted, before the measured ones."""
-    steps: int = 10
-    """Measured steps."""
-    seed: int = 0
-    """Seed of the random weights and of the random batch, which is another on each data-parallel rank."""
-    device: str = "auto"
-    """auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N. Of several processes each has a GPU of its own."""
-    layout: Layout = SINGLE
-    """How the step is spread over processes; by default it is not, and the fields below have no say."""
-    data_parallel: DataParallelStrategy = "bucketed"
-    """When gradients are averaged over the `dp` axis, and how many at a time, where it is the only one (see
-    parallel.data_parallel); beside other axes torch's FSDP2 averages them."""
-    bucket_size_mb: float = 25.0
-    """Largest bucket of gradients, in units of 1e6 bytes; for `bucketed` alone."""
-    reshard_after_forward: Reshard = "auto"
-    """Whether blocks sharded over `fsdp` are freed after their forward pass and gathered again for their backward pass.
-    auto: always, but never in a pipeline, where each microbatch would gather them anew."""
-    pipeline_schedule: PipelineSchedule = "1f1b"
-    """In what order the microbatches of a pipeline run (see parallel.pipeline)."""
-    microbatches: int | None = None
-    """Into how many parts a pipeline cuts the batch; None: one sequence each."""
+    model: Annotated[
+        ModelSpec,
+        Declared(
+            help=f"Model: {_MODELS}; hf:PATH/config.json; or package.module:function",
+            default_words=DEFAULT_MODEL,
+            shown=lambda spec: spec.model.label,
+            order=tuple(MODEL_SIZES),
+            role="size",
+            axis=1,
+        ),
+    ]
+    batch: Annotated[
+        int,
+        Declared(
+            help="Sequences per step, in each of several processes",
+            least=1,
+            said="batch {}",
+            rank=1,
+            role="size",
+            axis=3,
+            panel=10,
+        ),
+    ] = 4
+    context: Annotated[int, Declared(help="Tokens per sequence", least=1, said="context {}", role="size", axis=2)] = 128
+    pass_name: Annotated[
+        Pass,
+        Declared(
+            help="Passes of a step",
+            meanings={
+                "forward": "inference without gradients",
+                "forward_backward": "gradients too",
+                "train": "the optimizer as well",
+            },
+            words={"forward_backward": "forward + backward"},
+            rank=1,
+            panel=1,
+        ),
+    ] = "train"
+    precision: Annotated[
+        Precision,
+        Declared(
+            help="Number formats",
+            meanings={
+                "fp32": "IEEE matmuls",
+                "tf32": "fp32 tensors, TF32 matmuls",
+                "bf16": "autocast over fp32 weights",
+                "fp16": "the same, with a gradient scaler",
+                "bf16_pure": "weights, gradients and optimizer state in bf16",
+            },
+            panel=11,
+            baseline="fp32",
+        ),
+    ] = "fp32"
+    compile: Annotated[
+        CompileMode,
+        Declared(
+            help="Mode of torch.compile",
+            meanings={"off": "eager"},
+            said="compiled ({})",
+            words={"off": "eager", "default": "compiled"},
+            rank=1,
+            panel=5,
+            baseline="off",
+        ),
+    ] = "off"
+    attention: Annotated[
+        Attention,
+        Declared(
+            help="Implementation of attention",
+            meanings={
+                "plain": "materialises the scores",
+                "sdpa": "torch's, which chooses a kernel",
+                "sdpa_flash": "its flash kernel alone",
+                "sdpa_cudnn": "cuDNN's alone",
+                "sdpa_efficient": "its memory-efficient kernel alone",
+                "sdpa_math": "its reference alone",
+                "flex": "torch's FlexAttention",
+                "flash_reference": "steplab's FlashAttention-2 in tiled PyTorch",
+                "flash_triton": "the same in Triton",
+                "flash_attn_4": "that package's",
+                "auto": "the fastest by a table of measurements",
+            },
+            # The model of a factory brings its own.
+            applies=lambda spec: spec.model.kind != "factory",
+            said="{} attention",
+            panel=2,
+            baseline="plain",
+        ),
+    ] = "plain"
+    checkpointing: Annotated[
+        str,
+        Declared(
+            help="Activations that the backward pass computes again",
+            meanings={
+                "none": "",
+                "full": "those of every block",
+                "every_N": "those of every Nth block, as every_2",
+                "selective": "all but those of matmuls and fused attention",
+            },
+            check=check_checkpointing,
+            applies=lambda spec: spec.checkpoints_apply,
+            axis_name="checkp.",
+            said="checkpointing {}",
+            words={"none": "no checkpointing"},
+            quiet=True,
+            rank=2,
+            panel=3,
+            order=CHECKPOINTING,
+            baseline="none",
+        ),
+    ] = "none"
+    optimizer: Annotated[
+        Optimizer,
+        Declared(
+            help="Optimizer",
+            meanings={
+                "adamw_fused": "torch's fused AdamW",
+                "adamw_foreach": "its loop over lists of tensors",
+                "adamw_loop": "its loop over parameters",
+            },
+            applies=lambda spec: spec.pass_name == "train",
+            rank=4,
+            panel=4,
+            baseline="adamw_loop",
+        ),
+    ] = "adamw_fused"
+    warmup: Annotated[
+        int,
+        Declared(
+            help="Steps before the measured ones; their times are stored and not counted",
+            least=0,
+            header="warm-up",
+            said="{} warm-up step{s}",
+            rank=3,
+            role="how",
+            panel=9,
+        ),
+    ] = 5
+    steps: Annotated[int, Declared(help="Measured steps", least=1, said="{} measured step{s}", rank=8, role="how")] = 10
+    seed: Annotated[
+        int,
+        Declared(
+            help="Seed of the random weights and tokens; the tokens also depend on the data-parallel rank",
+            least=0,
+            said="seed {}",
+            quiet=True,
+            rank=12,
+            role="how",
+        ),
+    ] = 0
+    device: Annotated[
+        str,
+        Declared(
+            help="Device: auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N",
+            check=_check_device,
+            column="requested_device",
+            header="requested",
+            said="device {}",
+            quiet=True,
+            rank=13,
+            role="device",
+        ),
+    ] = "auto"
+    layout: Annotated[
+        Layout,
+        Declared(
+            help="Number of processes, one per GPU, along each of dp, fsdp, tp and pp, as in dp=2,fsdp=2",
+            group="processes",
+            parse=parse_layout,
+            shown=lambda spec: str(spec.layout),
+            said="layout {}",
+            words={str(SINGLE): "one process"},
+            quiet=True,
+            rank=1,
+            panel=6,
+        ),
+    ] = SINGLE
+    data_parallel: Annotated[
+        DataParallelStrategy,
+        Declared(
+            help="How gradients are averaged over dp",
+            meanings={
+                "naive": "one by one after the backward pass",
+                "flat": "all at once after it",
+                "overlap": "each as soon as it is ready",
+                "bucketed": "in buckets, each as soon as it is ready",
+            },
+            group="processes",
+            unused=layout_options.no_strategy,
+            header="strategy",
+            said="{} gradients",
+            rank=1,
+        ),
+    ] = "bucketed"
+    bucket_size_mb: Annotated[
+        float,
+        Declared(
+            help="Largest bucket of gradients, in units of 1e6 bytes",
+            group="processes",
+            above=0,
+            unused=layout_options.no_buckets,
+            header="bucket",
+            said="buckets of {}",
+            unit="MB",
+            rank=2,
+        ),
+    ] = 25.0
+    reshard_after_forward: Annotated[
+        Reshard,
+        Declared(
+            help="Whether fsdp frees a block's parameters after its forward pass and gathers them again for the "
+            "backward pass",
+            meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
+            group="processes",
+            unused=layout_options.no_shards,
+            header="reshard",
+            said="reshard after forward: {}",
+            quiet=True,
+            rank=2,
+        ),
+    ] = "auto"
+    pipeline_schedule: Annotated[
+        PipelineSchedule,
+        Declared(
+            help="Order in which a pipeline runs its microbatches",
+            meanings={
+                "1f1b": "a backward pass as soon as there is one",
+                "gpipe": "all forward passes first",
+                "interleaved": "1f1b over two shorter stages per rank",
+            },
+            group="processes",
+            unused=layout_options.no_pipeline,
+            header="schedule",
+            said="{} schedule",
+            rank=2,
+        ),
+    ] = "1f1b"
+    microbatches: Annotated[
+        int | None,
+        Declared(
+            help="Parts into which a pipeline cuts the batch",
+            default_words="one per sequence",
+            group="processes",
+            least=1,
+            unused=layout_options.no_pipeline,
+            shown=num_microbatches,
+            axis_name="microb.",
+            said="{} microbatch{es}",
+            rank=2,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("context", 1), ("warmup", 0), ("steps", 1), ("seed", 0)):
-            if not least <= getattr(self, name) <= LARGEST:
-                raise UserError(f"{name} must be at least {least} and below 2^63, not {getattr(self, name)}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                shown = external_name(name)
-                raise UserError(f"{shown} '{getattr(self, name)}' is not known; choose one of {', '.join(choices)}")
-        check_checkpointing(self.checkpointing)
-        kind, _, index = self.device.partition(":")
-        if kind not in ("auto", "cpu", "mps", "cuda") or (":" in self.device) != bool(
-            kind == "cuda" and index.isascii() and index.isdecimal()
-        ):
-            raise UserError(f"device '{self.device}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
-        self._check_layout()
-        limit = self.model.max_context
-        if limit is not None and self.context > limit:
-            raise UserError(
-                f"context {self.context} is longer than the {limit} positions of {self.model.name}; "
-                f"use --context {limit} or less, or raise max_position_embeddings in the configuration"
-            )
-
-    def _check_layout(self) -> None:
-        if not 0 < self.bucket_size_mb < LARGEST:
-            raise UserError(f"bucket_size_mb must be more than 0, not {self.bucket_size_mb}")
-        if self.microbatches is not None and not 1 <= self.microbatches <= LARGEST:
-            raise UserError(f"microbatches must be at least 1 and below 2^63, not {self.microbatches}")
+        for field in STEP_FIELDS:
+            field.refuse_invalid(getattr(self, field.attribute))
         if self.layout.world_size > 1 and (self.device == "mps" or ":" in self.device):
             raise UserError(
                 f"device {self.device} is one device, and layout {self.layout} takes {self.layout.world_size}; "
                 "use --device cuda or cpu"
             )
         refuse_what_does_not_fit(self)
+        limit = self.model.max_context
+        if limit is not None and self.context > limit:
+            raise UserError(
+                f"context {self.context} is longer than the {limit} positions of {self.model.name}; "
+                f"use --context {limit} or less, or raise max_position_embeddings in the configuration"
+            )
 
     @property
     def tokens(self) -> int:
@@ -141,29 +342,9 @@ class StepSpec:
         return self.pass_name != "forward" and self.model.kind != "factory"
 
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "pass_name": get_args(Pass),
-    "precision": get_args(Precision),
-    "compile": get_args(CompileMode),
-    "attention": get_args(Attention),
-    "optimizer": get_args(Optimizer),
-    "data_parallel": get_args(DataParallelStrategy),
-    "reshard_after_forward": get_args(Reshard),
-    "pipeline_schedule": get_args(PipelineSchedule),
-}
-
-
-def external_name(field: str) -> str:
-    """The name of a field on the command line and in tables: `pass` cannot be a Python name."""
-    return "pass" if field == "pass_name" else field
-
-
-def internal_name(name: str) -> str:
-    """The attribute of StepSpec behind an external name."""
-    return "pass_name" if name == "pass" else name
-
-
-STEP_FIELDS: tuple[str, ...] = tuple(
-    external_name(field.name) for field in dataclasses.fields(StepSpec) if field.name != "model"
-)
-"""What can be said of a step besides its model, by external name."""
+STEP_FIELDS: tuple[StepField, ...] = declared_fields(StepSpec)
+"""The fields of a step, the model first."""
+FIELDS: dict[str, StepField] = {field.key: field for field in (*STEP_FIELDS, *SIZE_FIELDS)}
+"""Every field that can be set or swept, by its name outside."""
+CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field in STEP_FIELDS if field.choices}
+"""The valid texts of each field that is a choice, by its name in StepSpec."""

@@ -105,12 +105,10 @@ def open_to_read(path: Path, timeout_s: float) -> Connection:
         except BaseException:
             sqlite.close()
             raise
-        if seen == schema.CURRENT_VERSION:
+        if seen:  # all formats have the same tables; a writer brings the keys of cells up to date
             return Connection(path, sqlite)
         sqlite.close()
-    if seen == 0:
-        raise SteplabError(f"no store at {path} yet, the file is empty; `steplab run` makes one")
-    raise SteplabError(f"the store {path} has the older format {seen}; `steplab run` upgrades it as it adds a record")
+    raise SteplabError(f"no store at {path} yet, the file is empty; `steplab run` makes one")
 
 
 def _reading_mode(path: Path) -> str:

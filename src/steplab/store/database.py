@@ -153,9 +153,9 @@ class Store:
         """Store what a sweep will measure; returns the id that its records carry as `study`."""
         return study_table.begin_study(self._connection, study)
 
-    def find_study(self, fingerprint: str) -> str | None:
-        """Id of the newest study with the same cells (`store.cells.study_fingerprint`)."""
-        return study_table.find_study(self._connection, fingerprint)
+    def find_study(self, study: StudySpec) -> str | None:
+        """Id of the newest study with the same cells; neither their order nor its name matters."""
+        return study_table.find_study(self._connection, study)
 
     def latest_study(self) -> str | None:
         """Id of the newest study."""

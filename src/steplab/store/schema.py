@@ -1,17 +1,22 @@
 """The tables, as a list of migrations: the file's user_version says how many of them it has seen."""
 
 import sqlite3
+from collections.abc import Callable
+
+from steplab.store.rekeying import rekey_cells
 
 APPLICATION_ID = 0x53_54_50_4C
 """'STPL', in the header of each store: tells it from any other program's SQLite file."""
 
 # A migration is a tuple of single statements, because sqlite3's executescript would end the transaction that
-# makes it all-or-nothing. One that has been released is never edited; a change is a new one behind it.
+# makes it all-or-nothing, or of functions that execute some. One that has been released is never edited; a change is a
+# new one behind it.
 #
 # record.seq orders records made within one second. summary holds the flat row of records/rows.py, so that a
 # listing never reads a body; body is the record's JSON with every raw sample. study.cells is a JSON list of
-# cell keys; it and the other two are NULL for a study known only by its imported records.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
+# cell keys; it and the other two are NULL for a study known only by its imported records. A study that was begun in
+# format 1 keeps that format's fingerprint (store/cells.py): the specs of cells not yet measured are not known.
+MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
     (
         """
         CREATE TABLE record (
@@ -44,6 +49,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """,
         "CREATE INDEX study_by_fingerprint ON study (fingerprint)",
     ),
+    (rekey_cells,),
 )
 CURRENT_VERSION = len(MIGRATIONS)
 
@@ -69,7 +75,10 @@ def migrate(connection: sqlite3.Connection) -> None:
     """Apply the migrations the file has not seen; the caller holds the transaction."""
     for statements in MIGRATIONS[version(connection) :]:
         for statement in statements:
-            connection.execute(statement)
+            if isinstance(statement, str):
+                connection.execute(statement)
+            else:
+                statement(connection)
     if version(connection) != CURRENT_VERSION:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {CURRENT_VERSION}")

@@ -5,7 +5,7 @@ import msgspec
 from steplab.records.codec import new_id, now_utc
 from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
-from steplab.store.cells import cell_key, study_fingerprint
+from steplab.store.cells import cell_key, fingerprint_of_format_1, study_fingerprint
 from steplab.store.connection import Connection
 from steplab.store.selection import NOT_SUPERSEDED
 
@@ -32,10 +32,12 @@ def begin_study(connection: Connection, study: StudySpec) -> str:
     return study_id
 
 
-def find_study(connection: Connection, fingerprint: str) -> str | None:
-    """Id of the newest study with that fingerprint."""
+def find_study(connection: Connection, study: StudySpec) -> str | None:
+    """Id of the newest study with the same cells, also of one that was begun in a store of format 1."""
     found = connection.query(
-        "SELECT id FROM study WHERE fingerprint = ? ORDER BY created_utc DESC, seq DESC LIMIT 1", fingerprint
+        "SELECT id FROM study WHERE fingerprint IN (?, ?) ORDER BY created_utc DESC, seq DESC LIMIT 1",
+        study_fingerprint(study),
+        fingerprint_of_format_1(study),
     )
     return str(found[0][0]) if found else None
 

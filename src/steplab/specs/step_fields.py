@@ -1,0 +1,223 @@
+"""What is declared of a field of a step, once, and what follows from it.
+
+A declaration stands in the annotation of the field, in `specs.step` and `specs.model`:
+
+    batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
+
+The command line's option and its help, study files, the checks of a value, the column of a table, the entry in a row,
+the words of labels, captions and descriptions, and the key under which a study's cell is stored are made of it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from steplab.errors import UserError
+
+if TYPE_CHECKING:
+    from steplab.specs.step import StepSpec
+
+LARGEST = 2**63 - 1
+"""No count is larger: it would fit neither a tensor's size nor a database."""
+
+Scalar = str | int | float | None
+"""A value in a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """What a field says of itself; its name, type, choices and default are those of the dataclass."""
+
+    help: str
+    """Help of the option, without the choices and the default."""
+    meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What choices mean, in brackets behind each in the help; of a text that is checked by `check`, all its forms."""
+    default_words: str | None = None
+    """How the help says the default; None: as its value, or not at all where there is none."""
+    group: Literal["step", "processes", "sizes"] = "step"
+    """Under which heading the option is listed."""
+    least: int | None = None
+    """Smallest whole number that is valid."""
+    above: float | None = None
+    """The bound below a number, itself not valid."""
+    check: Callable[[str], None] | None = None
+    """Raises UserError for a text that is not valid."""
+    parse: Callable[[str], object] | None = None
+    """Makes the value from text, which may then contain commas, where the type is none of text and numbers."""
+    applies: "Callable[[StepSpec], bool]" = lambda spec: True
+    """Whether the field has an effect on a step; rows and labels leave it out where it has none."""
+    unused: "Callable[[StepSpec], str | None] | None" = None
+    """For a field that is refused where it has no effect: why it has none there and what to type, or None where it has
+    one. In a grid, such a field is left out of the cells that it does not affect."""
+    shown: "Callable[[StepSpec], Scalar] | None" = None
+    """The value as rows and labels show it; None: the field's own."""
+    column: str | None = None
+    """Name in a row; None: the field's own."""
+    header: str | None = None
+    """Heading of the column; None: the name, with spaces."""
+    axis_name: str | None = None
+    """Name on a chart's axis, where there is little room; None: the header."""
+    said: str = "{}"
+    """How a value is said in labels, captions and descriptions; {s} and {es} are the plural's."""
+    words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
+    """Values that are said in words of their own."""
+    unit: str = ""
+    """Unit of a number, behind it in tables."""
+    quiet: bool = False
+    """Whether the default goes without saying: in descriptions, and where all rows of a table share it."""
+    rank: int = 0
+    """Columns of the highest rank are the first to go where a terminal is too narrow; 0 always stays."""
+    role: Literal["size", "what", "how", "device"] = "what"
+    """size: becomes the x axis of a chart. what: what the step computes. how: how it was measured, said where nothing
+    else tells cells apart. device: as how, and of no account where cells are compared, because the hardware is."""
+    axis: int = 0
+    """For a size: its place among those that may become the x axis."""
+    panel: int = 99
+    """Fields with the lowest number are the first to split a crowded chart into panels."""
+    order: tuple[str, ...] = ()
+    """Known values of a text in the order in which charts have them; of choices, theirs."""
+    baseline: Scalar = None
+    """The value that the others are compared with in a page's summary; None: they are not compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepField:
+    """One field that can be set or swept."""
+
+    key: str
+    """Name in study files and in Python, and that of the option with hyphens."""
+    attribute: str
+    """Name in the dataclass."""
+    type: type
+    """int, float, str or a type of its own."""
+    choices: tuple[str, ...]
+    """The texts that are valid; empty where it is not a choice."""
+    default: Any
+    """Its value where it is left out; MISSING for a size, which the model decides."""
+    about: Declared
+    """The rest of the declaration."""
+    read: "Callable[[StepSpec], Any]"
+    """The value in a spec; None for a size of a model that has none of ours."""
+
+    @property
+    def column(self) -> str:
+        """Name in a row."""
+        return self.about.column or self.key
+
+    @property
+    def header(self) -> str:
+        """Heading in a table."""
+        return self.about.header or self.key.replace("_", " ")
+
+    @property
+    def axis_name(self) -> str:
+        """Name on an axis."""
+        return self.about.axis_name or self.header
+
+    @property
+    def help(self) -> str:
+        """Help of the option: what it is, what it may be, and its default."""
+        meanings = dict.fromkeys(self.choices, "") | dict(self.about.meanings)
+        listed = ", ".join(f"{name} ({meaning})" if meaning else name for name, meaning in meanings.items())
+        default = self.about.default_words
+        if default is None and self.default not in (None, dataclasses.MISSING):
+            default = f"{self.default:g}" if self.type is float else str(self.default)
+        return self.about.help + (f": {listed}" if listed else "") + (f" [default: {default}]" if default else "")
+
+    def unused(self, spec: "StepSpec") -> str | None:
+        """Why the field, if it is given, is refused for this step; None where it is not."""
+        return self.about.unused(spec) if self.about.unused else None
+
+    def value(self, spec: "StepSpec") -> Scalar:
+        """The value as rows and labels show it; None where it has no effect."""
+        if not self.about.applies(spec) or self.unused(spec):
+            return None
+        value: Scalar = self.about.shown(spec) if self.about.shown else self.read(spec)
+        return value
+
+    def text(self, value: Scalar) -> str:
+        """A value where its field is plain from the place it stands in: 25 MB."""
+        number = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{number} {self.about.unit}".rstrip()
+
+    def say(self, value: Scalar) -> str:
+        """A value that must explain itself: 'context 1024', 'compiled (max-autotune)'."""
+        if value in self.about.words:
+            return self.about.words[value]
+        one = value == 1
+        return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
+
+    def parsed(self, given: object) -> object:
+        """The value that someone wrote, as text or as a value. Raises UserError for another type."""
+        if self.type is int:
+            return _number(self.key, given, int, "a whole number")
+        if self.type is float:
+            return _number(self.key, given, float, "a number")
+        if self.about.parse and isinstance(given, self.type):
+            return given
+        if not isinstance(given, str) or not given:
+            raise UserError(f"{self.key} must be a name, not {given!r}")
+        return self.about.parse(given) if self.about.parse else given
+
+    def refuse_invalid(self, value: Any) -> None:
+        """Raise UserError for a value of the right type that is not valid, naming what is."""
+        about = self.about
+        if value is None:
+            return
+        if about.least is not None and not about.least <= value <= LARGEST:
+            raise UserError(f"{self.key} must be at least {about.least} and below 2^63, not {value}")
+        if about.above is not None and not about.above < value < LARGEST:
+            raise UserError(f"{self.key} must be more than {about.above:g}, not {value}")
+        if self.choices and value not in self.choices:
+            raise UserError(f"{self.key} '{value}' is not known; choose one of {', '.join(self.choices)}")
+        if about.check:
+            about.check(value)
+
+
+def declared_fields(cls: type, prefix: str = "", read: "Callable[[StepSpec], Any]" = lambda spec: spec) -> "Fields":
+    """The fields of a dataclass of which each is declared. `read` finds the object that has them in a spec; what it
+    has as `pass_name` is called `pass`, which Python does not allow."""
+    found = []
+    for field in dataclasses.fields(cls):
+        if get_origin(field.type) is not Annotated:
+            raise TypeError(
+                f"{cls.__name__}.{field.name} is not declared: write Annotated[its type, Declared(help=...)]"
+            )
+        annotated, about = get_args(field.type)
+        plain = get_args(annotated)[0] if isinstance(annotated, UnionType) else annotated  # int | None
+        choices = get_args(plain) if get_origin(plain) is Literal else ()
+        found.append(
+            StepField(
+                key=prefix + field.name.removesuffix("_name"),
+                attribute=field.name,
+                type=str if choices else plain,
+                choices=choices,
+                default=field.default,
+                about=about,
+                read=_reader(read, field.name),
+            )
+        )
+    return tuple(found)
+
+
+Fields = tuple[StepField, ...]
+
+
+def option_name(key: str) -> str:
+    """The command line's option for a field: --model.d-model."""
+    return f"--{key.replace('_', '-')}"
+
+
+def _reader(read: "Callable[[StepSpec], Any]", name: str) -> "Callable[[StepSpec], Any]":
+    return lambda spec: getattr(read(spec), name, None)
+
+
+def _number(key: str, given: object, kind: Callable[[Any], object], what: str) -> object:
+    try:
+        if isinstance(given, (str, int) if kind is int else (str, int, float)) and not isinstance(given, bool):
+            return kind(given)
+    except ValueError:
+        pass  # the message below covers it
+    raise UserError(f"{key} must be {what}, not '{given}'")

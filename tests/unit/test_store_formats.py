@@ -1,0 +1,117 @@
+"""A store of an earlier format: read as it is, and its sweeps go on after the upgrade.
+
+tests/golden/store_format_1.db.xz was written by the version before format 2: a study of five cells, of which two are
+ok, one ran out of memory, one crashed, and one was not measured yet.
+"""
+
+import dataclasses
+import lzma
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+from steplab.specs.study import StudySpec
+from steplab.store import schema
+from steplab.store.cells import cell_key, fingerprint_of_format_1
+from steplab.store.database import Store
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "store_format_1.db.xz"
+FIELDS: tuple[dict[str, object], ...] = (
+    {},
+    {"pass": "forward", "precision": "bf16"},
+    {"layout": "dp=2", "data_parallel": "flat"},
+    {"layout": "pp=2", "microbatches": 2, "pipeline_schedule": "gpipe"},
+    {"seed": 3},
+)
+STUDY = StudySpec(name="resumed", description="", cells=tuple(resolve_step(fields) for fields in FIELDS))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "store.db"
+    made.write_bytes(lzma.decompress(GOLDEN.read_bytes()))
+    return made
+
+
+def version(path: Path) -> int:
+    raw = sqlite3.connect(path)
+    try:
+        return schema.version(raw)
+    finally:
+        raw.close()
+
+
+def test_a_sweep_begun_before_goes_on(path: Path) -> None:
+    before = path.read_bytes()
+    with Store.open(path, write=False) as store:
+        records = list(store.iterate())
+        rows = store.rows()
+        (study,) = store.studies()
+    assert path.read_bytes() == before, "a reader changes nothing"
+    with Store.open(path, write=True) as store:
+        assert store.find_study(STUDY) == study["id"]
+        crashed, not_measured = STUDY.cells[3:]
+        assert store.finished_cells(str(study["id"])) == {cell_key(cell) for cell in STUDY.cells[:3]}
+        assert list(store.iterate()) == records
+        assert store.rows() == rows
+        again = dataclasses.replace(records[3], id="ffff", created_utc="2026-11-22T00:00:00Z", failure=None)
+        store.add(again)
+        shown = [row["id"] for row in store.rows(study=str(study["id"]))]
+        assert "ffff" in shown
+        assert len(shown) == 4, "the new attempt stands for the crashed one"
+        assert {crashed, not_measured}.isdisjoint(STUDY.cells[:3])
+    assert version(path) == schema.CURRENT_VERSION == 2
+
+
+def test_a_study_that_is_begun_anew_is_the_one_to_go_on(path: Path) -> None:
+    with Store.open(path, write=True) as store:
+        newer = store.begin_study(STUDY)
+        assert store.find_study(STUDY) == newer
+
+
+def test_a_record_that_cannot_be_read_is_kept_and_the_rest_upgraded(path: Path) -> None:
+    raw = sqlite3.connect(path)
+    raw.execute("UPDATE record SET body = x'00' WHERE seq = 1")
+    before = raw.execute("SELECT seq, cell FROM record ORDER BY seq").fetchall()
+    raw.commit()
+    raw.close()
+    Store.open(path, write=True).close()
+    raw = sqlite3.connect(path)
+    after = raw.execute("SELECT seq, cell FROM record ORDER BY seq").fetchall()
+    assert raw.execute("SELECT body FROM record WHERE seq = 1").fetchone() == (b"\x00",)
+    raw.close()
+    assert after[0] == before[0]
+    assert [key for _, key in after[1:]] == [cell_key(cell) for cell in STUDY.cells[1:4]]
+
+
+def test_an_upgrade_that_fails_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(sqlite: sqlite3.Connection) -> None:
+        sqlite.execute("UPDATE record SET cell = 'half done'")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schema, "MIGRATIONS", (schema.MIGRATIONS[0], (fail,)))
+    with pytest.raises(KeyboardInterrupt):
+        Store.open(path, write=True)
+    assert version(path) == 1
+    raw = sqlite3.connect(path)
+    assert raw.execute("SELECT COUNT(*) FROM record WHERE cell = 'half done'").fetchone() == (0,)
+    raw.close()
+
+
+def test_a_study_that_uses_a_newer_field_was_in_no_earlier_store() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Longer(StepSpec):
+        grad_clip: float = 0.0
+
+    def study(**more: Any) -> StudySpec:
+        values = {field.name: getattr(STUDY.cells[0], field.name) for field in dataclasses.fields(StepSpec)} | more
+        return dataclasses.replace(STUDY, cells=(Longer(**values),))
+
+    assert fingerprint_of_format_1(study()) == fingerprint_of_format_1(
+        dataclasses.replace(STUDY, cells=STUDY.cells[:1])
+    )
+    assert fingerprint_of_format_1(study(grad_clip=1.0)) is None
