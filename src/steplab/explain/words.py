@@ -3,8 +3,8 @@
 import shlex
 from collections.abc import Mapping
 
-from steplab.specs.model import MODEL_SIZES
-from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS
+from steplab.specs.step import STEP_FIELDS, StepSpec
 from steplab.specs.step_fields import option_name
 
 
@@ -12,8 +12,8 @@ def command(spec: StepSpec, changes: Mapping[str, str]) -> str:
     """The command that measures the spec's step with some fields changed, defaults left out."""
     values = {"model": spec.model.name}
     base = MODEL_SIZES.get(spec.model.name)
-    for field in FIELDS.values():
-        default = getattr(base, field.attribute, None) if field.about.group == "sizes" else field.default
+    for field in (*SIZE_FIELDS, *STEP_FIELDS):
+        default = getattr(base, field.attribute, None) if field in SIZE_FIELDS else field.default
         if field.key != "model" and field.read(spec) != default:
             values[field.key] = str(field.read(spec))
     values |= changes
