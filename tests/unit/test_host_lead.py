@@ -70,7 +70,7 @@ def test_a_page_says_which_cells_wait_and_nothing_where_none_does() -> None:
     )
 
     def said(*runs: Run) -> list[str]:
-        return [fact.text for fact in facts(cells_of(runs)) if "hardly ahead" in fact.text]
+        return [fact.text for fact in facts(cells_of(runs)) if "launch-bound" in fact.text]
 
     (told,) = said(late, early)
     assert "fp32" in told

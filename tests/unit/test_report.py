@@ -316,14 +316,14 @@ def test_a_gain_among_restless_timings_says_so() -> None:
     climbing = timed([0.5 * 1.5**number for number in range(8)]).timing
     runs = grid({"context": [128, 256], "precision": ["fp32", "bf16"]})
     told = " ".join(fact.text for fact in facts(cells_of(runs)))
-    assert "steady" not in told
+    assert "settle" not in told
     told = " ".join(fact.text for fact in facts(cells_of([replace(runs[0], timing=climbing), *runs[1:]])))
-    assert "In 1 of 2 the step times were not steady." in told
+    assert "In 1 of 2 the step time did not settle." in told
     told = " ".join(fact.text for fact in facts(cells_of([replace(runs[0], timing=climbing), runs[1]])))
-    assert told.count("The step times were not steady.") == 1
+    assert told.count("The step time did not settle.") == 1
     too_few = timed([0.5, 0.9, 1.5]).timing
     told = " ".join(fact.text for fact in facts(cells_of([replace(runs[0], timing=too_few), runs[1]])))
-    assert "steady" not in told, "three steps say nothing"
+    assert "settle" not in told, "three steps say nothing"
 
 
 def test_a_gain_that_could_be_chance_is_said_to_be() -> None:
@@ -342,7 +342,7 @@ def test_a_gain_within_the_noise_says_that_the_intervals_overlap() -> None:
     before = replace(run, timing=timed(noisy).timing)
     after = replace(run, id="after", spec=replace(run.spec, precision="bf16"), timing=timed(noisy[:3]).timing)
     (gain,) = [fact for fact in facts(cells_of([before, after])) if "instead of" in fact.text]
-    assert "The intervals overlap." in gain.text
+    assert "The confidence intervals overlap." in gain.text
 
 
 def test_the_summary_counts_failures() -> None:

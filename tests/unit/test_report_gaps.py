@@ -69,7 +69,7 @@ def test_a_share_that_cannot_be_is_told_beside_the_shares_and_not_as_a_gap() -> 
 @pytest.mark.parametrize(("value", "said"), [(1.13, True), (1.0, False), (0.4, False), (None, False)])
 def test_a_table_with_such_a_share_says_so(value: float | None, said: bool) -> None:
     caption = make_sheet([run_row(make_run()) | {"mfu": value, "hfu": 0.5}]).caption
-    assert ("over 100 %" in caption) == said
+    assert ("above 100 %" in caption) == said
 
 
 def test_a_factorys_peak_is_in_the_table_too() -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 STEP = Group.create_ordered("The step")
 _SPREAD = Group.create_ordered("Several processes")
-_SIZES = Group.create_ordered("Sizes of a built-in model, in place of its own")
-_OUTPUT = Group.create_ordered("Where it is kept and how it is shown")
+_SIZES = Group.create_ordered("Sizes that replace those of a built-in model")
+_OUTPUT = Group.create_ordered("Store and output")
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 
@@ -88,23 +88,27 @@ class StepOptions(GivenFields):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """How many processes measure together. Under torchrun neither is needed: those that it started do."""
+    """How many processes measure together. Under torchrun neither option is needed, because it has started them."""
 
     gpus: Annotated[
         int | None,
         Parameter(
             name="--gpus",
-            help="Start so many processes, each on a GPU of its own; tensors travel by NCCL",
+            help="Number of processes to start, each on its own GPU; they communicate through NCCL",
             group=_SPREAD,
         ),
     ] = None
     processes: Annotated[
         int | None,
-        Parameter(name="--processes", help="Start so many processes on the CPU; tensors travel by gloo", group=_SPREAD),
+        Parameter(
+            name="--processes",
+            help="Number of processes to start on the CPU; they communicate through gloo",
+            group=_SPREAD,
+        ),
     ] = None
 
     def as_layout(self) -> str | None:
-        """The options of a step that start as many, for a command that takes these alone; None: no number is given."""
+        """The step's options that start as many processes, for a command that takes no others; None without a number."""
         if self.gpus is not None:
             return f"--layout dp={self.gpus}"
         return f"--layout dp={self.processes} --device cpu" if self.processes is not None else None
@@ -113,11 +117,11 @@ class ProcessOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
-    """Where records lie."""
+    """Where records are stored."""
 
     store: Annotated[
         Path | None,
-        Parameter(help="The store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT),
+        Parameter(help="Path of the store [default: $STEPLAB_STORE, else the XDG data folder]", group=_OUTPUT),
     ] = None
     debug: Annotated[
         bool, Parameter(help="Show the traceback of an error", negative="", group=_OUTPUT, show_default=False)
@@ -127,11 +131,12 @@ class StoreOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(StoreOptions):
-    """Where records lie, and how they are shown."""
+    """Where records are stored, and how they are shown."""
 
-    format: Annotated[Format | None, Parameter(help="[default: by --output's ending, else table]", group=_OUTPUT)] = (
-        None
-    )
+    format: Annotated[
+        Format | None,
+        Parameter(help="Format of the output [default: by the suffix of --output, else table]", group=_OUTPUT),
+    ] = None
     output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output", group=_OUTPUT)] = (
         None
     )

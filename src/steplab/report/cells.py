@@ -1,4 +1,4 @@
-"""What tells the runs of a page apart, and where each goes in a chart.
+"""What tells the runs of a page apart, and the place of each in a chart.
 
 A study varies a few fields and holds the rest; a chart needs to know which, without being told. The first
 two fields of size that vary become the x axis (model, and context within it), what else varies becomes

@@ -1,7 +1,7 @@
 """The columns of a table of runs: one definition each, whatever the format.
 
-A row (`records.rows.run_row`) holds figures in base units. json and csv show those as they are; the formats
-made for people show `Column.text` of them, leave out what says nothing, and name what all rows share once.
+A row (`records.rows.run_row`) holds figures in base units. JSON and CSV have those as they are. The formats for people
+show `Column.text` of them, omit columns without information, and say once in the caption what all rows share.
 """
 
 from collections.abc import Callable, Sequence
@@ -181,7 +181,7 @@ def make_sheet(rows: Sequence[Row], known: Sequence[Column] = COLUMNS) -> Sheet:
     if any(column.key == "step_time_s" for column in named):
         captions.append("times are medians")
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
-        captions.append("over 100 % the peak or the count is wrong: `steplab show ID` says which")
+        captions.append("a share above 100 % means that the peak or the FLOP count is wrong: see `steplab show ID`")
     return Sheet(columns=tuple(named), cells=cells, caption=" · ".join(captions))
 
 

@@ -1,4 +1,4 @@
-"""What a page says first: sentences computed from the runs, each naming the cells it speaks of."""
+"""The sentences at the top of a page, computed from the runs; each names the cells that it is about."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from statistics import median
 
 from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
+from steplab.records.timing import HARDLY_AHEAD
 from steplab.report.cells import COMPARED, Cell, label, said, varying
 from steplab.report.figures import never_steady, step_median, step_samples
 from steplab.report.host_lead import waits_for_host
@@ -14,47 +15,47 @@ from steplab.report.shares import format_share
 from steplab.specs.step import STEP_FIELDS
 
 _MOST_NAMED = 6
-_IDLE = 0.02  # a choice that moves no pair of cells by more is not told at length
+_NEGLIGIBLE = 0.02  # choices that change the step time of no pair of cells by more share one sentence
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
-"""Fields whose values are compared, and the value the others are compared to."""
+"""The fields whose values are compared, each with the value that the others are compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """One sentence, and the figure that stands out of it."""
+    """One sentence and its most important figure."""
 
     figure: str
-    """Short, shown large: '3.1x'."""
+    """Short, because it is shown large: '3.1x'."""
     text: str
     """The sentence."""
     wide: bool = False
-    """Whether the sentence is long."""
+    """Whether the sentence is long and takes the whole width."""
     bad: bool = False
-    """Whether it is about failures."""
+    """Whether the sentence is about failures."""
 
 
 def facts(cells: Sequence[Cell]) -> list[Fact]:
-    """The headline of a page: extremes, what each choice gained, utilization, memory, failures."""
+    """The summary of a page: fastest and slowest step, utilization, memory, gains of each choice, failures."""
     fields = varying(cells)
-    told = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
+    first = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
     memory = [Fact(figure=fact.figure, text=fact.text, wide=True) for fact in memory_facts(cells, fields)]
-    return told + _gains(cells, fields) + _waiting(cells, fields) + memory + _failures(cells, fields)
+    return first + _gains(cells, fields) + _waiting(cells, fields) + memory + _failures(cells, fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two cells that differ in one field."""
+    """Two cells that differ in one field alone."""
 
     ratio: float
-    """Time before over time after: above 1 is faster."""
+    """Time before divided by time after; above 1, the step became faster."""
     before: Cell
     """The cell with the baseline's value."""
     after: Cell
     """The other."""
     before_s: float
-    """Median step time."""
+    """Median step time of `before`, in seconds."""
     after_s: float
-    """Median step time."""
+    """Median step time of `after`, in seconds."""
 
 
 def _extremes(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
@@ -64,12 +65,12 @@ def _extremes(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
     if len(timed) == 1:
         return [_timed("Median step time", timed[0], fields)]
     if len({_family(cell) for cell in timed}) > 1:
-        return []  # which of two unlike things is faster is not a finding
+        return []  # the step times of unlike models are not comparable
     return [_timed("Fastest step", timed[0], fields), _timed("Slowest step", timed[-1], fields)]
 
 
 def _family(cell: Cell) -> tuple[str, str]:
-    """What makes step times comparable: the sizes of one architecture, or one and the same code of somebody else's."""
+    """Cells with equal families have comparable step times: sizes of one architecture, or the same code of a user."""
     model = cell.run.spec.model if cell.run.spec else None
     if model is None:
         return ("loop", cell.run.name)
@@ -88,9 +89,9 @@ def _timed(what: str, cell: Cell, fields: Sequence[str]) -> Fact:
 
 
 def _gains(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
-    """What each choice gained over its baseline, and in one sentence those that gained next to nothing."""
-    told: list[Fact] = []
-    idle: list[str] = []
+    """The gain of each choice over its baseline; choices with a negligible effect share one sentence."""
+    gains: list[Fact] = []
+    negligible: list[str] = []
     for field, baseline in _BASELINES:
         present = list(dict.fromkeys(c.values[field] for c in cells if c.values[field] is not None))
         base = baseline if baseline in present else present[0] if present else None
@@ -99,18 +100,21 @@ def _gains(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
             if not pairs:
                 continue
             choice = f"{said(field, value)} instead of {said(field, base)}"
-            if all(abs(pair.ratio - 1) < _IDLE for pair in pairs):
-                idle.append(choice)
+            if all(abs(pair.ratio - 1) < _NEGLIGIBLE for pair in pairs):
+                negligible.append(choice)
             else:
-                told.append(_gain(pairs, choice, [name for name in fields if name != field]))
-    if idle:
-        text = f"Less than {_IDLE:.0%} either way in every pair of cells alike in all else: {'; '.join(idle)}."
-        told.append(Fact(figure="≈ 1×", text=text.replace("%", " %"), wide=True))
-    return told
+                gains.append(_gain(pairs, choice, [name for name in fields if name != field]))
+    if negligible:
+        share = f"{_NEGLIGIBLE:.0%}".replace("%", " %")
+        text = (
+            f"Step time changes by less than {share} in every pair of cells that differ in one of these choices alone"
+        )
+        gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
+    return gains
 
 
 def _pairs(cells: Sequence[Cell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
-    """Cells that differ in one field alone, its baseline and the other value; least gain first."""
+    """Pairs of cells that differ in one field alone, from the value `base` to `value`; smallest gain first."""
 
     def rest(cell: Cell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name != field)
@@ -133,16 +137,16 @@ def _gain(pairs: Sequence[Pair], choice: str, others: Sequence[str]) -> Fact:
     restless = sum(1 for pair in pairs if never_steady(pair.before.run) or never_steady(pair.after.run))
     if len(pairs) == 1:
         text = f"{choice}: {_speed(middle)} at {label(most.before, others)} ({times})."
-        text += " The intervals overlap." if unsure else ""
-        text += " The step times were not steady." if restless else ""
+        text += " The confidence intervals overlap." if unsure else ""
+        text += " The step time did not settle." if restless else ""
     else:
         text = (
-            f"{choice}: {_speed(middle)} in the median of {len(pairs)} pairs of cells alike in all else; "
-            f"most, {_times(most.ratio)}, at {label(most.before, others)} ({times}); "
-            f"least, {_times(least.ratio)}, at {label(least.before, others)}."
+            f"{choice}: {_speed(middle)} in the median of {len(pairs)} pairs of cells that differ in nothing else; "
+            f"largest gain, {_times(most.ratio)}, at {label(most.before, others)} ({times}); "
+            f"smallest, {_times(least.ratio)}, at {label(least.before, others)}."
         )
-        text += f" In {unsure} of {len(pairs)} the intervals overlap." if unsure else ""
-        text += f" In {restless} of {len(pairs)} the step times were not steady." if restless else ""
+        text += f" In {unsure} of {len(pairs)} the confidence intervals overlap." if unsure else ""
+        text += f" In {restless} of {len(pairs)} the step time did not settle." if restless else ""
     return Fact(figure=_times(middle), text=text, wide=True)
 
 
@@ -185,26 +189,27 @@ def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
 
 
 def _waiting(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
-    """Cells whose device waits for Python: their times are in part the host's, and faster kernels would gain less."""
+    """The cells whose device waits for Python; faster kernels would gain less in them."""
     late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
     if not late:
         return []
     names = "; ".join(label(cell, fields) for cell in late[:_MOST_NAMED])
     more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
-    text = f"Steps in which Python was hardly ahead of the device, which waits for it: {names}{more}."
+    share = f"{HARDLY_AHEAD:.0%}".replace("%", " %")
+    text = f"Nearly launch-bound cells, in which the host leads by less than {share} of the step: {names}{more}."
     return [Fact(figure=f"{len(late)} of {len(cells)}", text=text, wide=True)]
 
 
 def _failures(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
-    told = []
+    found = []
     failed = [cell for cell in cells if cell.run.failure]
     for kind in dict.fromkeys(cell.run.status for cell in failed):
         alike = [cell for cell in failed if cell.run.status == kind]
         names = "; ".join(label(cell, fields) for cell in alike[:_MOST_NAMED])
         more = f"; and {len(alike) - _MOST_NAMED} more" if len(alike) > _MOST_NAMED else ""
-        words = {"out_of_memory": "ran out of memory", "timeout": "ran out of time"}.get(kind, "failed")
+        words = {"out_of_memory": "ran out of memory", "timeout": "timed out"}.get(kind, "failed")
         who = "cell" if len(alike) == 1 else "cells"
-        told.append(
+        found.append(
             Fact(
                 figure=f"{len(alike)} of {len(cells)}",
                 text=f"{who} {words}: {names}{more}.",
@@ -212,4 +217,4 @@ def _failures(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
                 bad=True,
             )
         )
-    return told
+    return found
