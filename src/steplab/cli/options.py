@@ -108,7 +108,7 @@ class ProcessOptions:
     ] = None
 
     def as_layout(self) -> str | None:
-        """The step's options that start as many processes, for a command that takes no others; None without a number."""
+        """The options of a step that start as many processes; None where no number is given."""
         if self.gpus is not None:
             return f"--layout dp={self.gpus}"
         return f"--layout dp={self.processes} --device cpu" if self.processes is not None else None
