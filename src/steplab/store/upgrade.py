@@ -3,8 +3,9 @@
 import sqlite3
 
 from steplab.errors import SteplabError
-from steplab.records.codec import Record, decode, encode
+from steplab.records.codec import decode, encode
 from steplab.records.numerics import Numerics
+from steplab.records.record import Record
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.store.cells import cell_key
