@@ -31,7 +31,8 @@ from steplab.report.grid import Grid
 from steplab.report.kit.document import Table, table_of_texts
 from steplab.report.kit.html import section_html
 from steplab.report.kit.text import ABSENT, reason, unbroken
-from steplab.report.memory_page import memory_part
+from steplab.report.memory.document import TERMS as MEMORY_TERMS
+from steplab.report.memory.document import memory_chapter
 from steplab.report.narrative import facts
 from steplab.report.phase_bars import phases
 from steplab.report.precision_page import precision_part
@@ -92,8 +93,8 @@ def render_page(
         settling=settling(cells),
         warmup=_warmup_table(cells),
         profiles=profile_sections(cells),
-        memory=charts.peak_memory(cells),
-        watched=memory_part(cells, predictions or {}, references),
+        memory=section_html(found) if (found := memory_chapter(cells, predictions or {}, references)) else "",
+        memory_terms=MEMORY_TERMS if any(run.memory_profile for run in runs) else (),
         precision=precision_part(runs, numerics),
         attention=section_html(found) if (found := attention_chapter(attention, steps)) else "",
         comm=section_html(found) if (found := comm_chapter(comm)) else "",

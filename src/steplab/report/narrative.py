@@ -9,7 +9,7 @@ from steplab.records.rows import Scalar, utilization
 from steplab.report.cells import FIELDS, Cell, label, said, varying
 from steplab.report.figures import never_steady, step_median, step_samples
 from steplab.report.host_lead import waits_for_host
-from steplab.report.memory_facts import memory_facts
+from steplab.report.memory.facts import memory_facts
 from steplab.units import format_share
 
 _MOST_NAMED = 6

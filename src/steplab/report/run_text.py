@@ -15,9 +15,9 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.gaps import choices, doubts, gaps
 from steplab.report.host_lead import lead_s, waiting_words
-from steplab.report.kit.terminal import draw, terminal_width
+from steplab.report.kit.terminal import draw, render_sections, terminal_width
 from steplab.report.kit.text import ABSENT, plain, reason
-from steplab.report.memory_text import memory_parts
+from steplab.report.memory.document import memory_sections
 from steplab.report.profile_text import profile_of, profile_parts
 from steplab.report.ranks_text import rank_parts
 from steplab.specs.layout_fit import num_microbatches
@@ -87,8 +87,7 @@ def _parts(run: Run, references: MemoryReferences | None, width: int) -> "Iterat
         yield Text()
         yield from profile_parts(run, run.profile, width)
     if run.memory_profile:
-        yield Text()
-        yield from memory_parts(run, run.memory_profile, width, references=references)
+        yield Text(render_sections(memory_sections(run, references=references), width=width))
 
 
 def run_title(run: Run) -> str:
