@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from steplab.report.profile_figures import passes, spans, top_kernels
 from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
 from tests.runs import make_run, out_of_memory
 
