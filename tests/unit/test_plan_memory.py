@@ -492,7 +492,7 @@ def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> Non
 def test_the_text_says_which_columns_it_leaves_out(width: int, gone: str | None) -> None:
     spec = resolve_step({"model": "tiny"})
     told = " ".join(render(plan_document(spec, predict_memory(spec)), width=width).split())
-    assert re.findall(r"Left out at (\d+) columns: ([^;]*);", told) == ([(str(width), gone)] if gone else [])
+    assert re.findall(r"Not shown at this width: ([^;]*);", told) == ([gone] if gone else [])
 
 
 def test_small_summands_come_last_and_the_caption_says_what_they_hold() -> None:

@@ -69,7 +69,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_row_is_lost(width: int) -> No
 def test_columns_of_the_highest_rank_give_way_first() -> None:
     text = " ".join(render(document(), width=44).split())
     assert "share" not in text.partition("─")[0]
-    assert "Left out for want of width: share" in text
+    assert "Not shown at this width: share" in text
     assert "12.3 ms" in text
 
 

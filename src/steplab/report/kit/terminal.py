@@ -126,6 +126,6 @@ def _table(table: Table, width: int, style: Style) -> Iterator[str]:
         notes.append(f"{units.counted(len(table.rows) - table.first, 'more row')}; --format md has all.")
     if seen.left_out:
         names = ", ".join(seen.left_out)
-        notes.append(f"Left out for want of width: {names}; a wider terminal or --format md has them.")
+        notes.append(f"Not shown at this width: {names}; a wider terminal or --format md has them.")
     for note in notes:
         yield from (style(line, "dim") for line in flowed(note, min(width, _LONGEST_LINE)))
