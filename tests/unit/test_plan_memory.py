@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.test_architecture import BLOCKED, in_a_fresh_process
 
+from steplab import units
 from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
@@ -35,7 +36,8 @@ from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
-from steplab.report.plan_text import render_prediction
+from steplab.report.kit.rendering import render
+from steplab.report.plan.document import plan_document
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, StepSpec
@@ -433,7 +435,7 @@ def test_what_is_assumed_is_said(fields: dict[str, object], kind: str, said: str
 def test_the_command_needs_no_torch() -> None:
     code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
     told = in_a_fresh_process(code, "plan", "memory", "--model", "2.7b", "--context", "512", "--precision", "bf16")
-    assert "Peak 60.0 GiB (64,388,067,840 bytes) allocated, in backward" in told
+    assert "The peak is 60.0 GiB (64,388,067,840 bytes) allocated, in backward" in told
     assert "4 B h T²" in told
 
 
@@ -441,10 +443,10 @@ def test_the_command_needs_no_torch() -> None:
 def test_the_text_says_peak_summands_and_cards_at_every_width(width: int) -> None:
     spec = resolve_step({"model": "small", "context": 256})
     found = predict_memory(spec)
-    told = render_prediction(spec, found, width=width)
+    told = render(plan_document(spec, found), width=width)
     assert max(map(len, told.splitlines())) <= width
     assert f"{found.peak_bytes:,}" in told
-    assert "B 4 · T 256 · d 768 · f 3072 · h 12 · L 12 · V 10000" in " ".join(told.split())
+    assert "B = 4, T = 256, d = 768, f = 3072, h = 12, L = 12, V = 10000" in " ".join(told.split())
     assert "H200 SXM" in told
 
 
@@ -474,9 +476,10 @@ def test_programs_get_rows_that_sum_to_the_peak(capsys: pytest.CaptureFixture[st
     [
         ("csv", "row,category,what,formula"),
         ("md", "| 4 d f |"),
-        ("md", "| card | – | H200 SXM | read from such a card | – | – | 140 GiB | fits |"),
+        ("md", "| H200 SXM | 140 GiB | fits |"),
         ("latex", "toprule"),
-        ("latex", "card & -- & H200 SXM & read from such a card & -- & -- & 140 GiB & fits"),
+        ("latex", "H200 SXM & 140 GiB & fits"),
+        ("csv", "card,,H200 SXM,read from such a card,,,"),
     ],
 )
 def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> None:
@@ -485,20 +488,33 @@ def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> Non
     assert word in target.read_text()
 
 
-@pytest.mark.parametrize(
-    ("width", "gone"), [(60, "bytes of one, category"), (72, "bytes of one"), (80, "bytes of one"), (100, None)]
-)
+@pytest.mark.parametrize(("width", "gone"), [(60, "category, bytes of one"), (72, "bytes of one"), (100, None)])
 def test_the_text_says_which_columns_it_leaves_out(width: int, gone: str | None) -> None:
     spec = resolve_step({"model": "tiny"})
-    told = " ".join(render_prediction(spec, predict_memory(spec), width=width).split())
-    shown = re.search(r"left out at (\d+) columns: ([^;]*); a wider terminal or --format csv has them", told)
-    assert (shown and shown.groups()) == (gone and (str(width), gone))
+    told = " ".join(render(plan_document(spec, predict_memory(spec)), width=width).split())
+    assert re.findall(r"Left out at (\d+) columns: ([^;]*);", told) == ([(str(width), gone)] if gone else [])
+
+
+def test_small_summands_come_last_and_the_caption_says_what_they_hold() -> None:
+    spec = resolve_step({"model": "2.7b", "context": 512})
+    found = predict_memory(spec)
+    small = [
+        term.num_bytes * term.count for term in found.terms if term.num_bytes * term.count < found.peak_bytes / 1e3
+    ]
+    text = render(plan_document(spec, found), width=120)
+    assert f"{len(small)} more rows; --format md has all." in text
+    assert f"The last {len(small)} rows, each below 0.1 % of the peak, sum to {units.format_bytes(sum(small))}." in (
+        " ".join(text.split())
+    )
+    whole = render(plan_document(spec, found), "md")
+    table = whole.partition("## Summands of the peak")[2].partition("A formula gives")[0].splitlines()
+    assert sum(line.startswith("| ") for line in table) == len(found.terms) + 2  # the header and its rule
 
 
 def test_shares_and_sizes_never_round_away() -> None:
     spec = resolve_step({"context": 10**8})
     for width in (60, 80, 160):
-        told = render_prediction(spec, predict_memory(spec), width=width)
+        told = render(plan_document(spec, predict_memory(spec)), width=width)
         assert re.search(r"^ *gradients .* <0\.0001 %$", told, re.MULTILINE)  # 1.3 MiB of 2.8 EiB
         assert re.search(r"^ *peak .*2\.79 EiB.* 100\.0 %$", told, re.MULTILINE)
 
@@ -508,21 +524,21 @@ def test_workspaces_are_told_as_the_blocks_that_the_library_is_given() -> None:
     for device, told in ((None, "8 x 4 MiB"), ("NVIDIA L40S", "2 x 4 MiB + 8 x 16 KiB")):
         terms = [term for term in predict_memory(spec, device=device).terms if term.category == "workspaces"]
         assert {term.formula for term in terms} == {told}
-        units = {"KiB": 2**10, "MiB": 2**20}
+        sizes = {"KiB": 2**10, "MiB": 2**20}
         parts = [part.split() for part in told.split(" + ")]
-        assert {term.num_bytes for term in terms} == {sum(int(n) * int(size) * units[u] for n, _, size, u in parts)}
+        assert {term.num_bytes for term in terms} == {sum(int(n) * int(size) * sizes[u] for n, _, size, u in parts)}
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_lower_bound_says_so_everywhere(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     spec = resolve_step({"model": "xxl", "model.num_layers": 1, "pass": "forward"})
-    told = render_prediction(spec, predict_memory(spec), width=width)
-    assert "Peak at least 6.50 GiB" in told
+    told = render(plan_document(spec, predict_memory(spec)), width=width)
+    assert "The peak is at least 6.50 GiB" in told
     assert re.search(r"peak, at least +6\.50 GiB", told)
-    assert "d 16384 · f 53248 · L 1 " in " ".join(told.split())  # it has neither heads nor a vocabulary
+    assert "d = 16384, f = 53248, L = 1." in " ".join(told.split())  # it has neither heads nor a vocabulary
     assert re.search(r"RTX 5070 Ti +≈ 15\.4 GiB +not known", told)
     assert not re.search(r"\bfits$", told, re.MULTILINE)
-    for written, sign in (("csv", ",at_least"), ("md", "bytes: at least")):
+    for written, sign in (("csv", ",at_least"), ("md", "The peak is at least")):
         assert main(["plan", "memory", "--model", "xxl", "--format", written]) == 0
         assert sign in capsys.readouterr().out
 
@@ -534,7 +550,7 @@ def test_absurd_sizes_have_a_true_answer(fields: dict[str, object]) -> None:
     assert {card.verdict for card in found.cards} == {"does not fit"}
     spec = found.spec
     assert spec is not None
-    assert f"{found.peak_bytes:,}" in render_prediction(spec, found, width=60).replace("\n", "")
+    assert f"{found.peak_bytes:,}" in render(plan_document(spec, found), width=60).replace("\n", "")
 
 
 def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

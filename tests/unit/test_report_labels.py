@@ -48,7 +48,7 @@ def test_how_one_cell_was_measured_is_not_said_of_all() -> None:
     other = make_run({"context": 64, "precision": "bf16", "warmup": 2, "steps": 5})
     runs = [*grid({"context": [64, 128], "precision": ["fp32"], "model": ["small"]}), other]
     assert labels(runs) == ["context 64 · fp32", "context 64 · bf16", "context 128 · fp32"]
-    assert arrange(cells_of(runs)).series == ("fp32", "bf16")
+    assert arrange(cells_of(runs))[0].series == ("fp32", "bf16")
 
 
 def test_it_is_said_where_nothing_else_tells_cells_apart() -> None:

@@ -16,7 +16,6 @@ from tests.unit.memory_records import (
     cpu_run,
     imported_snapshot,
     prediction_of,
-    train_profile,
     watched_run,
 )
 
@@ -27,14 +26,14 @@ from steplab.records.memory_profile import Allocation, BlockMemory, LeftOut, Mem
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.report.memory_compare import checkpointing_sentences, precision_sentences
-from steplab.report.memory_figures import at_peak, error_text, parts, peak_of
-from steplab.report.memory_grids import largest_grid, saved_grid
-from steplab.report.memory_places import short_line, short_module
-from steplab.report.memory_rows import allocation_rows, category_rows, render_allocations, render_memory_rows
-from steplab.report.memory_tensors import derivation, saved_by, what_it_is
-from steplab.report.memory_text import render_memory
-from steplab.report.memory_words import (
+from steplab.report.kit.document import Table
+from steplab.report.kit.rendering import render
+from steplab.report.memory.comparison import checkpointing_sentences, precision_sentences
+from steplab.report.memory.document import memory_document
+from steplab.report.memory.figures import at_peak, error_text, parts, peak_of
+from steplab.report.memory.tables import allocation_table, category_rows, saved_table
+from steplab.report.memory.tensors import derivation, saved_by, what_it_is
+from steplab.report.memory.words import (
     allocation_words,
     around_sentences,
     check_sentences,
@@ -65,6 +64,10 @@ def beside(*runs: Run) -> MemoryReferences:
     return MemoryReferences(others=runs)
 
 
+def text_of(run: Run, *, width: int, **beside_it: Any) -> str:
+    return render(memory_document(run, **beside_it), width=width)
+
+
 def flat(text: str) -> str:
     return " ".join(text.split())
 
@@ -74,7 +77,7 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 def test_the_text_says_the_records_own_figures(run: Run) -> None:
-    profile, text = profile_of(run), render_memory(run, width=200)
+    profile, text = profile_of(run), text_of(run, width=200)
     assert f"The peak is {units.format_bytes(profile.peak_bytes)} ({profile.peak_bytes:,} bytes)" in text
     table = text.partition("Peak by category")[2].partition("Largest allocations")[0]
     told = [int(figure.replace(",", "")) for figure in re.findall(r"B +([\d,]+) +\S+ %", table)]
@@ -84,7 +87,9 @@ def test_the_text_says_the_records_own_figures(run: Run) -> None:
         assert re.search(rf"{phase.name} +{re.escape(units.format_bytes(phase.peak_bytes))} ", text)
     for made in profile.largest[:10]:
         assert units.format_bytes(made.requested_bytes) in text
-        assert made.source is None or made.source in text
+        place, _, function = (made.source or "").partition(" in ")
+        assert place.rpartition("/")[2] in text
+        assert function in text
     for note in profile.notes:
         assert note in text
 
@@ -97,7 +102,7 @@ def sorted_names(profile: MemoryProfile) -> list[str]:
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 @pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 def test_no_line_is_wider_than_the_terminal(run: Run, width: int) -> None:
-    text = render_memory(run, prediction=prediction_of(profile_of(run)), references=beside(FP32), width=width)
+    text = text_of(run, prediction=prediction_of(profile_of(run)), references=beside(FP32), width=width)
     assert max(map(len, text.splitlines())) <= width
     assert "None" not in text
 
@@ -122,7 +127,7 @@ def test_the_watched_peak_is_set_against_the_allocators_count_and_the_unwatched_
     assert memory is not None
     assert list(check_sentences(profile, memory)) == [
         "The allocator's own high-water mark over the watched step is the same, to the byte.",
-        "Each phase's peak is what the allocator counted over the steps timed phase by phase, to the byte.",
+        "Each phase's peak equals, to the byte, what the allocator counted over the steps timed phase by phase.",
     ]
     off = replace(profile, counted_peak_bytes=profile.peak_bytes + 512, unwatched_peak_bytes=profile.peak_bytes - MIB)
     counted, unwatched = check_sentences(off, None)
@@ -138,7 +143,7 @@ def test_a_phase_that_peaked_otherwise_in_the_timed_steps_is_named() -> None:
     lower = replace(forward, peak_bytes=forward.peak_bytes - 3 * MIB)
     _, *told = check_sentences(replace(profile, phases=(lower, *others)), memory)
     assert told == [
-        f"In forward the peak was {units.format_bytes(lower.peak_bytes)} as watched; over the steps timed phase by "
+        f"In forward the watched peak was {units.format_bytes(lower.peak_bytes)}; over the steps timed phase by "
         f"phase the allocator counted {units.format_bytes(forward.peak_bytes)} ({forward.peak_bytes:,} bytes), "
         f"3.00 MiB more ({format_share(3 * MIB / lower.peak_bytes)})."
     ]
@@ -147,13 +152,16 @@ def test_a_phase_that_peaked_otherwise_in_the_timed_steps_is_named() -> None:
 def test_a_prediction_stands_beside_what_was_measured() -> None:
     profile = profile_of(BF16)
     prediction = prediction_of(profile, 1.02)
-    text = render_memory(BF16, prediction=prediction, width=200)
+    text = text_of(BF16, prediction=prediction, width=200)
     table = text.partition("Peak by category")[2]
     for name, size in profile.at_peak.items():
         error = 100 * (prediction.at_peak[name] - size) / size
         row = rf"{size:,} +\S+ % +.*? {prediction.at_peak[name]:,} +{re.escape(f'{error:+.2f} %')}"
         assert re.search(row, table), name
-    assert f"Predicted {units.format_bytes(prediction.peak_bytes)} ({prediction.peak_bytes:,} bytes), +2.00 %" in text
+    said = (
+        f"The predicted peak is {units.format_bytes(prediction.peak_bytes)} ({prediction.peak_bytes:,} bytes), +2.00 %"
+    )
+    assert said in text
     assert "- attention is plain" in text
 
 
@@ -167,7 +175,7 @@ def test_what_was_predicted_alone_or_measured_alone_has_a_row_and_no_error_out_o
 
 def test_without_a_memory_profile_it_says_how_to_get_one() -> None:
     with pytest.raises(UserError, match="`steplab memory` makes a run that has one"):
-        render_memory(make_run())
+        memory_document(make_run())
 
 
 def test_names_from_a_file_do_not_steer_the_terminal() -> None:
@@ -181,7 +189,7 @@ def test_names_from_a_file_do_not_steer_the_terminal() -> None:
         largest=tuple(replace(made, source=HOSTILE, op=HOSTILE, module=HOSTILE) for made in profile.largest),
         saved=tuple(replace(saved, module=HOSTILE, op=HOSTILE) for saved in profile.saved),
     )
-    text = render_memory(replace(FP32, memory_profile=hostile), width=160)
+    text = text_of(replace(FP32, memory_profile=hostile), width=160)
     assert "\x1b" not in text
     assert "\x07" not in text
 
@@ -205,7 +213,7 @@ def test_the_size_of_the_residual_stream_is_derived(run: Run) -> None:
     assert said is not None
     assert run.spec is not None
     assert run.spec.model.shape is not None
-    figures = re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak would hold (\S+) of them", said)
+    figures = re.search(r"= ([\d ×]+) = ([\d,]+) bytes; the peak is (\S+) times that", said)
     assert figures is not None
     factors = [int(factor) for factor in figures[1].split(" × ")]
     assert factors == [run.spec.batch, run.spec.context, run.spec.model.shape.d_model, 4]
@@ -290,19 +298,24 @@ def test_the_largest_allocation_has_its_line_its_derivation_and_those_alike() ->
         "The largest allocation alive at the peak is 78.1 MiB: logits, (batch × context) × vocabulary × bytes of "
         "float32 = 2048 × 10000 × 4, made in forward by aten::mm in head at transformer.py:52 in forward."
     )
-    assert together.startswith("Alike ones that hold most together: 12 × 48.0 MiB = 576 MiB, attention weights")
+    assert together.startswith(
+        "The equal allocations that hold most together are 12 × 48.0 MiB = 576 MiB: attention weights"
+    )
     assert "reference.py:31 in plain" in together
     by_engine = Allocation(requested_bytes=64 * MIB, block_bytes=64 * MIB, category="temporaries", phase="backward",
                            op="aten::mm", at_peak=True)  # fmt: skip
     before = Allocation(requested_bytes=96 * MIB, block_bytes=96 * MIB, category="workspaces", at_peak=True)
     gone = replace(by_engine, requested_bytes=10**12, at_peak=False)
     (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(by_engine, gone)))
-    assert "64.0 MiB: temporaries, made in backward by aten::mm (no line of Python: by the autograd engine)." in told
+    assert (
+        "64.0 MiB: temporaries, made in backward by aten::mm (by the autograd engine, so from no line of Python)."
+        in told
+    )
     (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(before,)))
     assert told.endswith("96.0 MiB: workspaces, made before the recording.")
     since = replace(before, category="during")
     (told,) = largest_sentences(IMPORTED, replace(profile_of(IMPORTED), largest=(since,)))
-    assert told.endswith("allocated during the history, by whom the history does not say.")
+    assert told.endswith("allocated during the history, by code that the history does not name.")
     outside = replace(before, op="aten::empty")  # of no phase, and yet seen
     (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(outside,)))
     assert told.endswith("workspaces, made by aten::empty.")
@@ -324,7 +337,7 @@ def test_the_five_largest_contributors_and_their_share() -> None:
     total = sum(saved.stored_bytes for saved in profile.saved)
     five = sorted((saved.stored_bytes for saved in profile.saved), reverse=True)[:5]
     kept, block = saved_sentences(BF16, profile)
-    assert kept.startswith(f"Autograd kept {units.format_bytes(total)} for the backward pass.")
+    assert kept.startswith(f"Autograd saved {units.format_bytes(total)} for the backward pass.")
     assert f"The 5 largest contributors hold {100 * sum(five) / total:.1f} % of it: attention weights in blocks" in kept
     assert [float(share) for share in re.findall(r"\(([\d.]+) %\)", kept)] == [
         pytest.approx(100 * size / total, abs=0.05) for size in five
@@ -332,7 +345,7 @@ def test_the_five_largest_contributors_and_their_share() -> None:
     first = profile.blocks[0]
     assert first.gradient_bytes is not None
     assert block == (
-        f"blocks.0 keeps {units.format_bytes(first.saved_bytes)} of activations, "
+        f"blocks.0 saves {units.format_bytes(first.saved_bytes)} of activations for backward, "
         f"{first.saved_bytes / (4 * 4 * 512 * 768):.1f} times its input, "
         f"and its backward pass leaves {units.format_bytes(first.gradient_bytes)} of parameters' gradients."
     )
@@ -348,15 +361,17 @@ def test_the_copies_of_weights_that_a_block_keeps_are_told_beside_its_activation
         return next(text for text in saved_sentences(BF16, profile) if text.startswith("blocks.0"))
 
     assert ", and 10.0 MiB of low-precision copies of its weights" in told(12)
-    assert ", low-precision copies of its weights apart" in told(11)
-    assert ", low-precision copies of its weights apart" in told(12, saved_left_out=LeftOut(count=1, num_bytes=1))
+    assert ", not counting low-precision copies of its weights" in told(11)
+    assert ", not counting low-precision copies of its weights" in told(
+        12, saved_left_out=LeftOut(count=1, num_bytes=1)
+    )
     assert not any("copies of its" in text for text in saved_sentences(FP32, profile_of(FP32)))
 
 
 def test_an_imported_history_says_when_its_parts_were_allocated_and_says_it_once() -> None:
     profile = replace(profile_of(IMPORTED), at_peak={"before": 75 * MIB, "during": 25 * MIB}, peak_bytes=100 * MIB)
     assert parts_sentence(profile) == (
-        "Of it 75.0 % was allocated before the history, 25.0 % was allocated during the history."
+        "Of the peak, 75.0 % was allocated before the history, 25.0 % was allocated during the history."
     )
     before = Allocation(requested_bytes=1, block_bytes=1, category="before")
     assert allocation_words(before, IMPORTED) == "allocated before the history"
@@ -366,16 +381,19 @@ def test_an_imported_history_says_when_its_parts_were_allocated_and_says_it_once
 def test_what_the_lists_were_too_short_for_is_counted_in_the_totals() -> None:
     profile = replace(profile_of(BF16), saved_left_out=LeftOut(count=7, num_bytes=64 * MIB))
     total = sum(saved.stored_bytes for saved in profile.saved) + 64 * MIB
-    assert next(saved_sentences(BF16, profile)).startswith(f"Autograd kept {units.format_bytes(total)} for")
-    rest = sum(sorted(saved.stored_bytes for saved in profile.saved)[:-3]) + 64 * MIB
-    grid = saved_grid(profile.saved, 3, left_out=profile.saved_left_out)
-    assert grid.caption == f"And {len(profile.saved) - 3 + 7} kinds more, {units.format_bytes(rest)}."
+    assert next(saved_sentences(BF16, profile)).startswith(f"Autograd saved {units.format_bytes(total)} for")
+    table = saved_table(profile.saved, profile.saved_left_out)
+    assert table.caption == "The table leaves out 7 smaller kinds, 64.0 MiB together."
+    assert sum(float(str(row["share"])) for row in table.rows) == pytest.approx(1 - 64 * MIB / total)
+    many_kinds = [replace(profile.saved[0], shape=(n,), stored_bytes=n * MIB) for n in range(1, 51)]
+    assert [row["stored_bytes"] for row in saved_table(many_kinds).rows] == [n * MIB for n in range(50, 10, -1)]
+    assert saved_table(many_kinds).caption == "The table leaves out 10 smaller kinds, 55.0 MiB together."
     blocks = tuple(BlockMemory(module=f"blocks.{n}", saved_bytes=n * MIB) for n in range(10))
     many = replace(profile, blocks=blocks, blocks_left_out=LeftOut(count=2, num_bytes=30 * MIB))
     told = list(saved_sentences(BF16, many))[1:]
-    assert told[0] == "blocks.0 keeps no activations."
+    assert told[0] == "blocks.0 saves no activations for backward."
     assert len(told) == 5
-    assert told[-1] == "There are 8 more kinds of block; one of each together keep 69.0 MiB."
+    assert told[-1] == "There are 8 more kinds of block; one of each together save 69.0 MiB."
 
 
 # --- tables: what looks alike, what a narrow terminal shows ---------------------------------------------------
@@ -387,48 +405,25 @@ def made(mib: int, count: int, **fields: Any) -> Allocation:
 
 
 def test_no_two_rows_look_alike_and_their_sums_stay() -> None:
-    groups = [made(10, 3, shape=(10, 20)), made(10, 4, shape=(20, 10)), made(5, 2), made(5, 1, at_peak=False)]
-    every = largest_grid(FP32, groups)
-    assert [row[1] for row in every.rows] == ["4", "3", "2", "1"]
-    fewer = largest_grid(FP32, groups, hidden=("shape",))
-    assert [row[:4] for row in fewer.rows] == [
-        ("10.0 MiB", "7", "70.0 MiB", "yes"), ("5.00 MiB", "2", "10.0 MiB", "yes"), ("5.00 MiB", "1", "5.00 MiB", "no")
+    groups = [made(10, 3, shape=(10, 20)), made(10, 5, shape=(20, 10)), made(5, 2), made(10, 1, shape=(10, 20))]
+    told = allocation_table(FP32, [*groups, replace(made(5, 5), block_bytes=8 * MIB)], remark="And more.")
+    assert [(row["requested_bytes"], row["count"], row["together_bytes"], row["shape"]) for row in told.rows] == [
+        (10 * MIB, 5, 50 * MIB, "20 × 10"), (10 * MIB, 4, 40 * MIB, "10 × 20"), (5 * MIB, 7, 35 * MIB, None)
     ]  # fmt: skip
-    first = largest_grid(FP32, groups, hidden=("shape",), most=1)
-    assert first.caption == "And 2 kinds more, 15.0 MiB."
-    (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(made(9, 5), made(9, 2))))
-    assert "one of 7 alike" in told
+    assert told.caption == "And more."
+    (sentence,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(made(9, 5), made(9, 2))))
+    assert "one of 7 equal ones" in sentence
 
 
 @pytest.mark.parametrize("width", [60, 72, 80, 100, 120])
 @pytest.mark.parametrize("run", ALL.values(), ids=ALL)
 def test_no_figure_is_broken_over_lines(run: Run, width: int) -> None:
     prediction = prediction_of(profile_of(run))
-    text = render_memory(run, prediction=prediction, references=beside(FP32), width=width)
-    wide = render_memory(run, prediction=prediction, references=beside(FP32), width=1000)
+    text = text_of(run, prediction=prediction, references=beside(FP32), width=width)
+    wide = text_of(run, prediction=prediction, references=beside(FP32), width=1000)
     long_figure = r"\d[\d,]*,\d{3}|\.py:\d+"
-    lines = "\n".join(made.source or "" for made in profile_of(run).largest)  # narrow, other rows come together and up
-    assert {*re.findall(long_figure, text)} <= {*re.findall(long_figure, wide + lines)}
+    assert {*re.findall(long_figure, text)} <= {*re.findall(long_figure, wide)}
     assert not re.search(r"\d[,.:]?\n\s+(?:(?:[KMG]i)?B\b|%|ms\b)", text)
-    table = text.partition("Largest allocations")[2].partition("\n\n")[0].splitlines()
-    rows = [line for line in table[3:] if re.match(r" +[\d.]+ [KMG]?i?B ", line)]
-    assert len(rows) == len({*rows})
-
-
-@pytest.mark.parametrize(
-    ("most", "text"),
-    [(60, "a/steplab/model.py:81 in forward"), (30, "…/model.py:81 in forward"), (23, "model.py:81 in forward"),
-     (12, "model.py:81"), (8, "…l.py:81")],
-)  # fmt: skip
-def test_a_line_is_cut_from_the_left(most: int, text: str) -> None:
-    assert short_line("a/steplab/model.py:81 in forward", most) == text
-
-
-@pytest.mark.parametrize(
-    ("most", "text"), [(30, "blocks.*.attention.query"), (18, "….attention.query"), (9, "….query"), (4, "…ery")]
-)
-def test_a_module_is_cut_from_the_left(most: int, text: str) -> None:
-    assert short_module("blocks.*.attention.query", most) == text
 
 
 def test_an_error_that_rounds_away_is_told_from_none() -> None:
@@ -479,7 +474,7 @@ def test_why_autocast_lowers_a_peak_by_category() -> None:
 
 @pytest.mark.parametrize(
     ("after", "before", "words"),
-    [(4, 1000, "next to nothing is left"), (1000, 4, "next to nothing before"), (8, 1000, "0.0080×"),
+    [(4, 1000, "almost nothing is left"), (1000, 4, "almost nothing before"), (8, 1000, "0.0080×"),
      (790, 1000, "0.79×"), (1500, 1000, "1.5×"), (4007, 100, "40×"), (12_345, 100, "120×")],
 )  # fmt: skip
 def test_a_ratio_has_two_digits_and_words_where_it_says_nothing(after: int, before: int, words: str) -> None:
@@ -497,11 +492,11 @@ def test_a_ratio_that_rounds_to_one_is_left_out() -> None:
 def test_what_checkpointing_keeps_is_named() -> None:
     assert CHECKPOINTED.spec is not None
     kept = SavedTensors(module="blocks.*", op="", shape=(1,), dtype="float32", count=1, stored_bytes=MIB)
-    assert saved_by(kept, CHECKPOINTED.spec) == "what checkpointing keeps in blocks.*"
+    assert saved_by(kept, CHECKPOINTED.spec) == "checkpointing in blocks.*"
     assert saved_by(kept, FP32.spec) == "a tensor in blocks.*"
     autocast = replace(CHECKPOINTED, spec=replace(CHECKPOINTED.spec, precision="bf16"))
     told = next(precision_sentences(like(autocast, STATES | {"activations": 1}, saved=(kept,)), None))
-    assert "(most of it: what checkpointing keeps, 1.00 MiB)" in told
+    assert "(most of it: checkpointing 1.00 MiB)" in told
 
 
 assert BF16.spec is not None
@@ -522,13 +517,13 @@ def test_casts_of_weights_that_a_compiled_graph_keeps_are_no_activations() -> No
     )
     told = list(precision_sentences(like(COMPILED, STATES | {"activations": 450}, saved=kept), None))
     assert told == [
-        "The compiled graph keeps 100 MiB of bfloat16 casts of weights, as their shapes tell; in the table of the peak "
-        "they stand among the activations.",
-        "Of the 350 MiB of activations kept for backward 85.7 % is bfloat16; 50.0 MiB stay float32.",
-        "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 76.9 % of the peak.",
-        "Kept in float32 the low-precision activations would take 300 MiB more: autocast cannot lower this peak by "
-        "more than that, temporaries apart, and may raise it: 100 MiB of weight copies, alive at the peak, would not "
-        "be there in fp32. The same cell in fp32 would tell.",
+        "The compiled graph saves 100 MiB of bfloat16 casts of weights, recognised by their shapes; the table of the "
+        "peak counts them as activations.",
+        "Of the 350 MiB of activations saved for backward, 85.7 % is bfloat16; 50.0 MiB stay in float32.",
+        "Autocast does not change parameters, gradients and optimizer state: 1.46 GiB, 76.9 % of the peak.",
+        "In float32 the low-precision activations would take 300 MiB more, so autocast lowers this peak by at most "
+        "that, excluding temporaries. It may also raise the peak: 100 MiB of weight copies, alive at the peak, would "
+        "not exist in fp32. Measure the same cell in fp32 to see the difference.",
     ]
     # 60 MiB of what was kept is gone by the peak: perhaps casts, so that the bound counts on 40 MiB of them alone.
     *_, late = precision_sentences(like(COMPILED, STATES | {"activations": 390}, saved=kept), None)
@@ -549,7 +544,7 @@ def test_casts_that_their_shape_does_not_tell_are_said_to_be_counted_as_activati
 def test_what_a_compiled_graph_keeps_is_told_by_shape() -> None:
     kept = (kept_by_a_graph((2048, 3072), 300), kept_by_a_graph((3072, 768), 80), kept_by_a_graph((48, 512, 512), 70))
     told = next(saved_sentences(COMPILED, replace(profile_of(BF16), saved=kept)))
-    assert "A compiled graph keeps it, of which shapes are known and no modules." in told
+    assert "A compiled graph saved it, so that shapes are known and modules are not." in told
     assert "2048 × 3072 bfloat16 (inner width of the feed-forward) 300 MiB" in told
     assert "3072 × 768 bfloat16 (weights) 80.0 MiB" in told
     assert "48 × 512 × 512 bfloat16 (attention scores) 70.0 MiB" in told
@@ -562,11 +557,11 @@ def test_why_autocast_does_not_lower_a_peak() -> None:
     assert raised.startswith("With bf16 autocast the peak is 7.1 % higher: 1.78 GiB, against 1.66 GiB with fp32.")
     assert "autocast copies add 200 MiB (+200 MiB); activations shrink" in raised
     (same,) = precision_sentences(like(BF16, STATES | {"activations": 200}, saved=()), before)
-    assert "the peak is where it was: 1.66 GiB" in same
+    assert "the peak is the same: 1.66 GiB" in same
     moved = like(BF16, {**STATES, "gradients": 500}, peak_phase="optimizer", saved=())
     told = list(precision_sentences(moved, replace(before)))
-    assert "the 200 MiB of activations are gone (-200 MiB)" in told[0]
-    assert told[1] == "The peaks are not the same moment: fp32 peaks in backward, bf16 autocast in optimizer."
+    assert "the 200 MiB of activations disappear (-200 MiB)" in told[0]
+    assert told[1] == "The two peaks are at different moments: with fp32 in backward, with bf16 autocast in optimizer."
 
 
 def test_the_changes_told_add_up_to_the_net_whatever_the_peaks() -> None:
@@ -601,29 +596,31 @@ def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() 
     alone = like(BF16, STATES | {"activations": 400, "autocast_copies": 100}, saved=kept)
     told = list(precision_sentences(alone, None))
     assert told == [
-        "Of the 400 MiB of activations kept for backward 75.0 % is bfloat16; 100 MiB stay float32 (most of it: "
+        "Of the 400 MiB of activations saved for backward, 75.0 % is bfloat16; 100 MiB stay in float32 (most of it: "
         "Softmax 80.0 MiB, FusedRmsNorm 20.0 MiB).",
-        "Autocast leaves parameters, gradients and optimizer state as they are: 1.46 GiB, 75.0 % of the peak.",
-        "Kept in float32 the low-precision activations would take 300 MiB more: autocast cannot lower this peak by "
-        "more than that, temporaries apart, and may raise it: 100 MiB of weight copies, alive at the peak, would not "
-        "be there in fp32. The same cell in fp32 would tell.",
+        "Autocast does not change parameters, gradients and optimizer state: 1.46 GiB, 75.0 % of the peak.",
+        "In float32 the low-precision activations would take 300 MiB more, so autocast lowers this peak by at most "
+        "that, excluding temporaries. It may also raise the peak: 100 MiB of weight copies, alive at the peak, would "
+        "not exist in fp32. Measure the same cell in fp32 to see the difference.",
     ]
     assert alone.spec is not None
     flash = replace(alone, spec=replace(alone.spec, attention="sdpa_flash"))
     *_, last = precision_sentences(flash, None)
-    assert last.endswith("No cell in fp32 can tell more: attention sdpa_flash does not run in it.")
+    assert last.endswith("The same cell cannot be measured in fp32: attention sdpa_flash does not run in it.")
     late = like(BF16, STATES | {"gradients": 500}, saved=kept, peak_phase="optimizer")
-    assert "and does not raise it: the peak lies in the optimizer" in list(precision_sentences(late, None))[-1]
+    assert "It does not raise the peak, which is in the optimizer" in list(precision_sentences(late, None))[-1]
     costly = like(BF16, STATES | {"activations": 400, "autocast_copies": 400}, saved=kept)
-    assert "may raise it: 400 MiB of weight copies" in list(precision_sentences(costly, None))[-1]
+    assert "may also raise the peak: 400 MiB of weight copies" in list(precision_sentences(costly, None))[-1]
     only_copies = like(BF16, STATES | {"autocast_copies": 400}, saved=())
-    assert "has nothing to lower this peak by" in list(precision_sentences(only_copies, None))[-1]
+    assert "so autocast does not lower this peak" in list(precision_sentences(only_copies, None))[-1]
     cut = replace(profile_of(costly), saved_left_out=LeftOut(count=3, num_bytes=MIB))
     told = list(precision_sentences(replace(costly, memory_profile=cut), None))
-    assert "it does not tell how much autocast can lower this peak" in told[-1]
+    assert "it does not say by how much autocast can lower this peak" in told[-1]
     none = like(BF16, STATES | {"activations": 80}, saved=kept[1:2])
     said = next(precision_sentences(none, None))
-    assert said.startswith("Of the 80.0 MiB of activations kept for backward nothing is low precision; 80.0 MiB stay")
+    assert said.startswith(
+        "Of the 80.0 MiB of activations saved for backward, nothing is in low precision; 80.0 MiB stay"
+    )
 
 
 def test_float32_runs_and_bf16_throughout_are_not_told_about_autocast() -> None:
@@ -644,21 +641,19 @@ def test_checkpointing_is_set_against_the_same_cell_without() -> None:
     assert told[0].startswith(f"With checkpointing (full) the peak is {lower:.1f} % lower")
     shrunk = at_peak(after, "activations") / at_peak(before, "activations")
     assert f"activations shrink from 2.26 GiB to 186 MiB ({shrunk:#.2g}×" in told[0]
-    assert re.fullmatch(r"For that the step takes \S+ ms instead of \S+ ms \([+-]\S+ %\)\.", told[-1])
+    assert re.fullmatch(r"The step takes \S+ ms instead of \S+ ms \([+-]\S+ %\)\.", told[-1])
     assert list(checkpointing_sentences(FP32, FP32)) == []
     assert list(checkpointing_sentences(CHECKPOINTED, None)) == []
 
 
 def test_among_other_runs_the_same_cell_is_found_and_no_other() -> None:
-    told = flat(
-        render_memory(BF16, references=beside(watched_run({"context": 256}), FP32, CPU, IMPORTED, BF16), width=120)
-    )
+    told = flat(text_of(BF16, references=beside(watched_run({"context": 256}), FP32, CPU, IMPORTED, BF16), width=120))
     assert "against 3.81 GiB with fp32." in told
     assert "with fp32" not in flat(
-        render_memory(BF16, references=beside(watched_run({"context": 256}), make_run()), width=120)
+        text_of(BF16, references=beside(watched_run({"context": 256}), make_run()), width=120)
     )
     assert "against 3.81 GiB with no checkpointing" in flat(
-        render_memory(CHECKPOINTED, references=beside(BF16, FP32), width=120)
+        text_of(CHECKPOINTED, references=beside(BF16, FP32), width=120)
     )
 
 
@@ -673,36 +668,37 @@ def test_the_rows_sum_to_the_peak_in_every_format(run: Run) -> None:
     assert {row["category"]: row["bytes"] for row in rows} == profile.at_peak
     assert sum(int(str(row["bytes"])) for row in rows) == profile.peak_bytes
     assert sum(int(str(row["predicted_bytes"])) for row in rows) == prediction.peak_bytes
-    assert json.loads(render_memory_rows(profile, "json", prediction=prediction)) == rows
-    lines = list(csv.DictReader(io.StringIO(render_memory_rows(profile, "csv"))))
+    document = memory_document(run, prediction=prediction)
+    assert json.loads(render(document, "json")) == list(rows)
+    lines = list(csv.DictReader(io.StringIO(render(memory_document(run), "csv"))))
     assert {line["category"]: int(line["bytes"]) for line in lines} == profile.at_peak
     assert "predicted_bytes" not in lines[0]
     for name in ("md", "latex", "table"):
-        text = render_memory_rows(profile, name, prediction=prediction, width=120)
+        text = render(document, name, width=120)
         for size in profile.at_peak.values():
             assert units.format_bytes(size) in text
-    with pytest.raises(UserError, match="format 'yaml' is not known"):
-        render_memory_rows(profile, "yaml")
+            assert f"{size:,}" in text
 
 
-def test_the_rows_of_allocations_are_the_records() -> None:
-    profile = profile_of(FP32)
-    rows = allocation_rows(profile)
-    assert [row["requested_bytes"] for row in rows] == [made.requested_bytes for made in profile.largest]
-    assert rows[0]["shape"] == "4x12x512x512"
-    assert "transformer.py:52 in forward" in render_allocations(profile, "md")
-    assert render_allocations(train_profile(spec(), largest=()), "table") == "no allocations"
-
-
-def spec() -> Any:
-    return resolve_step({"model": "tiny", "context": 64})
+def test_the_largest_allocations_that_were_not_alive_at_the_peak_have_a_table_of_their_own() -> None:
+    gone = made(7, 3, at_peak=False, source="a/steplab/model.py:81 in forward")
+    run = replace(FP32, memory_profile=replace(profile_of(FP32), largest=(made(5, 2), gone)))
+    tables = {
+        section.title: block
+        for section in memory_document(run).sections
+        for block in section.blocks
+        if isinstance(block, Table)
+    }
+    (row,) = tables["Large allocations not alive at the peak"].rows
+    assert (row["line"], row["function"], row["folder"]) == ("model.py:81", "forward", "a/steplab")
+    assert row["together_bytes"] == 21 * MIB
+    (row,) = tables["Largest allocations alive at the peak"].rows
+    assert row["together_bytes"] == 10 * MIB
 
 
 def test_what_lies_around_the_peak_is_told_and_absent_where_nobody_knows() -> None:
     profile = replace(profile_of(FP32), peak_bytes=1000 * MIB, reserved_bytes=1300 * MIB, outside_bytes=540 * MIB)
     held, outside = around_sentences(profile)
-    assert (
-        held == "The allocator held 1.27 GiB of the device at most, 300 MiB more than the peak: cached or fragmented."
-    )
+    assert held.startswith("The allocator held at most 1.27 GiB of the device's memory, 300 MiB more than the peak,")
     assert outside.startswith("Outside the allocator the device had 540 MiB in use")
     assert list(around_sentences(profile_of(CPU))) == []

@@ -13,8 +13,8 @@ from steplab.records.codec import decode
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.memory_references import Fp32Forecast
 from steplab.records.run import Run
-from steplab.report.memory_alone import forecast_sentence
-from steplab.report.memory_compare import comparison_sentences, precision_sentences
+from steplab.report.memory.comparison import comparison_sentences, precision_sentences
+from steplab.report.memory.forecast import forecast_sentence
 from steplab.report.run.cells import cells_of
 from steplab.store.database import Store
 
@@ -58,7 +58,7 @@ def test_the_direction_told_of_a_cell_alone_is_that_of_the_measured_fp32_cell(pa
     for run, twin in pairs:
         first = next(precision_sentences(run, None, fp32_forecast(run)))
         truth = change(run, twin)
-        if first.endswith("with bf16 autocast the peak is where it would be."):
+        if first.endswith("with bf16 autocast the peak is the same."):
             assert abs(truth) <= 2e-3 * memory_of(twin).peak_bytes, run.name
             continue
         told = re.search(r"predicts (\S+ \w+) in fp32: .* the peak is \S+ % (lower|higher), by (\S+ \w+)\.", first)
@@ -75,13 +75,13 @@ def test_without_a_dry_run_no_direction_is_told_that_the_record_does_not_bear_ou
     pairs: list[tuple[Run, Run]], runs: list[Run]
 ) -> None:
     every = " ".join(text for run in runs for text in precision_sentences(run, None))
-    assert "autocast lowers" not in every
+    assert not re.search(r"autocast lowers this peak(?! by at most)", every)
     for run, twin in pairs:
         told = " ".join(precision_sentences(run, None))
         temporaries = memory_of(twin).at_peak.get("temporaries", 0)
-        if bound := re.search(r"would take (\S+ \w+) more: autocast cannot lower this peak by more than that", told):
+        if bound := re.search(r"would take (\S+ \w+) more, so autocast lowers this peak by at most that", told):
             assert -change(run, twin) <= size_in(bound[1]) * 1.01 + temporaries, run.name
-        if "nothing to lower this peak by" in told:
+        if "so autocast does not lower this peak" in told:
             assert -change(run, twin) <= temporaries, run.name
         if "does not raise it" in told:
             assert change(run, twin) <= 0, run.name
@@ -97,10 +97,10 @@ def test_a_cell_that_is_alone_in_a_store_is_set_against_its_prediction_and_else_
     (cell,) = cells_of([run])
     alone = list(comparison_sentences(cell, [cell], memory_references([run], path)))
     assert alone[0].startswith(
-        "No cell in fp32 was measured; the dry run of the step, which met this peak within 0.01 %"
+        "The same cell in fp32 was not measured. The dry run of the step, which gives this peak within 0.01 %"
     )
     assert "with bf16 autocast the peak is 3.9 % higher, by 2.2" in alone[0]
-    assert not any("would tell" in text for text in alone)
+    assert not any("Measure the same cell" in text for text in alone)
     other_card = dataclasses.replace(twin, id="another", environment=None)  # the newer, and of no known machine
     with Store.open(path, write=True) as store:
         store.add(twin)
@@ -122,14 +122,14 @@ def test_a_difference_within_the_dry_runs_own_error_has_no_direction(pairs: list
         fp32 = dataclasses.replace(forecast.fp32, peak_bytes=profile.peak_bytes + fp32_change)
         return forecast_sentence("bf16 autocast", profile, Fp32Forecast(own=own, fp32=fp32))
 
-    assert "which met this peak to the byte" in told(0, 2**30)
+    assert "which gives this peak exactly" in told(0, 2**30)
     assert "lower, by 1.00 GiB" in told(2**28, 2**30)
     assert "higher, by 1.00 GiB" in told(2**28, -(2**30))
     for change_bytes in (2**30, -(2**30)):
         assert told(2**29, change_bytes).endswith(
-            "too near to this cell's to say whether bf16 autocast lowers the peak or raises it."
+            "too close to this cell's peak to say whether bf16 autocast lowers or raises it."
         )
-    assert told(0, 100).endswith("with bf16 autocast the peak is where it would be.")
+    assert told(0, 100).endswith("with bf16 autocast the peak is the same.")
 
 
 def test_an_estimate_tells_a_direction_only_beyond_what_estimates_are_off_by(runs: list[Run]) -> None:
@@ -137,10 +137,10 @@ def test_an_estimate_tells_a_direction_only_beyond_what_estimates_are_off_by(run
     for run in runs:
         if run.spec and run.spec.compile != "off" and (forecast := fp32_forecast(run)):
             text = forecast_sentence("bf16 autocast", memory_of(run), forecast)
-            assert "the estimate of the step" in text
+            assert "The estimate of the step" in text
             change = abs(memory_of(run).peak_bytes / forecast.fp32.peak_bytes - 1)
-            found["too near" in text] = True
-            assert ("too near" in text) == (change <= 0.0305) or 0.028 < change < 0.07, text
+            found["too close" in text] = True
+            assert ("too close" in text) == (change <= 0.0305) or 0.028 < change < 0.07, text
             assert abs(forecast.own.peak_bytes / memory_of(run).peak_bytes - 1) < 0.03
     assert set(found) == {True, False}
 
@@ -167,5 +167,5 @@ def test_a_page_of_some_runs_finds_the_fp32_cell_in_the_store(pairs: list[tuple[
     text = page.read_text(encoding="utf-8").replace("\u00a0", " ")
     lower = 100 * (1 - memory_of(run).peak_bytes / memory_of(twin).peak_bytes)
     assert f"With bf16 autocast the peak is {lower:.1f} % lower" in text
-    assert "would tell" not in text
+    assert "Measure the same cell" not in text
     assert twin.id not in text  # compared with, and not reported

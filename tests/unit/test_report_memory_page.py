@@ -12,8 +12,9 @@ from tests.unit.memory_records import cpu_run, imported_snapshot, prediction_of,
 from steplab import units
 from steplab.records.memory_profile import Allocation, MemoryProfile, MemoryTimeline
 from steplab.records.run import Run
-from steplab.report.memory_facts import memory_facts
-from steplab.report.memory_page import memory_part
+from steplab.report.kit.document import Chart, Section, Sentences
+from steplab.report.memory.document import memory_chapter
+from steplab.report.memory.facts import memory_facts
 from steplab.report.page import render_page
 from steplab.report.run.cells import cells_of
 
@@ -30,6 +31,19 @@ IMPORTED = imported_snapshot()
 def profile_of(run: Run) -> MemoryProfile:
     assert run.memory_profile is not None
     return run.memory_profile
+
+
+def parts_of(runs: list[Run]) -> list[Section]:
+    """The sections of the chapter."""
+    chapter = memory_chapter(cells_of(runs), {})
+    assert chapter is not None
+    return [block for block in chapter.blocks if isinstance(block, Section)]
+
+
+def chart_of(section: Section) -> Chart:
+    (chart,) = section.blocks
+    assert isinstance(chart, Chart)
+    return chart
 
 
 def section_of(page: str) -> str:
@@ -80,8 +94,8 @@ def test_a_page_with_watched_memory_is_whole_and_needs_nothing_else(runs: list[R
     assert_whole(page)
     assert page.count('<a href="#memory">') == 1
     section, watched = section_of(page), [run for run in runs if run.memory_profile]
-    assert section.count('<article class="profile">') == len(watched)
     assert section.count("Memory over time</h4>") == len(watched)
+    assert section.count("Peak by category</h4>") == len(watched)
     for run in watched:
         assert f"({profile_of(run).peak_bytes:,} bytes)" in section
         for size in profile_of(run).at_peak.values():
@@ -90,24 +104,29 @@ def test_a_page_with_watched_memory_is_whole_and_needs_nothing_else(runs: list[R
 
 
 def test_contexts_of_one_cell_stand_side_by_side() -> None:
-    part = memory_part(cells_of([*CONTEXTS, *SETTINGS, IMPORTED]), {})
-    assert part is not None
-    groups = [block for block in part.across if block.title.startswith("Over time")]
-    assert [block.title for block in groups] == [
+    parts = parts_of([*CONTEXTS, *SETTINGS, IMPORTED])
+    groups = [part for part in parts if part.title.startswith("Over time")]
+    assert [part.title for part in groups] == [
         f"Over time, by context: small · {precision} · no checkpointing" for precision in ("fp32", "bf16")
     ]
-    for block in groups:
-        assert block.chart is not None
-        assert [picture.title for picture in block.chart.pictures] == ["context 128", "context 256", "context 512"]
-    (tradeoff,) = [block for block in part.across if block.title.startswith("Checkpointing")]
-    assert tradeoff.chart is not None
-    assert [picture.title for picture in tradeoff.chart.pictures] == ["small · context 128 · fp32"]
+    for part in groups:
+        assert [picture.title for picture in chart_of(part).pictures] == ["context 128", "context 256", "context 512"]
+    (tradeoff,) = [part for part in parts if part.title.startswith("Checkpointing")]
+    assert [picture.title for picture in chart_of(tradeoff).pictures] == ["small · context 128 · fp32"]
 
 
-def test_each_run_is_told_against_its_own_counterpart() -> None:
-    part = memory_part(cells_of([*CONTEXTS, *SETTINGS]), {})
-    assert part is not None
-    by_title = {section.title: " ".join(section.told) for section in part.records}
+def test_each_run_is_compared_with_its_own_counterpart() -> None:
+    by_title = {}
+    for part in parts_of([*CONTEXTS, *SETTINGS]):
+        sentences = [
+            text
+            for section in part.blocks
+            if isinstance(section, Section)
+            for block in section.blocks
+            if isinstance(block, Sentences)
+            for text in block.texts
+        ]
+        by_title[part.title] = " ".join(sentences)
     for fp32, bf16 in zip(CONTEXTS[::2], CONTEXTS[1::2], strict=True):
         assert fp32.spec is not None
         told = by_title[f"context {fp32.spec.context} · bf16 · no checkpointing"]
@@ -126,8 +145,9 @@ def test_predictions_stand_beside_what_was_measured() -> None:
         assert f">{size:,}</td>" in section
     assert section.count(">+5.00 %</td>") == len(prediction.at_peak) + 1
     assert "What the peaks are made of" in section
-    assert "Hatched: what was predicted" in section
-    assert "prediction: attention is plain" in section
+    assert "Hatched bars are what was predicted" in section
+    assert "Notes on the prediction" in section
+    assert "attention is plain" in section
     assert "Hatched" not in render_page([run], title="x")
 
 
@@ -135,18 +155,17 @@ def test_without_watched_memory_the_page_does_not_speak_of_it() -> None:
     page = render_page([make_run()], title="x")
     assert 'id="memory"' not in page
     assert "categories of memory" not in page
-    assert memory_part(cells_of([make_run(), make_run({"context": 64})]), {}) is None
+    assert memory_chapter(cells_of([make_run()]), {}) is None
 
 
 def test_after_six_runs_the_rest_starts_closed_and_long_tables_go_on_closed() -> None:
     runs = [replace(IMPORTED, id=f"{index:012x}", name=f"rank{index}") for index in range(8)]
-    part = memory_part(cells_of(runs), {})
-    assert part is not None
-    assert [section.folded for section in part.records] == [False] * 6 + [True] * 2
+    parts = [part for part in parts_of(runs) if part.title.startswith("rank")]
+    assert [part.folded for part in parts] == [False] * 6 + [True] * 2
     page = render_page([IMPORTED], title="x")
     num_alive = sum(made.at_peak for made in profile_of(IMPORTED).largest)
-    assert f"Largest allocations alive at the peak, further down: {num_alive - 8} rows</summary>" in page
-    assert "further down</h4>" not in page
+    assert f"<summary>{num_alive - 10} more rows</summary>" in page
+    assert page.count("Largest allocations alive at the peak</h4>") == 1
 
 
 def test_hostile_names_are_text_on_the_page() -> None:

@@ -67,7 +67,7 @@ def memory(
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
-    references = memory_references([record], out.store) if chosen == "table" else None
+    references = memory_references([record], out.store) if chosen not in ("json", "csv") else None
     show_memory(record, chosen, out.output, prediction=prediction, references=references)
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
@@ -92,18 +92,15 @@ def show_memory(
     prediction: "MemoryPrediction | None" = None,
     references: "MemoryReferences | None" = None,
 ) -> None:
-    """Write a run's memory: as text, or the parts of its peak as rows. One without is written as any run is."""
+    """Write what a run's memory profile says, or, for a run without one, what is said of any run."""
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
-    from steplab.report.memory_rows import render_memory_rows
-    from steplab.report.memory_text import render_memory
+    from steplab.report.memory.document import memory_document
     from steplab.report.run.document import run_document
 
     color = stdout_color() and output is None
     if record.memory_profile is None:
-        text = render(run_document(record), format, color=color)
-    elif format == "table":
-        text = render_memory(record, prediction=prediction, references=references, color=color)
+        document = run_document(record)
     else:
-        text = render_memory_rows(record.memory_profile, format, prediction=prediction)
-    emit(text, output)
+        document = memory_document(record, prediction=prediction, references=references)
+    emit(render(document, format, color=color), output)

@@ -22,16 +22,19 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
+    import msgspec
+
     from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.lab.planning import plan_memory
-    from steplab.report.plan_rows import render_prediction_as
-    from steplab.report.plan_text import render_prediction
+    from steplab.report.kit.rendering import render
+    from steplab.report.plan.document import plan_document
     from steplab.specs.resolve import resolve_step
 
     spec = resolve_step(step.fields())
     chosen = chosen_format(out.format, out.output)
     prediction = plan_memory(spec)
-    if chosen == "table":
-        emit(render_prediction(spec, prediction, color=stdout_color() and out.output is None), out.output)
+    if chosen == "json":
+        emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out.output)
     else:
-        emit(render_prediction_as(prediction, chosen), out.output)
+        document = plan_document(spec, prediction)
+        emit(render(document, chosen, color=stdout_color() and out.output is None), out.output)

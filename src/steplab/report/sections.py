@@ -12,11 +12,11 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.attention.document import attention_chapter, attention_document
-from steplab.report.bridge import memory_chapter
 from steplab.report.ceilings import ceilings_chapter, ceilings_document
 from steplab.report.comm import document as comm
 from steplab.report.ddp import document as ddp
 from steplab.report.kit.document import Document, Section
+from steplab.report.memory import document as memory
 from steplab.report.precision.document import precision_chapter, precision_document
 from steplab.report.profile.document import profile_chapter
 from steplab.report.run import chapters as run
@@ -90,7 +90,8 @@ SECTIONS: dict[str, Sections] = {
             Chapter(name="warm-up", make=_of_cells(run.warmup_chapter)),
             Chapter(
                 name="memory",
-                make=lambda cells, context: memory_chapter(cells, context.predictions, context.references),
+                make=lambda cells, context: memory.memory_chapter(cells, context.predictions, context.references),
+                terms=memory.TERMS,
             ),
             Chapter(name="utilization", make=_of_cells(run.utilization_chapter)),
             Chapter(name="the table of runs", make=_of_cells(run.runs_chapter), terms=run.TERMS),

@@ -3,15 +3,12 @@
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from steplab import units
 from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.kit.text import flowed, plain
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _PIPED_WIDTH = 120
 _LONGEST_LINE = 120  # of sentences: longer ones are hard to read
@@ -29,45 +26,12 @@ def wants_color(stream: IO[str]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def draw(*parts: "RenderableType", width: int, color: bool) -> str:
-    """The parts one under the other, as text without trailing blanks; with ANSI colour only if asked.
-
-    The console is given everything it would otherwise look up in the process's environment, so that the
-    same record always gives the same text.
-    """
-    import io
-
-    from rich.console import Console
-
-    target = io.StringIO()
-    console = Console(
-        file=target,
-        width=width,
-        force_terminal=color,
-        color_system="standard" if color else None,
-        no_color=not color,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        legacy_windows=False,
-        _environ={},
-    )
-    for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in target.getvalue().splitlines())
-
-
 def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
     """The document as text for a terminal, without a newline at the end; `width` None: the terminal's own.
 
     Pictures are left out: a page has them.
     """
     return "\n".join(_document(document, width or terminal_width(), _styled if color else _bare)).rstrip("\n")
-
-
-def render_sections(sections: Iterable[Section], *, width: int) -> str:
-    """Sections as text without colour, for a text that is not a document."""
-    return "\n".join(line for section in sections for line in _section(section, width, _bare))
 
 
 Style = Callable[[str, str], str]

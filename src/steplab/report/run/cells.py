@@ -127,7 +127,7 @@ def said(field: str, value: Scalar) -> str:
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
-def _axis_name(field: str) -> str:
+def axis_name(field: str) -> str:
     """What values of a field are called on an axis, where there is little room."""
     return _STEP[field].axis_name if field in _STEP else field
 
@@ -170,8 +170,8 @@ def arrange(cells: Sequence[Cell]) -> tuple[Layout, tuple[Panel, ...]]:
             )
         )
     layout = Layout(
-        outer=_axis_name(axes[0]) if axes else None,
-        inner=_axis_name(axes[1]) if len(axes) > 1 else None,
+        outer=axis_name(axes[0]) if axes else None,
+        inner=axis_name(axes[1]) if len(axes) > 1 else None,
         positions=tuple(_position_label(cells, axes, position) for position in positions),
         series=tuple(_series_label(rest, key) for key in series),
         ordered=bool(axes) and axes[-1] in ("context", "batch"),

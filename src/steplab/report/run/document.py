@@ -9,7 +9,6 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve, find_phase
-from steplab.report.bridge import memory_sections
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     Block,
@@ -24,6 +23,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
 from steplab.report.kit.text import ABSENT, reason
+from steplab.report.memory.document import memory_sections
 from steplab.report.profile.document import profile_section
 from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.run.gaps import choices, doubts, gaps
@@ -83,8 +83,7 @@ def _sections(run: Run, references: MemoryReferences | None) -> Iterator[Section
     yield from notes_section(gaps(run), "Not measured")
     if run.profile:
         yield profile_section(run, run.profile)
-    if run.memory_profile:
-        yield named_section("Where the memory goes", *memory_sections(run, references=references))
+    yield from memory_sections(run, references=references)
 
 
 def _failure(failure: Failure) -> Iterator[Section]:

@@ -8,7 +8,7 @@ from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.records.timing import HARDLY_AHEAD
 from steplab.report.kit.document import Fact
-from steplab.report.memory_facts import memory_facts
+from steplab.report.memory.facts import memory_facts
 from steplab.report.run.cells import COMPARED, Cell, label, said, varying
 from steplab.report.run.figures import never_steady, step_median, step_samples
 from steplab.report.run.host_lead import waits_for_host

@@ -13,23 +13,22 @@ from dataclasses import dataclass, replace
 from steplab import units
 from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTimeline
 from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import GRID, INK, MUTED, css_color
+from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
-from steplab.report.memory_frame import BOTTOM, GAP, LEFT, NARROW, WIDE, Frame, phase_labels
-from steplab.report.memory_shapes import (
-    LETTERS,
-    Box,
-    color_of,
-    dot,
-    legend_of,
-    picture,
-    text_at,
-    text_box,
-    titled,
-)
-from steplab.report.memory_words import category_word
+from steplab.report.kit.text import plain
+from steplab.report.memory.categories import category_word, color_of, legend_of
 
+WIDE, NARROW = 1040, 324
+"""Widths of a picture that is alone, and of one that has others beside it."""
+HEIGHTS = {WIDE: 300, NARROW: 210}
+"""Of the bytes' axis."""
+LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24
+"""Margins: for the sizes, at the right, for the phases' names, for the times."""
+GAP = 8
+"""Least distance of two labels."""
+LETTERS = 11
+"""Size of the letters, in pixels."""
 _COLUMNS_PX = (1.0, 2.0, 4.0, 8.0)
 _MOST_CHARACTERS = 60_000
 _CAPACITY_MATTERS = 0.6  # show the device's memory once a peak reaches this share of it
@@ -45,6 +44,62 @@ class Shown:
     """The record."""
     capacity: int | None = None
     """Memory of the device; None: not known, or none of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """Where time and bytes stand in a picture."""
+
+    width: float
+    """Of the whole picture."""
+    start_s: float
+    """At the left edge, on the timeline's axis."""
+    end_s: float
+    """At the right edge."""
+    scale: ax.Scale
+    """Of the bytes."""
+
+    @property
+    def bottom(self) -> float:
+        """Where zero bytes are."""
+        return STRIP + HEIGHTS[int(self.width)]
+
+    @property
+    def right(self) -> float:
+        """The right edge."""
+        return self.width - RIGHT
+
+    def x(self, time_s: float) -> float:
+        """Place of a time, kept within the frame."""
+        inside = min(max(time_s, self.start_s), self.end_s) - self.start_s
+        return LEFT + inside * (self.right - LEFT) / ((self.end_s - self.start_s) or 1)
+
+    def y(self, num_bytes: float) -> float:
+        """Place of a size."""
+        return self.bottom - num_bytes / self.scale.high * (self.bottom - STRIP)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A rectangle that something takes up."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: "Box") -> bool:
+        """Whether the two overlap."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+def text_box(x: float, y: float, text: str, anchor: str) -> Box:
+    """What a text with its baseline at y takes up."""
+    width = text_width(text, LETTERS)
+    left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor] * width
+    return Box(left=left, top=y - LETTERS, right=left + width, bottom=y + 3)
 
 
 def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
@@ -97,9 +152,9 @@ def _note(shown: Sequence[Shown]) -> str:
     note = "Allocated bytes by category; each column of pixels shows its fullest moment. The dot is the peak."
     note += " All pictures have the same scale of bytes." if len(shown) > 1 else ""
     if any(one.profile.timeline.by_event for one in shown):
-        note += " Along the axis events are counted, for the history has no clock times."
+        note += " The horizontal axis counts events, because the history has no clock times."
     else:
-        note += " Watching slows the host: the axis is the watched step's time, not the step time."
+        note += " Recording slows the step down: the time axis is not the step time."
     return note
 
 
@@ -251,3 +306,56 @@ def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[fl
         if not text_box(at, line - 5, name, side).meets(peak):
             return at, line - 5, side
     return frame.right, peak.top - 4, "end"
+
+
+def phase_labels(phases: Sequence[MemoryPhase], frame: Frame) -> list[tuple[float, str]]:
+    """Left edges and texts of the phases' names: over the middle of their phase, moved aside where they would meet.
+
+    Where not all have room the shortest phases' names are left out; hovering tells them.
+    """
+    kept = list(phases)
+    while kept:
+        texts = [fitted(plain(phase.name), frame.right - LEFT, LETTERS) for phase in kept]
+        widths = [text_width(text, LETTERS) for text in texts]
+        if sum(widths) + GAP * (len(kept) - 1) <= frame.right - LEFT:
+            middles = [(frame.x(phase.start_s) + frame.x(phase.end_s)) / 2 for phase in kept]
+            return list(zip(_spread(middles, widths, LEFT, frame.right), texts, strict=True))
+        kept.remove(min(kept, key=lambda phase: phase.end_s - phase.start_s))
+    return []
+
+
+def _spread(middles: Sequence[float], widths: Sequence[float], left: float, right: float) -> list[float]:
+    """Left edges of texts around these middles, kept apart and within the frame; there is room for all."""
+    lefts: list[float] = []
+    for middle, width in zip(middles, widths, strict=True):
+        lefts.append(max(middle - width / 2, left))
+        left = lefts[-1] + width + GAP
+    for index in range(len(lefts) - 1, -1, -1):
+        lefts[index] = min(lefts[index], right - widths[index])
+        right = lefts[index] - GAP
+    return lefts
+
+
+def text_at(x: float, y: float, text: str, color: str = INK, anchor: str = "start") -> str:
+    """A line of text; in the colour of text it has a halo, by the page's style sheet."""
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{LETTERS}" text-anchor="{anchor}"'
+    return f'<text {place} style="fill: {css_color(color)}">{html.escape(text)}</text>'
+
+
+def titled(tip: str, body: str) -> str:
+    """A piece with a hover text."""
+    return f"<g><title>{html.escape(tip)}</title>{body}</g>"
+
+
+def dot(x: float, y: float, color: str, radius: float = 4) -> str:
+    """A mark with a rim in the colour of the page."""
+    fill, rim = css_color(color), css_color(PAPER)
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{fill}" stroke="{rim}" stroke-width="1.5"/>'
+
+
+def picture(title: str, width: float, height: float, body: str) -> str:
+    """The element, responsive and labelled."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
+        f'aria-label="{html.escape(title)}">{body}</svg>'
+    )

@@ -1,20 +1,14 @@
-"""Figures of a memory profile that several renderers show, computed from the record; no presentation."""
+"""Figures of a memory profile, computed from the record."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from steplab.records.memory_profile import (
-    MEMORY_CATEGORIES,
-    UNNAMED_CATEGORIES,
-    Allocation,
-    MemoryProfile,
-    SavedTensors,
-)
+from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
+from steplab.report.memory.categories import in_order
 
-_ORDER = tuple(dict.fromkeys((*MEMORY_CATEGORIES[:-1], *UNNAMED_CATEGORIES)))
 DTYPE_BYTES = {
     **dict.fromkeys(("complex128",), 16),
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
@@ -54,12 +48,6 @@ def error_text(error: float, decimals: int = 2) -> str:
         return "exact"
     text = f"{100 * error:+.{decimals}f} %"
     return text if any(digit in text for digit in "123456789") else f"±{text[1:]}"
-
-
-def in_order(categories: Iterable[str]) -> list[str]:
-    """Categories in their fixed order; unknown ones after the known."""
-    found = list(dict.fromkeys(categories))
-    return sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), found.index(name)))
 
 
 def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> list[Part]:
@@ -130,14 +118,14 @@ def allocated_bytes(allocations: Iterable[Allocation]) -> int:
     return sum(made.requested_bytes * made.count for made in allocations)
 
 
-def untold_at_peak(profile: MemoryProfile) -> int:
-    """What was asked for and alive at the peak, and is in none of the groups of the record."""
+def smaller_at_peak(profile: MemoryProfile) -> int:
+    """Bytes asked for and alive at the peak beyond the allocations of the record."""
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     return asked - allocated_bytes(made for made in profile.largest if made.at_peak)
 
 
-def kept_bytes(profile: MemoryProfile) -> int:
-    """What autograd kept, also of the kinds that the record was too short for."""
+def all_saved_bytes(profile: MemoryProfile) -> int:
+    """Bytes that autograd saved, those of kinds that the record had no room for among them."""
     return saved_bytes(profile.saved) + (profile.saved_left_out.num_bytes if profile.saved_left_out else 0)
 
 

@@ -1,4 +1,4 @@
-"""What a memory profile says, in sentences: the same on a terminal and on a page."""
+"""What a memory profile says, in sentences."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -8,34 +8,24 @@ from steplab.records.memory import Memory
 from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
-from steplab.report import memory_figures as figures
-from steplab.report.memory_tensors import derivation, is_compiled, saved_by, what_it_is
+from steplab.report.memory import figures
+from steplab.report.memory.categories import category_word
+from steplab.report.memory.tensors import derivation, is_compiled, saved_by, what_it_is
 from steplab.units import format_share
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",
-    "cpu allocator": "by what the allocator told torch's profiler of each allocation, for it keeps no history",
-}
-_WORDS = {
-    "optimizer_state": "optimizer state",
-    "autocast_copies": "autocast copies",
-    "before": "allocated before the history",
-    "during": "allocated during the history",
+    "cpu allocator": "by what torch's profiler saw of each allocation",
 }
 _WAS = {
     "before": "was allocated before the history",
     "during": "was allocated during the history",
     "rounding": "is rounding",
 }
-"""Of a history whose owners nobody stated, which has these categories alone."""
-MOST_SAVED = 5
+"""The categories of a history without owners."""
+_MOST_SAVED = 5
 _MOST_BLOCKS = 4
-_TOLD = 0.01  # a category with less of the peak is told together with the others
-
-
-def category_word(category: str) -> str:
-    """A category as people read it."""
-    return _WORDS.get(category, category)
+_TOLD = 0.01  # share of the peak below which categories are summed up
 
 
 def exactly(num_bytes: int) -> str:
@@ -82,29 +72,30 @@ def when(profile: MemoryProfile) -> str:
 
 
 def parts_sentence(profile: MemoryProfile) -> str:
-    """What the peak is made of, most first; of a history without owners, when it was allocated."""
+    """What the peak is made of, most first; for a history without owners, when it was allocated."""
     found = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
     told = [part for part in found if part.share >= _TOLD]
     rest = sum(part.share for part in found[len(told) :])
     if figures.has_owners(profile):
         texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
-        texts += [f"all else {format_share(rest)}"] if rest else []
+        texts += [f"the rest {format_share(rest)}"] if rest else []
         return f"It is made of {', '.join(texts)}."
     texts = [f"{units.format_percent(part.share)} {_WAS[part.category]}" for part in told]
-    texts += [f"{format_share(rest)} is all else"] if rest else []
-    return f"Of it {', '.join(texts)}."
+    texts += [f"{format_share(rest)} is the rest"] if rest else []
+    return f"Of the peak, {', '.join(texts)}."
 
 
 def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
-    """The watched peak against the allocator's own count of the same step, and of steps that nobody watched; so each
-    phase's, of which `memory` has the counts: of other steps than the whole one's, each phase alone."""
+    """The watched peak, and each phase's, against what the allocator counted: over the same step, over steps that were
+    not watched, and, in `memory`, over steps timed phase by phase."""
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
         text = "The allocator's own high-water mark over the watched step "
         same = counted == profile.peak_bytes
         yield text + ("is the same, to the byte." if same else f"is {_against(counted, profile.peak_bytes)}.")
     if unwatched is not None and unwatched != (profile.peak_bytes if counted is None else counted):
-        yield f"Over the steps timed back to back, unwatched, it was {_against(unwatched, profile.peak_bytes)}."
+        size = _against(unwatched, profile.peak_bytes)
+        yield f"Over the steps timed back to back, which were not watched, it was {size}."
     yield from _phase_check(profile, memory)
 
 
@@ -113,10 +104,10 @@ def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]
     pairs = [(phase, count.peak_allocated_bytes) for phase in profile.phases if (count := counts.get(phase.name))]
     off = [(phase, size) for phase, size in pairs if size != phase.peak_bytes]
     if len(pairs) > 1 and not off:
-        yield "Each phase's peak is what the allocator counted over the steps timed phase by phase, to the byte."
+        yield "Each phase's peak equals, to the byte, what the allocator counted over the steps timed phase by phase."
     for phase, size in off:
         yield (
-            f"In {phase.name} the peak was {units.format_bytes(phase.peak_bytes)} as watched; over the steps timed "
+            f"In {phase.name} the watched peak was {units.format_bytes(phase.peak_bytes)}; over the steps timed "
             f"phase by phase the allocator counted {_against(size, phase.peak_bytes)}."
         )
 
@@ -131,8 +122,8 @@ def around_sentences(profile: MemoryProfile) -> Iterator[str]:
     """What the allocator held beyond the peak, and what the device had in use beyond the allocator."""
     if profile.reserved_bytes is not None:
         beyond = profile.reserved_bytes - profile.peak_bytes
-        more = f", {units.format_bytes(beyond)} more than the peak: cached or fragmented" if beyond > 0 else ""
-        yield f"The allocator held {units.format_bytes(profile.reserved_bytes)} of the device at most{more}."
+        more = f", {units.format_bytes(beyond)} more than the peak, as cache or in gaps" if beyond > 0 else ""
+        yield f"The allocator held at most {units.format_bytes(profile.reserved_bytes)} of the device's memory{more}."
     if profile.outside_bytes is not None:
         yield (
             f"Outside the allocator the device had {units.format_bytes(profile.outside_bytes)} in use: the context, "
@@ -141,14 +132,14 @@ def around_sentences(profile: MemoryProfile) -> Iterator[str]:
 
 
 def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
-    """The size of one residual-stream tensor, how it comes about, and how many of them the peak would hold."""
+    """The size of one residual-stream tensor, how it is computed, and how many times that the peak is."""
     stream = figures.residual(profile)
     if stream is None:
         return None
     steps = derivation(stream.shape, stream.dtype, run.spec)
     text = (
         f"One residual-stream tensor is {units.format_bytes(stream.num_bytes)}: {steps} = {stream.num_bytes:,} bytes; "
-        f"the peak would hold {units.three_digits(profile.peak_bytes / stream.num_bytes)} of them."
+        f"the peak is {units.three_digits(profile.peak_bytes / stream.num_bytes)} times that."
     )
     if run.spec and run.spec.precision in ("bf16", "fp16") and stream.dtype == "float32":
         text += " Under autocast it stays float32: a low-precision tensor added to a float32 one gives float32."
@@ -156,7 +147,7 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
 
 
 def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """The largest allocation alive at the peak, what it is and which line made it; and the most alike together."""
+    """The largest allocation alive at the peak, what it is, where it was made; and the equal ones that hold most."""
     alive = [made for made in profile.largest if made.at_peak]
     if not alive:
         return
@@ -165,23 +156,23 @@ def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
         told_alike[made.requested_bytes, allocation_words(made, run)] += made.count
     first = max(told_alike, key=lambda told: told[0])
     num_alike = told_alike[first]
-    alike = f", one of {num_alike} alike" if num_alike > 1 else ""
+    alike = f", one of {num_alike} equal ones" if num_alike > 1 else ""
     yield f"The largest allocation alive at the peak is {units.format_bytes(first[0])}{alike}: {first[1]}."
     most = max(told_alike, key=lambda told: told[0] * told_alike[told])
     count, size = told_alike[most], most[0]
     if count > 1 and most != first:
         together = f"{count} × {units.format_bytes(size)} = {units.format_bytes(size * count)}"
-        yield f"Alike ones that hold most together: {together}, {most[1]}."
+        yield f"The equal allocations that hold most together are {together}: {most[1]}."
 
 
-def untold_sentence(profile: MemoryProfile) -> str | None:
-    """What else was alive at the peak, and is in none of the groups of the record; None: nothing."""
-    untold = figures.untold_at_peak(profile)
-    return f"Smaller ones alive then hold {units.format_bytes(untold)} together." if untold > 0 else None
+def smaller_sentence(profile: MemoryProfile) -> str | None:
+    """What was alive at the peak beyond the allocations of the record; None: nothing."""
+    size = figures.smaller_at_peak(profile)
+    return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 
 def allocation_words(made: Allocation, run: Run) -> str:
-    """What it is, how its size comes about, who made it and where."""
+    """What it is, how its size is computed, who made it and where."""
     what = what_it_is(made, run.spec) or category_word(made.category)
     size = derivation(made.shape, made.dtype, run.spec) if made.shape else None
     exact = size is not None and figures.num_bytes(made.shape or (), made.dtype) == made.requested_bytes
@@ -190,67 +181,71 @@ def allocation_words(made: Allocation, run: Run) -> str:
 
 
 def maker(made: Allocation) -> str:
-    """Who made it: phase, operator, module, line; as far as they are known."""
+    """Phase, operator, module and line that made it, as far as they are known."""
     if (made.phase, made.source, made.op, made.module) == (None, None, None, None):
         during = made.category == "during"  # of an imported history, which has no phases
-        return "by whom the history does not say" if during else "made before the recording"
+        return "by code that the history does not name" if during else "made before the recording"
     again = made.phase == "backward" and made.module is not None  # a module's forward pass, inside the backward pass
     words = ["made again" if again else "made", f"in {made.phase}" if made.phase else ""]
     words.append(f"by {made.op}" if made.op else "")
     words += [f"in {made.module}" if made.module else "", f"at {made.source}" if made.source else ""]
     if made.source is None and made.phase == "backward" and not again:
-        words.append("(no line of Python: by the autograd engine)")
+        words.append("(by the autograd engine, so from no line of Python)")
     return " ".join(filter(None, words))
 
 
 def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """What autograd kept: the total, the five largest contributors with their share, what a block keeps and emits."""
-    total = figures.kept_bytes(profile)
+    """What autograd saved: the total, the five largest contributors with their share, and what a block saves."""
+    total = figures.all_saved_bytes(profile)
     if total and profile.saved:
-        first = sorted(profile.saved, key=lambda tensors: -tensors.stored_bytes)[:MOST_SAVED]
+        first = sorted(profile.saved, key=lambda tensors: -tensors.stored_bytes)[:_MOST_SAVED]
         share = units.format_percent(figures.saved_bytes(first) / total)
         names = "; ".join(_contributor(tensors, total, run) for tensors in first if tensors.stored_bytes)
         what = (
             f"The {len(first)} largest contributors hold {share} of it" if len(first) > 1 else "All of it is one kind"
         )
         compiled = all(map(is_compiled, first))
-        whose = " A compiled graph keeps it, of which shapes are known and no modules." if compiled else ""
-        yield f"Autograd kept {units.format_bytes(total)} for the backward pass.{whose} {what}: {names}."
+        whose = " A compiled graph saved it, so that shapes are known and modules are not." if compiled else ""
+        yield f"Autograd saved {units.format_bytes(total)} for the backward pass.{whose} {what}: {names}."
     yield from _block_sentences(run, profile)
 
 
 def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """What each of the first blocks keeps and emits, and what those between that differ keep."""
-    copies = _copies_kept(run, profile)
+    """What each of the first blocks saves and the gradients it leaves, and what other kinds of block save."""
+    copies = _copies_saved(run, profile)
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes
         times = f", {units.three_digits(block.saved_bytes / stream)} times its input" if stream else ""
-        keeps = f"keeps {units.format_bytes(block.saved_bytes)} of activations{times}"
-        keeps = (keeps if block.saved_bytes else "keeps no activations") + copies
-        emits = (
+        saves = f"saves {units.format_bytes(block.saved_bytes)} of activations for backward{times}"
+        saves = (saves if block.saved_bytes else "saves no activations for backward") + copies
+        leaves = (
             f", and its backward pass leaves {units.format_bytes(block.gradient_bytes)} of parameters' gradients"
             if block.gradient_bytes is not None
             else ""
         )
-        yield f"{block.module} {keeps}{emits}."
+        yield f"{block.module} {saves}{leaves}."
     others, beyond = profile.blocks[_MOST_BLOCKS:], profile.blocks_left_out
     count = len(others) + (beyond.count if beyond else 0)
     if count:
-        kept = sum(block.saved_bytes for block in others) + (beyond.num_bytes if beyond else 0)
-        kinds = units.counted(count, "more kind")
-        yield f"There are {kinds} of block; one of each together keep {units.format_bytes(kept)}."
+        saved = sum(block.saved_bytes for block in others) + (beyond.num_bytes if beyond else 0)
+        kinds = "is 1 more kind" if count == 1 else f"are {count} more kinds"
+        yield f"There {kinds} of block; one of each together save {units.format_bytes(saved)}."
 
 
-def _copies_kept(run: Run, profile: MemoryProfile) -> str:
-    """That the blocks keep low-precision copies of weights as well, and how much each where all blocks are alike."""
-    kept = [made for made in profile.saved if made.category == "autocast_copies" and made.module.startswith("blocks.")]
+def _copies_saved(run: Run, profile: MemoryProfile) -> str:
+    """That blocks save low-precision copies of weights as well, and how much each where all blocks are alike."""
+    copies = [
+        tensors
+        for tensors in profile.saved
+        if tensors.category == "autocast_copies" and tensors.module.startswith("blocks.")
+    ]
     shape = run.spec.model.shape if run.spec else None
-    if not figures.saved_bytes(kept):
+    if not figures.saved_bytes(copies):
         return ""
     alike = len(profile.blocks) == 1 and not profile.saved_left_out
-    if shape is None or not alike or any(made.count % shape.num_layers for made in kept):
-        return ", low-precision copies of its weights apart"
-    size = units.format_bytes(figures.saved_bytes(kept) // shape.num_layers)
+    if shape is None or not alike or any(tensors.count % shape.num_layers for tensors in copies):
+        return ", not counting low-precision copies of its weights"
+    size = units.format_bytes(figures.saved_bytes(copies) // shape.num_layers)
     return f", and {size} of low-precision copies of its weights"
 
 
@@ -263,8 +258,9 @@ def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) ->
     """Predicted against measured."""
     peak = figures.whole(profile, prediction)
     off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
-    off = ", to the byte what was measured" if peak.error == 0 else off
-    told = f"Predicted {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."
+    off = ", equal to what was measured" if peak.error == 0 else off
+    told = f"The predicted peak is {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: "
+    told += f"{prediction.peak_where}."
     if profile.source == "cpu allocator":
-        told += " It is for a CUDA device: a CPU's operators keep and allocate otherwise, and the error shows it."
+        told += " It is for a CUDA device; a CPU's operators save and allocate other tensors, which the error includes."
     return told

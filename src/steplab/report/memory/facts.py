@@ -6,9 +6,9 @@ from statistics import median
 
 from steplab import units
 from steplab.records.rows import Scalar
-from steplab.report.memory_cells import counterpart, named
-from steplab.report.memory_figures import parts
-from steplab.report.memory_words import category_word
+from steplab.report.memory.categories import category_word
+from steplab.report.memory.figures import parts
+from steplab.report.memory.pairs import counterpart, profile_of, with_owners
 from steplab.report.run.cells import Cell, label, said
 
 _BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
@@ -17,7 +17,7 @@ _TOLD = 3  # categories named
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFact:
-    """One sentence, and the figure that stands out of it."""
+    """One sentence, and its main figure."""
 
     figure: str
     """Short: '59.4 %'."""
@@ -26,22 +26,18 @@ class MemoryFact:
 
 
 def memory_facts(cells: Sequence[Cell], fields: Sequence[str]) -> list[MemoryFact]:
-    """Of the cells whose memory was watched; empty without any."""
-    known = named(cells)
+    """Facts about the cells whose memory was watched; empty without any."""
+    known = with_owners(cells)
     changes = [_changes(known, field, baseline, fields) for field, baseline in _BASELINES]
     return [*_largest(known, fields), *(fact for found in changes for fact in found)]
 
 
 def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[MemoryFact]:
-    peaks = [(cell.run.memory_profile.peak_bytes, cell) for cell in known if cell.run.memory_profile]
-    if not peaks:
+    cell = max(known, key=lambda cell: profile_of(cell).peak_bytes, default=None)
+    found = sorted(parts(profile_of(cell)), key=lambda part: -part.num_bytes) if cell else []
+    if not cell or not found:
         return
-    size, cell = max(peaks, key=lambda found: found[0])
-    profile = cell.run.memory_profile
-    assert profile is not None  # chosen for it
-    found = sorted(parts(profile), key=lambda part: -part.num_bytes)
-    if not found:
-        return
+    profile = profile_of(cell)
     where = f", in {profile.peak_phase}" if profile.peak_phase else ""
     others = ", ".join(
         f"{category_word(p.category)} {units.format_percent(p.share)}" for p in found[1 : 1 + _TOLD] if p.share >= 0.01
@@ -49,12 +45,12 @@ def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[MemoryFac
     yield MemoryFact(
         figure=units.format_percent(found[0].share),
         text=f"of the highest peak watched is {category_word(found[0].category)}: {label(cell, fields)} "
-        f"({units.format_bytes(size)}{where}{f'; then {others}' if others else ''}).",
+        f"({units.format_bytes(profile.peak_bytes)}{where}{f'; then {others}' if others else ''}).",
     )
 
 
 def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[MemoryFact]:
-    """Of each value of a field against the baseline: by how much it moves the peak of cells alike in all else."""
+    """By how much each value of a field changes the peak, compared with the baseline's, of cells alike in all else."""
     others = [name for name in fields if name != field]
     for value in dict.fromkeys(cell.values[field] for cell in known):
         pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])
@@ -76,9 +72,9 @@ def _pairs(known: Sequence[Cell], field: str, baseline: str, value: Scalar) -> I
     """The relative change of the peak, and the cell it is of."""
     for cell in known:
         other = counterpart(cell, known, field, baseline) if cell.values[field] == value else None
-        before = other.run.memory_profile.peak_bytes if other and other.run.memory_profile else 0
-        if before and cell.run.memory_profile:
-            yield cell.run.memory_profile.peak_bytes / before - 1, cell
+        before = profile_of(other).peak_bytes if other else 0
+        if before:
+            yield profile_of(cell).peak_bytes / before - 1, cell
 
 
 def _signed(change: float) -> str:

@@ -1,4 +1,4 @@
-"""Why a cell's peak is higher or lower than that of one that differs in a single choice: by category, from the data."""
+"""Why a cell's peak is higher or lower than that of the same cell in fp32, or without checkpointing: by category."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,11 +6,11 @@ from steplab import units
 from steplab.records.memory_profile import MemoryProfile, SavedTensors
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
-from steplab.report import memory_figures as figures
-from steplab.report.memory_alone import balance, forecast_sentence, moved_words
-from steplab.report.memory_cells import counterpart
-from steplab.report.memory_tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
-from steplab.report.memory_words import category_word
+from steplab.report.memory import figures
+from steplab.report.memory.categories import category_word, in_order
+from steplab.report.memory.forecast import balance, forecast_sentence, moved_words
+from steplab.report.memory.pairs import counterpart
+from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.run.cells import Cell, cells_of
 from steplab.report.run.figures import step_median
 
@@ -25,8 +25,8 @@ _NEXT_TO_NOTHING = 0.005  # of what was there
 def comparison_sentences(
     cell: Cell, cells: Sequence[Cell], references: MemoryReferences | None = None
 ) -> Iterator[str]:
-    """Why a cell's precision and checkpointing move its peak, against the same cell without them, among `cells` and
-    what is given beside them."""
+    """Why a cell's precision and checkpointing change its peak, compared with the same cell without them, which is
+    looked for among `cells` and `references`."""
     known = {other.run.id: other.run for other in cells}
     known |= {run.id: run for run in (*(references.others if references else ()), cell.run)}
     every = cells_of(list(known.values()))
@@ -41,10 +41,10 @@ def comparison_sentences(
 
 
 def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast | None = None) -> Iterator[str]:
-    """Why the run's precision does or does not lower the peak; `baseline` is the same cell in fp32, if there is one,
-    and `forecast` what a dry run says of that, which is told only where there is none.
+    """Why the run's precision does or does not lower the peak.
 
-    Nothing for a run that is itself in fp32 or tf32, whose tensors are float32, or without a profile.
+    `baseline` is the same cell in fp32, if it was measured; `forecast` is what a dry run predicts of it, used where it
+    was not. No sentences for a run in fp32 or tf32, whose tensors are float32, and for one without a profile.
     """
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.precision in ("fp32", "tf32"):
@@ -57,11 +57,11 @@ def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast |
     elif forecast:
         yield forecast_sentence(name, profile, forecast)
     if run.spec.precision in AUTOCAST:
-        yield from _kept(run, profile, alone=alone, forecast=forecast)
+        yield from _saved(run, profile, alone=alone, forecast=forecast)
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
-    """What recomputation saves and costs; `baseline` is the same cell without it."""
+    """What checkpointing saves in memory and costs in time; `baseline` is the same cell without it."""
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.checkpointing == "none" or not run.spec.checkpoints_apply:
         return
@@ -73,16 +73,16 @@ def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
     after_s, before_s = step_median(run), step_median(baseline)
     if after_s and before_s:
         yield (
-            f"For that the step takes {units.format_time(after_s)} instead of {units.format_time(before_s)} "
+            f"The step takes {units.format_time(after_s)} instead of {units.format_time(before_s)} "
             f"({100 * (after_s / before_s - 1):+.1f} %)."
         )
 
 
 def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> str:
-    """The peak's change, then what stays, what shrinks and what is added, in bytes, so that the sum can be checked."""
+    """By how much the peak changes, and by how many bytes each category, so that the sum can be checked."""
     change = after.peak_bytes - before.peak_bytes
     size = units.format_bytes
-    moved = moved_words(after.peak_bytes, before.peak_bytes) or "where it was"
+    moved = moved_words(after.peak_bytes, before.peak_bytes) or "the same"
     text = f"With {name} the peak is {moved}: "
     text += f"{size(after.peak_bytes)}, against {size(before.peak_bytes)} with {other}."
     reasons = [*_stays(after, before), *_moves(after, before)]
@@ -90,7 +90,7 @@ def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) 
 
 
 def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    there = [c for c in figures.in_order(before.at_peak) if before.at_peak.get(c)]
+    there = [c for c in in_order(before.at_peak) if before.at_peak.get(c)]
     staying = [c for c in there if _is_same(after.at_peak.get(c, 0), before.at_peak[c]) and c != "rounding"]
     if staying:
         names = _list([category_word(category) for category in staying])
@@ -100,7 +100,7 @@ def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
 
 def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
     """The categories that differ, the largest change first."""
-    names = figures.in_order((*before.at_peak, *after.at_peak))
+    names = in_order((*before.at_peak, *after.at_peak))
     pairs = [(name, after.at_peak.get(name, 0), before.at_peak.get(name, 0)) for name in names]
     moved = [pair for pair in pairs if not _is_same(pair[1], pair[2])]
     for category, now, then in sorted(moved, key=lambda pair: -abs(pair[1] - pair[2])):
@@ -108,7 +108,7 @@ def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
         if not then:
             yield f"{word} {_verb('add', category)} {units.format_bytes(now)} ({change})"
         elif not now:
-            yield f"the {units.format_bytes(then)} of {word} are gone ({change})"
+            yield f"the {units.format_bytes(then)} of {word} disappear ({change})"
         else:
             verb = _verb("shrink" if now < then else "grow", category)
             sizes = f"from {units.format_bytes(then)} to {units.format_bytes(now)}"
@@ -121,11 +121,11 @@ def _verb(stem: str, *categories: str) -> str:
 
 
 def _times(ratio: float) -> str:
-    """0.79×, 1.9×, 40×; words where a factor says nothing, and none where it rounds to one."""
+    """0.79×, 1.9×, 40×; words for a factor next to zero or beyond all measure, nothing where it rounds to one."""
     if ratio < _NEXT_TO_NOTHING:
-        return "next to nothing is left"
+        return "almost nothing is left"
     if ratio > 1 / _NEXT_TO_NOTHING:
-        return "next to nothing before"
+        return "almost nothing before"
     digits = float(f"{ratio:.2g}")
     if digits == 1:
         return ""
@@ -145,39 +145,42 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    """That the two peaks are of different phases, which a comparison by category must not hide."""
+    """That the two peaks are in different phases, so that the categories are those of different moments."""
     if after.peak_phase and before.peak_phase and after.peak_phase != before.peak_phase:
-        yield f"The peaks are not the same moment: {other} peaks in {before.peak_phase}, {name} in {after.peak_phase}."
+        yield (
+            f"The two peaks are at different moments: with {other} in {before.peak_phase}, with {name} in "
+            f"{after.peak_phase}."
+        )
 
 
-def _kept(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forecast | None) -> Iterator[str]:
-    """What autocast did to the tensors kept for backward, and what it could not touch."""
+def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forecast | None) -> Iterator[str]:
+    """How much of what is saved for backward autocast has in low precision, and what it leaves in float32."""
     every = figures.saved_activations(profile)
     casts = [tensors for tensors in every if _is_cast(tensors, run)]
     unsure = [tensors for tensors in every if _is_cast(tensors, run) is None]
     saved = [tensors for tensors in every if tensors not in casts]
     if casts:
         yield (
-            f"The compiled graph keeps {units.format_bytes(figures.saved_bytes(casts))} of {_dtypes(casts)} casts of "
-            f"weights, as their shapes tell; in the table of the peak they stand among the activations."
+            f"The compiled graph saves {units.format_bytes(figures.saved_bytes(casts))} of {_dtypes(casts)} casts of "
+            "weights, recognised by their shapes; the table of the peak counts them as activations."
         )
     if unsure:
         yield (
             f"{units.format_bytes(figures.saved_bytes(unsure))} of {_dtypes(unsure)} may be casts of weights or "
-            "activations: their shapes do not tell. They are counted as activations here."
+            "activations, which their shapes do not tell apart; they are counted as activations here."
         )
     low = [tensors for tensors in saved if tensors.dtype in figures.LOW_PRECISION]
     full = [tensors for tensors in saved if tensors.dtype == "float32"]
     total, low_bytes = figures.saved_bytes(saved), figures.saved_bytes(low)
     if total:
-        share = f"{units.format_percent(low_bytes / total)} is {_dtypes(low)}" if low else "nothing is low precision"
-        yield f"Of the {units.format_bytes(total)} of activations kept for backward {share}{_still_full(full, run)}."
+        share = f"{units.format_percent(low_bytes / total)} is {_dtypes(low)}" if low else "nothing is in low precision"
+        yield f"Of the {units.format_bytes(total)} of activations saved for backward, {share}{_still_full(full, run)}."
     states = figures.at_peak(profile, *_STATES)
     gone = max(figures.saved_bytes(every) - figures.at_peak(profile, "activations"), 0)  # by the time of the peak
     copies = figures.at_peak(profile, "autocast_copies") + max(figures.saved_bytes(casts) - gone, 0)
     if alone:
         yield (
-            f"Autocast leaves parameters, gradients and optimizer state as they are: {units.format_bytes(states)}, "
+            f"Autocast does not change parameters, gradients and optimizer state: {units.format_bytes(states)}, "
             f"{units.format_percent(states / profile.peak_bytes)} of the peak."
         )
         if (low_bytes or copies) and not forecast:
@@ -185,8 +188,8 @@ def _kept(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Foreca
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
-    """Whether these are weights that a compiled graph cast, which only their shape tells; None where it does not. An
-    eager step's casts are known, as autocast copies."""
+    """Whether these are weights that a compiled graph cast, by their shape; None where the shape does not tell. The
+    casts of an eager step are known: they are autocast copies."""
     if tensors.dtype not in figures.LOW_PRECISION or not is_compiled(tensors):
         return False
     if run.spec is None or run.spec.model.shape is None:
@@ -199,15 +202,15 @@ def _dtypes(saved: Sequence[SavedTensors]) -> str:
 
 
 def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
-    """Whom the float32 tensors belong to, the largest first."""
+    """How much stays in float32, and which operators saved most of it."""
     if not full:
         return ""
     by_node: dict[str, int] = {}
-    nobody = "what checkpointing keeps," if is_checkpointed(run.spec) else "no operator"
+    nobody = "checkpointing" if is_checkpointed(run.spec) else "no operator"
     for tensors in full:
         node = "the compiled graph" if is_compiled(tensors) else node_name(tensors.op) or nobody
         by_node[node] = by_node.get(node, 0) + tensors.stored_bytes
     most = sorted(by_node, key=lambda node: -by_node[node])[:_NAMED]
     names = ", ".join(f"{node} {units.format_bytes(by_node[node])}" for node in most)
     who = "" if all(map(is_compiled, full)) else f" (most of it: {names})"
-    return f"; {units.format_bytes(figures.saved_bytes(full))} stay float32{who}"
+    return f"; {units.format_bytes(figures.saved_bytes(full))} stay in float32{who}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from math import prod
 
 from steplab.records.memory_profile import Allocation, SavedTensors
-from steplab.report.memory_figures import num_bytes
+from steplab.report.memory.figures import num_bytes
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
@@ -136,17 +136,17 @@ def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
 
 
 def node_name(op: str) -> str:
-    """A backward node by its operator: SoftmaxBackward0 is Softmax; '' where no node kept it."""
+    """A backward node by its operator: Softmax for SoftmaxBackward0; '' where no node saved it."""
     return op.rstrip("0123456789").removesuffix("Backward")
 
 
 def is_checkpointed(spec: StepSpec | None) -> bool:
-    """Whether a step recomputes, so that what no node keeps is kept for that."""
+    """Whether a step recomputes, so that what no node saves is saved for that."""
     return spec is not None and spec.checkpointing != "none" and spec.checkpoints_apply
 
 
 def is_compiled(tensors: SavedTensors) -> bool:
-    """Whether a compiled graph kept them, of which neither modules nor operators are known."""
+    """Whether a compiled graph saved them, of which neither modules nor operators are known."""
     return node_name(tensors.op) == "CompiledFunction"
 
 
@@ -180,7 +180,7 @@ def shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
 
 def saved_by(tensors: SavedTensors, spec: StepSpec | None) -> str:
     """Saved tensors in a few words: 'Mul in blocks.*.feed_forward', 'Embedding outside modules'."""
-    node = node_name(tensors.op) or ("what checkpointing keeps" if is_checkpointed(spec) else "a tensor")
+    node = node_name(tensors.op) or ("checkpointing" if is_checkpointed(spec) else "a tensor")
     if is_compiled(tensors):
         words = shape_words(tensors, spec)
         size = " × ".join(map(str, tensors.shape)) or "scalar"

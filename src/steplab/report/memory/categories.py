@@ -1,0 +1,53 @@
+"""The categories of memory: their order, their names and their colours, the same in every table and picture."""
+
+from collections.abc import Iterable
+
+from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES
+from steplab.report.kit.charts import CATEGORY_COLORS, SERIES
+
+_ORDER = tuple(dict.fromkeys((*MEMORY_CATEGORIES[:-1], *UNNAMED_CATEGORIES)))
+_WORDS = {
+    "optimizer_state": "optimizer state",
+    "autocast_copies": "autocast copies",
+    "before": "allocated before the history",
+    "during": "allocated during the history",
+}
+_COLORS = {
+    "parameters": 0,
+    "gradients": 3,
+    "optimizer_state": 5,
+    "activations": 2,
+    "autocast_copies": 1,
+    "inputs": 6,
+    "workspaces": 7,
+    "temporaries": 4,
+    "rounding": 10,
+    "before": 0,
+    "during": 2,
+}
+"""Which of CATEGORY_COLORS each has: neighbours in a stack differ in lightness as well."""
+_UNKNOWN_COLOR = 11
+
+
+def in_order(categories: Iterable[str]) -> list[str]:
+    """Categories in their fixed order; unknown ones after the known."""
+    found = list(dict.fromkeys(categories))
+    return sorted(found, key=lambda name: (_ORDER.index(name) if name in _ORDER else len(_ORDER), found.index(name)))
+
+
+def category_word(category: str) -> str:
+    """A category as people read it."""
+    return _WORDS.get(category, category)
+
+
+def color_of(category: str) -> str:
+    """The stand-in of a category's colour."""
+    return CATEGORY_COLORS[_COLORS.get(category, _UNKNOWN_COLOR)]
+
+
+def legend_of(categories: Iterable[str]) -> tuple[tuple[int, str, str], ...]:
+    """Legend of these categories, in their order."""
+    return tuple(
+        (len(SERIES) + 1 + CATEGORY_COLORS.index(color_of(name)), "■", category_word(name))
+        for name in in_order(categories)
+    )

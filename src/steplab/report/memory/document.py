@@ -1,0 +1,168 @@
+"""What a report says of the memory of a step: the peak by category and its moment, allocations, what autograd saved."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from steplab.errors import UserError
+from steplab.records.memory_profile import MemoryProfile
+from steplab.records.memory_references import MemoryReferences
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import Run
+from steplab.report.kit.document import (
+    Block,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    named_section,
+    notes_section,
+    record_section,
+)
+from steplab.report.memory import words
+from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
+from steplab.report.memory.comparison import comparison_sentences
+from steplab.report.memory.figures import capacity
+from steplab.report.memory.pairs import alike_but_for, profile_of, watched
+from steplab.report.memory.tables import allocation_table, category_rows, category_table, phase_table, saved_table
+from steplab.report.memory.timeline import Shown, memory_timelines
+from steplab.report.run.cells import Cell, cells_of, label, said, varying
+from steplab.report.run.charts import peak_memory
+from steplab.report.run.figures import spread
+
+TERMS = (
+    (
+        "categories of memory",
+        "What the allocated bytes are used for; they sum to the peak. Parameters include buffers. Gradients are those "
+        "of parameters. Activations are made in a forward pass, or again by checkpointing, and saved for backward. "
+        "Autocast copies are weights that were cast once for all uses. Inputs are the step's batch. Workspaces are a "
+        "library's, and exist before and after the step. Temporaries are everything else made in the step. Rounding is "
+        "what the allocator added to what was asked for.",
+    ),
+)
+"""Terms of this section, and what they mean."""
+_MOST_OPEN = 6
+_MOST_BESIDE = 6
+
+
+def memory_document(
+    run: Run, *, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
+) -> Document:
+    """All that the memory profile of a run says.
+
+    `prediction` is shown beside what was measured; `references` are what the peak is compared with: the same cell in
+    fp32, and without checkpointing. Raises UserError for a run without a memory profile.
+    """
+    profile = run.memory_profile
+    if profile is None:
+        raise UserError(f"run {run.id} has no memory profile; `steplab memory` makes a run that has one")
+    (cell,) = cells_of([run])
+    return Document(
+        title="Where the memory goes",
+        subtitle=words.heading(run, profile),
+        verdict=tuple(_verdict(run, profile)),
+        sections=tuple(_sections(cell, (), prediction, references)),
+        data=Table(name="peak_by_category", columns=(), rows=category_rows(profile, prediction)),
+    )
+
+
+def memory_sections(run: Run, *, references: MemoryReferences | None = None) -> tuple[Section, ...]:
+    """The memory of a run as a part of what is said of the run; none without a memory profile."""
+    if not run.memory_profile:
+        return ()
+    (cell,) = cells_of([run])
+    return (_record(cell, (), None, references, title="Where the memory goes"),)
+
+
+def memory_chapter(
+    cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
+) -> Section | None:
+    """Memory on a page: the peaks that the allocator counted, what runs show together, then each watched run.
+
+    `predictions` by the runs' ids. After the sixth run they start closed. None where there is nothing to show.
+    """
+    fields = varying(cells)
+    blocks: list[Block] = [chart] if (chart := peak_memory(cells)) else []
+    blocks += _across(cells, predictions)
+    for index, cell in enumerate(watched(cells)):
+        title = label(cell, fields) if len(cells) > 1 else ""
+        part = _record(cell, cells, predictions.get(cell.run.id), references, title=title)
+        blocks.append(replace(part, folded=index >= _MOST_OPEN))
+    return Section(title="Memory", anchor="memory", blocks=tuple(blocks)) if blocks else None
+
+
+def _across(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
+    """What several runs show together."""
+    if bars := peak_bars(cells, predictions):
+        yield named_section("What the peaks are made of", bars)
+    for group in alike_but_for(watched(cells), "context"):
+        shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
+        if timelines := memory_timelines(shown):
+            fields = [field for field in varying(cells) if field != "context"]
+            yield named_section(f"Over time, by context: {label(group[0], fields)}", timelines)
+    if tradeoff := checkpointing_tradeoff(cells):
+        yield named_section("Checkpointing: memory against time", tradeoff)
+
+
+def _shown(cell: Cell, title: str) -> Shown:
+    return Shown(title=title, profile=profile_of(cell), capacity=capacity(cell.run))
+
+
+def _record(
+    cell: Cell,
+    cells: Sequence[Cell],
+    prediction: MemoryPrediction | None,
+    references: MemoryReferences | None,
+    *,
+    title: str,
+) -> Section:
+    profile = profile_of(cell)
+    sections = _sections(cell, cells, prediction, references)
+    return record_section(words.heading(cell.run, profile), _verdict(cell.run, profile), sections, title=title)
+
+
+def _verdict(run: Run, profile: MemoryProfile) -> Iterator[str]:
+    yield words.peak_sentence(profile)
+    yield words.parts_sentence(profile)
+    yield from words.check_sentences(profile, run.memory)
+    yield from words.around_sentences(profile)
+
+
+def _sections(
+    cell: Cell, cells: Sequence[Cell], prediction: MemoryPrediction | None, references: MemoryReferences | None
+) -> Iterator[Section]:
+    """`cells` and `references` are what the cell is compared with."""
+    run, profile = cell.run, profile_of(cell)
+    if timeline := memory_timelines([_shown(cell, "")]):
+        yield named_section("Memory over time", timeline)
+    predicted = _sentences(words.prediction_sentence(profile, prediction)) if prediction else None
+    yield named_section("Peak by category", category_table(profile, prediction), predicted)
+    if phases := phase_table(run, profile):
+        yield named_section("Peaks by phase", phases)
+    if compared := _sentences(*comparison_sentences(cell, cells, references)):
+        yield named_section("Effect of precision and checkpointing", compared)
+    yield from _allocations(run, profile)
+    if saved := profile.saved:
+        told = _sentences(*words.saved_sentences(run, profile))
+        yield named_section("Saved for backward", told, saved_table(saved, profile.saved_left_out))
+    yield from notes_section(profile.notes, "Notes on this memory")
+    yield from notes_section(prediction.notes if prediction else (), "Notes on the prediction")
+
+
+def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
+    """Those alive at the peak, and others that are large."""
+    alive = [made for made in profile.largest if made.at_peak]
+    others = [made for made in profile.largest if not made.at_peak]
+    told = _sentences(words.residual_sentence(run, profile), *words.largest_sentences(run, profile))
+    if alive:
+        table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
+        yield named_section("Largest allocations alive at the peak", told, table)
+    elif told:
+        yield named_section("Sizes", told)
+    if others:
+        table = allocation_table(run, others, folded=True)
+        yield named_section("Large allocations not alive at the peak", table)
+
+
+def _sentences(*texts: str | None) -> Sentences | None:
+    found = tuple(text for text in texts if text)
+    return Sentences(texts=found) if found else None

@@ -1,0 +1,199 @@
+"""Tables of a memory profile: the peak by category, the phases, the largest allocations, what autograd saved."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from steplab import units
+from steplab.records.memory_profile import Allocation, LeftOut, MemoryProfile, SavedTensors
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.rows import Row, Scalar
+from steplab.records.run import Run
+from steplab.report.kit.document import Column, Table
+from steplab.report.kit.quantities import BYTES, NUMBER, SHARE, Quantity
+from steplab.report.memory.categories import category_word
+from steplab.report.memory.figures import Part, allocated_bytes, error_text, parts, saved_bytes, whole
+from steplab.report.memory.tensors import node_name, what_it_is
+
+_Item = TypeVar("_Item")
+_MOST_ROWS = 40
+_FIRST_ALLOCATIONS, _FIRST_SAVED = 10, 8
+
+
+def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> tuple[Row, ...]:
+    """One row per category with anything at the peak, measured or predicted; `bytes` sum to `peak_bytes`.
+
+    With a prediction also predicted_bytes, which sum to predicted_peak_bytes, and error, of the predicted against
+    the measured (None where nothing was measured).
+    """
+    predicted_peak = {"predicted_peak_bytes": prediction.peak_bytes} if prediction else {}
+    peak: Row = {"peak_bytes": profile.peak_bytes, **predicted_peak, "peak_phase": profile.peak_phase}
+    return tuple({**_part_row(part), **peak} for part in parts(profile, prediction))
+
+
+def _part_row(part: Part) -> Row:
+    row: Row = {"category": part.category, "bytes": part.num_bytes, "share": part.share}
+    if part.predicted_bytes is None:
+        return row
+    return {**row, "predicted_bytes": part.predicted_bytes, "error": part.error}
+
+
+def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Table:
+    """The peak by category and, last, the peak; with a prediction its bytes and its error beside them."""
+    every = [*parts(profile, prediction), whole(profile, prediction)]
+    return Table(
+        name="peak_by_category",
+        columns=(
+            Column(key="name", header="category"),
+            Column(key="bytes", header="size", quantity=BYTES),
+            Column(key="bytes", header="bytes", quantity=NUMBER, rank=1),
+            Column(key="share", header="share", quantity=SHARE, rank=2),
+            Column(key="predicted_bytes", header="predicted", quantity=BYTES),
+            Column(key="predicted_bytes", header="predicted bytes", quantity=NUMBER, rank=3),
+            Column(key="error", header="error", quantity=Quantity(error_text)),
+        ),
+        rows=tuple({"name": category_word(part.category), **_part_row(part)} for part in every),
+        caption="The error is that of the predicted bytes, relative to the measured ones." if prediction else "",
+    )
+
+
+def phase_table(run: Run, profile: MemoryProfile) -> Table | None:
+    """Each phase's peak in the watched step, and in the timed steps that nobody watched; None without phases."""
+    if not profile.phases:
+        return None
+    counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
+    rows = tuple(
+        {"phase": phase.name, "peak_bytes": phase.peak_bytes, "unwatched_bytes": counted.get(phase.name)}
+        for phase in profile.phases
+    )
+    unwatched = "Unwatched is what the allocator counted over the timed steps, which nobody watched."
+    return Table(
+        name="phases",
+        columns=(
+            Column(key="phase", header="phase"),
+            Column(key="peak_bytes", header="peak", quantity=BYTES),
+            Column(key="peak_bytes", header="bytes", quantity=NUMBER, rank=2),
+            Column(key="unwatched_bytes", header="unwatched bytes", quantity=NUMBER, rank=1),
+        ),
+        rows=rows,
+        caption=unwatched if any(row["unwatched_bytes"] is not None for row in rows) else "",
+    )
+
+
+def allocation_table(
+    run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
+) -> Table:
+    """Allocations, those together that look alike, most bytes first; `remark` ends the caption."""
+    groups = _alike(allocations, lambda made: _allocation_look(made, run))
+    groups.sort(key=lambda group: -allocated_bytes(group[1]))
+    rest = [made for _, group in groups[_MOST_ROWS:] for made in group]
+    left_out = _left_out(len(groups) - _MOST_ROWS, allocated_bytes(rest))
+    return Table(
+        name="allocations",
+        columns=(
+            Column(key="requested_bytes", header="size", quantity=BYTES),
+            Column(key="count", header="count", quantity=NUMBER, rank=1),
+            Column(key="together_bytes", header="together", quantity=BYTES),
+            Column(key="category", header="category"),
+            Column(key="what", header="what it is", rank=2, wraps_from=20),
+            Column(key="module", header="module", rank=3, wraps_from=24),
+            Column(key="line", header="line", rank=1),
+            Column(key="function", header="function", rank=5),
+            Column(key="phase", header="phase", rank=4),
+            Column(key="shape", header="shape", rank=6),
+            Column(key="dtype", header="dtype", rank=7),
+            Column(key="op", header="operator", rank=8),
+            Column(key="folder", header="folder", rank=9, wraps_from=24),
+        ),
+        rows=tuple(
+            {**look, "count": sum(made.count for made in group), "together_bytes": allocated_bytes(group)}
+            for look, group in groups[:_MOST_ROWS]
+        ),
+        caption=" ".join(filter(None, (left_out, remark))),
+        first=_FIRST_ALLOCATIONS,
+        folded=folded,
+    )
+
+
+def _allocation_look(made: Allocation, run: Run) -> Row:
+    """What is shown of one; the line, its function and its folder each for itself: 'a/model.py:81 in forward'."""
+    place, _, function = (made.source or "").partition(" in ")
+    folder, _, line = place.rpartition("/")
+    return {
+        "requested_bytes": made.requested_bytes,
+        "category": category_word(made.category),
+        "what": (what_it_is(made, run.spec) or "").removeprefix("a tensor of the "),
+        "line": line,
+        "function": function,
+        "phase": made.phase,
+        "module": made.module,
+        "shape": None if made.shape is None else shape_text(made.shape),
+        "dtype": made.dtype,
+        "op": made.op,
+        "folder": folder,
+    }
+
+
+def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
+    """Saved tensors, those together that look alike, most bytes first; `left_out` are kinds that the record had no room
+    for, which count in the total."""
+    groups = _alike(saved, _saved_look)
+    groups.sort(key=lambda group: -saved_bytes(group[1]))
+    rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
+    beyond = left_out or LeftOut(count=0, num_bytes=0)
+    total = saved_bytes(saved) + beyond.num_bytes
+    num_left = max(len(groups) - _MOST_ROWS, 0) + beyond.count
+    return Table(
+        name="saved",
+        columns=(
+            Column(key="module", header="module", rank=1, wraps_from=24),
+            Column(key="saved_by", header="saved by", wraps_from=24),
+            Column(key="shape", header="shape"),
+            Column(key="dtype", header="dtype", rank=4),
+            Column(key="count", header="count", quantity=NUMBER, rank=3),
+            Column(key="stored_bytes", header="memory", quantity=BYTES),
+            Column(key="share", header="share", quantity=SHARE, rank=2),
+            Column(key="category", header="category", rank=5),
+        ),
+        rows=tuple(
+            {
+                **look,
+                "count": sum(tensors.count for tensors in group),
+                "stored_bytes": saved_bytes(group),
+                "share": saved_bytes(group) / total if total else None,
+            }
+            for look, group in groups[:_MOST_ROWS]
+        ),
+        caption=_left_out(num_left, saved_bytes(rest) + beyond.num_bytes),
+        first=_FIRST_SAVED,
+    )
+
+
+def _saved_look(tensors: SavedTensors) -> Row:
+    return {
+        "module": tensors.module,
+        "saved_by": node_name(tensors.op),
+        "shape": shape_text(tensors.shape),
+        "dtype": tensors.dtype,
+        "category": category_word(tensors.category),
+    }
+
+
+def _alike(items: Iterable[_Item], look: Callable[[_Item], Row]) -> list[tuple[Row, list[_Item]]]:
+    """The items that look alike together, with their look."""
+    found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
+    for item in items:
+        seen = look(item)
+        found.setdefault(tuple(seen.values()), (seen, []))[1].append(item)
+    return list(found.values())
+
+
+def _left_out(count: int, num_bytes: int) -> str:
+    if count <= 0:
+        return ""
+    held = f"{units.format_bytes(num_bytes)} together" if num_bytes else "without memory of their own"
+    return f"The table leaves out {units.counted(count, 'smaller kind')}, {held}."
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """4 × 12 × 512 × 512; scalar for no dimensions."""
+    return " × ".join(map(str, shape)) or "scalar"

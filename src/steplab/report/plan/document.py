@@ -1,0 +1,179 @@
+"""What a report says of a predicted peak of memory: what it is made of, by formula, and which GPUs the step fits."""
+
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.prediction import CardFit, MemoryPrediction, Term
+from steplab.records.rows import Row, Scalar
+from steplab.report.kit.document import Column, Document, Section, Sentences, Table, named_section, notes_section
+from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
+from steplab.report.memory.categories import category_word
+from steplab.report.memory.words import exactly
+from steplab.report.run.words import describe
+from steplab.specs.step import StepSpec
+
+_SMALL = 0.001
+"""Share of the peak below which summands come last, and a terminal leaves them out."""
+_ABOUT = {"dry_run": "", "estimate": "about ", "at_least": "at least "}
+
+
+def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
+    """All that is predicted of the memory of a step; for programs the rows of `prediction_rows`."""
+    peak = f"{_ABOUT[prediction.kind]}{exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}"
+    return Document(
+        title="Predicted peak memory",
+        subtitle=describe(spec),
+        verdict=(f"The peak is {peak}: {prediction.peak_where}.",),
+        sections=tuple(_sections(spec, prediction)),
+        data=Table(name="prediction", columns=(), rows=tuple(prediction_rows(prediction))),
+    )
+
+
+def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:
+    yield named_section("Peak by category", _categories(prediction))
+    if prediction.phase_peaks:
+        yield named_section("Peaks by phase", _phases(prediction))
+    yield named_section("Summands of the peak", _summands(spec, prediction))
+    if prediction.cards:
+        yield named_section("GPUs", _cards(prediction), Sentences(texts=tuple(_needs(prediction))))
+    yield from notes_section(prediction.notes)
+
+
+_SIZE = (
+    Column(key="total_bytes", header="size", quantity=BYTES),
+    Column(key="total_bytes", header="bytes", quantity=NUMBER, rank=1),
+)
+
+
+def _categories(prediction: MemoryPrediction) -> Table:
+    sizes = {category_word(category): size for category, size in prediction.at_peak.items()}
+    sizes["peak, at least" if prediction.kind == "at_least" else "peak"] = prediction.peak_bytes
+    return Table(
+        name="categories",
+        columns=(Column(key="name", header="category"), *_SIZE, Column(key="share", header="share", quantity=SHARE)),
+        rows=tuple(
+            {"name": name, "total_bytes": size, "share": size / prediction.peak_bytes} for name, size in sizes.items()
+        ),
+    )
+
+
+def _phases(prediction: MemoryPrediction) -> Table:
+    return Table(
+        name="phases",
+        columns=(Column(key="phase", header="phase"), *_SIZE),
+        rows=tuple({"phase": name, "total_bytes": size} for name, size in prediction.phase_peaks.items()),
+    )
+
+
+def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
+    """The summands in their order, the small ones last."""
+    large = [term for term in prediction.terms if _total_bytes(term) >= _SMALL * prediction.peak_bytes]
+    small = [term for term in prediction.terms if _total_bytes(term) < _SMALL * prediction.peak_bytes]
+    caption = f"A formula gives the bytes of one tensor, with {_symbols(spec)}."
+    if small:
+        size = units.format_bytes(sum(map(_total_bytes, small)))
+        caption += f" The last {units.counted(len(small), 'row')}, each below {100 * _SMALL:g} % of the peak, "
+        caption += f"sum to {size}."
+    return Table(
+        name="summands",
+        columns=(
+            Column(key="category", header="category", rank=2),
+            Column(key="what", header="what", wraps_from=20),
+            Column(key="formula", header="formula", wraps_from=12),
+            Column(key="num_bytes", header="bytes of one", quantity=NUMBER, rank=3),
+            Column(key="count", header="number", quantity=LABEL, rank=1),
+            Column(key="total_bytes", header="together", quantity=BYTES),
+        ),
+        rows=tuple({**_summand(term), "category": category_word(term.category)} for term in (*large, *small)),
+        caption=caption,
+        first=len(large) if small else None,
+    )
+
+
+def _symbols(spec: StepSpec) -> str:
+    shape = spec.model.shape
+    assert shape is not None  # no other model is predicted
+    sizes = {"B": spec.batch, "T": spec.context, "d": shape.d_model, "f": shape.d_ff, "h": shape.num_heads}
+    sizes |= {"L": shape.num_layers, "V": shape.vocab_size}
+    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if size)  # a planning size has no h, no V
+
+
+def _cards(prediction: MemoryPrediction) -> Table:
+    return Table(
+        name="cards",
+        columns=(
+            Column(key="what", header="GPU"),
+            Column(key="total_bytes", header="usable", quantity=BYTES),
+            Column(key="verdict", header="verdict"),
+        ),
+        rows=tuple({**_card(card), "total_bytes": _usable(card)} for card in prediction.cards),
+    )
+
+
+def _usable(card: CardFit) -> Scalar:
+    return card.usable_bytes if card.usable_is_known else f"≈ {units.format_bytes(card.usable_bytes)}"
+
+
+def _needs(prediction: MemoryPrediction) -> Iterator[str]:
+    """What the verdicts are based on, with the figures."""
+    peak, least, safe = prediction.peak_bytes, prediction.least_device_bytes, prediction.safe_device_bytes
+    size = units.format_bytes
+    if least is not None:
+        yield (
+            f"With less than {size(least)} the step does not fit: the peak, and {size(least - peak)} that CUDA takes "
+            "outside of the allocator."
+        )
+    if least is not None and safe is not None and prediction.reserved_bytes is not None:
+        reserved = prediction.reserved_bytes
+        yield (
+            f"With {size(safe)} it fits: {size(reserved)} that the allocator would hold, cache and gaps included, "
+            f"{size(safe - reserved - (least - peak))} for gaps that the dry run does not see, and those "
+            f"{size(least - peak)}. Between the two it depends on fragmentation."
+        )
+    if any(not card.usable_is_known for card in prediction.cards):
+        yield "≈ marks a part of the data sheet's capacity; the usable memory of that GPU was not measured."
+
+
+def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
+    """One row for the peak and each of what a device must have, phases, categories, summands, cards, and notes.
+
+    `row` tells them apart. The `total_bytes` of the categories, and of the summands (num_bytes x count), sum to the
+    peak's; a card's is what a program has of its memory, and `verdict` whether the step fits. `bound` is at_least where
+    the prediction is a lower bound, estimate where it is one, dry_run else.
+    """
+    sizes = (
+        ("peak", f"in {prediction.peak_phase}: {prediction.peak_where}", prediction.peak_bytes),
+        ("device", "reserved by the allocator", prediction.reserved_bytes),
+        ("device", "a device must have at the least", prediction.least_device_bytes),
+        ("device", "a device must have to be sure", prediction.safe_device_bytes),
+        *(("phase", phase, size) for phase, size in prediction.phase_peaks.items()),
+    )
+    rows: list[Row] = [{"row": row, "what": what, "total_bytes": size} for row, what, size in sizes if size is not None]
+    rows += [{"row": "category", "category": name, "total_bytes": size} for name, size in prediction.at_peak.items()]
+    rows += [{"row": "summand", **_summand(term)} for term in prediction.terms]
+    rows += [{"row": "card", **_card(card)} for card in prediction.cards]
+    rows += [{"row": "note", "what": note} for note in prediction.notes]
+    return [{**dict.fromkeys(_FIELDS), **row, "bound": prediction.kind} for row in rows]
+
+
+_FIELDS = ("row", "category", "what", "formula", "num_bytes", "count", "total_bytes", "verdict")
+
+
+def _summand(term: Term) -> Row:
+    return {
+        "category": term.category,
+        "what": term.what,
+        "formula": term.formula,
+        "num_bytes": term.num_bytes,
+        "count": term.count,
+        "total_bytes": _total_bytes(term),
+    }
+
+
+def _total_bytes(term: Term) -> int:
+    return term.num_bytes * term.count
+
+
+def _card(card: CardFit) -> Row:
+    source = "read from such a card" if card.usable_is_known else "part of the data sheet's capacity"
+    return {"what": card.gpu, "formula": source, "total_bytes": card.usable_bytes, "verdict": card.verdict}
