@@ -64,11 +64,11 @@ def test_a_run_that_was_only_timed_says_what_a_profile_would_add(stored: Program
 
 def test_the_formats_agree_and_the_files_ending_chooses_one(stored: Program) -> None:
     table = stored("explain").stdout
-    assert "$ steplab run --model small --precision bf16 --compile default" in table
+    assert "  steplab run --model small --precision bf16 --compile default\n" in table
     result = stored("explain", "aaaa", "--output", "why.md")
     assert (result.code, result.stdout, result.stderr) == (0, "", "wrote why.md\n")
     text = (stored.cwd / "why.md").read_text()
-    assert "```sh\nsteplab run --model small --precision bf16 --compile default\n```" in text
+    assert "```\nsteplab run --model small --precision bf16 --compile default\n```" in text
     assert stored("explain", "--output", "why.json").code == 0
     assert json.loads((stored.cwd / "why.json").read_text())["schema"] == "steplab.findings/1"
 
@@ -77,8 +77,8 @@ def test_the_formats_agree_and_the_files_ending_chooses_one(stored: Program) -> 
     ("arguments", "code", "words"),
     [
         (("explain", "eeee"), 2, ("eeee", "steplab list")),
-        (("explain", "--format", "csv"), 2, ("csv",)),
-        (("explain", "--output", "why.csv"), 2, ("csv", "table", "md")),
+        (("explain", "--format", "html"), 2, ("html",)),
+        (("explain", "--output", "why.html"), 2, ("html", "table", "md")),
         (("explain", "--output", "nowhere/why.md"), 1, ("nowhere",)),
         (("explain", "--try", "--timeout", "soon"), 2, ("'soon'",)),
         (("explain", "bbbb", "--try"), 2, ("imported trace",)),

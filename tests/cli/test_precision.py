@@ -23,8 +23,8 @@ def test_a_request_that_makes_no_sense_is_one_line(steplab: Program, arguments: 
 def test_sums_are_printed_as_torch_prints_them_and_kept(steplab: Program) -> None:
     result = steplab("precision", "--only", "accumulation", "--device", "cpu")
     assert result.code == 0
-    lines = [line.split("  ") for line in result.stdout.splitlines() if "+=" in line]
-    shown = {words[1].strip(): next(w for w in words[2:] if w).strip() for words in lines}
+    lines = [[word.strip() for word in line.split("  ") if word] for line in result.stdout.splitlines() if "+=" in line]
+    shown = {words[0]: words[1] for words in lines}
     assert shown["fp32 += fp32"] == "10.0001"
     assert shown["fp16 += fp16"] == "9.9531"
     assert shown["fp32 += fp16"] == "10.0021"

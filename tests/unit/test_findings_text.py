@@ -7,15 +7,22 @@ import pytest
 from tests.unit.explaining import op, own, profile, timing
 
 from steplab.explain.api import explain, not_looked_at
+from steplab.records.codec import encode
 from steplab.records.finding import Evidence, Findings, Trial
 from steplab.records.run import Run
-from steplab.report.findings import findings_section, render_findings
+from steplab.report.findings import findings_document
+from steplab.report.kit.document import Pairs
+from steplab.report.kit.rendering import render
 
 CHAIN = [
     op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),
     op("aten::mul", "elementwise", 4.0, where="blocks.*.feed_forward", calls=12),
     op("aten::mm", "matmul", 20.0, dtype="bf16", calls=60),
 ]
+
+
+def render_findings(run: Run, findings: Findings, format: str, *, width: int | None = None, color: bool = False) -> str:
+    return render(findings_document(run, findings), format, width=width, color=color)
 
 
 @pytest.fixture
@@ -44,10 +51,10 @@ def tried(found: Findings) -> Findings:
 
 def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, found: Findings) -> None:
     text = render_findings(run, found, "table", width=90)
-    assert "saves about 3.00 ms of 30.0 ms a step (10.0 %)" in text
-    assert "\n   $ steplab run --model small --precision bf16 --compile default\n" in text
+    assert "It saves about 3.00 ms of 30.0 ms a step (10.0 %)." in text
+    assert "\n  steplab run --model small --precision bf16 --compile default\n" in text
     assert "every intermediate makes that journey twice" in " ".join(text.split())
-    prose = [line for line in text.splitlines() if "$ steplab" not in line]
+    prose = [line for line in text.splitlines() if "  steplab run" not in line]
     assert max(map(len, prose)) <= 90
     assert "\x1b[" not in text
     assert "\x1b[" in render_findings(run, found, "table", width=90, color=True)
@@ -60,7 +67,7 @@ def test_a_bound_is_not_told_as_an_estimate(run: Run, found: Findings, format: s
     assert "saves at most 3.00 ms of 30.0 ms a step (10.0 %)" in text
     assert "where at most 3.00 ms were predicted" in text
     assert "saves about" not in text
-    assert msgspec.json.decode(render_findings(run, bound, "json"))["findings"][0]["at_most"] is True
+    assert msgspec.json.decode(render_findings(run, bound, "json"))[0]["at_most"] is True
 
 
 def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
@@ -69,8 +76,8 @@ def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
     [row] = [line for line in text.splitlines() if "compile=default" in line]
     assert "3.00 ms" in row
     assert "4.00 ms" in row
-    assert "-3.3 % of the step" in row  # (3.0 - 4.0) / 30.5
-    assert "tried: 30.5 ms became 26.5 ms, saving 4.00 ms where 3.00 ms were predicted" in text
+    assert "-3.3 %" in row  # of the step: (3.0 - 4.0) / 30.5
+    assert "Tried: 30.5 ms became 26.5 ms, saving 4.00 ms where 3.00 ms were predicted" in text
     assert "compile=default" not in render_findings(run, found, "table", width=120)
 
 
@@ -97,20 +104,30 @@ def test_markdown_has_a_chapter_a_finding_and_the_trials_as_a_table(run: Run, fo
     text = render_findings(run, tried(found), "md")
     assert text.startswith("# small")
     assert "\n## 1. " in text
-    assert "```sh\nsteplab run --model small --precision bf16 --compile default\n```" in text
-    assert "| finding | change | predicted | measured | error | step |" in text
+    assert "```\nsteplab run --model small --precision bf16 --compile default\n```" in text
+    assert "| finding | change | predicted | measured | error | before | after |" in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in table)
 
 
-def test_json_is_the_record_itself(run: Run, found: Findings) -> None:
-    text = render_findings(run, tried(found), "json")
+def test_the_record_of_findings_survives_its_file(run: Run, found: Findings) -> None:
+    text = encode(tried(found))
     assert msgspec.json.decode(text, type=Findings) == tried(found)
     head = msgspec.json.decode(text)
     assert head["schema"] == "steplab.findings/1"
     assert head["run_id"] == run.id
     assert head["steplab_version"] == "0.1.0"
     assert head["created_utc"].endswith("Z")
+
+
+def test_rows_have_a_finding_each(run: Run, found: Findings) -> None:
+    (row,) = msgspec.json.decode(render_findings(run, tried(found), "json"))
+    assert (row["kind"], row["saves_s"]) == ("fusable_elementwise", pytest.approx(0.003))
+    assert (row["before_s"], row["saved_s"]) == (0.0305, pytest.approx(0.004))
+    head, line = render_findings(run, tried(found), "csv").splitlines()
+    assert head.split(",") == list(row)
+    assert line.startswith("fusable_elementwise,")
+    assert r"\begin{tabular}" in render_findings(run, tried(found), "latex")
 
 
 @pytest.mark.parametrize("format", ["table", "md"])
@@ -150,7 +167,8 @@ def test_names_from_a_trace_steer_no_terminal_and_break_no_table(run: Run, found
         (0.5, "", "0.5"),
     ],
 )
-def test_figures_carry_their_unit(found: Findings, value: float, unit: str, text: str) -> None:
+def test_figures_carry_their_unit(run: Run, found: Findings, value: float, unit: str, text: str) -> None:
     evidence = (Evidence(what="it", value=value, unit=unit),)
     one = dataclasses.replace(found, findings=(dataclasses.replace(found.findings[0], evidence=evidence),))
-    assert findings_section(one).findings[0].evidence == (("it", text),)
+    (pairs,) = [block for block in findings_document(run, one).sections[0].blocks if isinstance(block, Pairs)]
+    assert pairs.pairs[1:] == (("it", text),)

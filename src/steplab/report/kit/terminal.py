@@ -93,8 +93,9 @@ def _block(block: Block, width: int, style: Style) -> Iterator[str]:
             yield style(first, "red") if fact.bad else first
             yield from rest
     elif isinstance(block, Pairs):
-        label = max(len(name) for name, _ in block.pairs)
-        for name, value in block.pairs:
+        pairs = [(plain(name), value) for name, value in block.pairs]
+        label = max(len(name) for name, _ in pairs)
+        for name, value in pairs:
             lines = flowed(plain(value), max(width - label - 2, 20))
             yield style(f"{name:<{label}}", "dim") + f"  {lines[0]}"
             yield from (" " * (label + 2) + line for line in lines[1:])
