@@ -171,30 +171,61 @@ def _padded(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 _UNARY = "neg exp log sqrt rsqrt reciprocal abs sigmoid tanh sin cos relu pow triu tril"
 _BINARY = "mul add sub rsub div maximum minimum eq ne lt le gt ge where masked_fill clamp"
 
+_FLOPS_AN_ELEMENT = {
+    # max, subtract, exp, sum, divide
+    "_softmax": 5,
+    "_safe_softmax": 5,
+    "_log_softmax": 5,
+    # multiply, sum, subtract, multiply
+    "_softmax_backward_data": 4,
+    "_log_softmax_backward_data": 4,
+    # square, sum, scale, weight
+    "_fused_rms_norm": 4,
+    # the same again for the gradient of the input, and a product and a sum for the weight's
+    "_fused_rms_norm_backward": 10,
+    # two sums, subtract, scale, weight, bias
+    "native_layer_norm": 7,
+    "native_layer_norm_backward": 11,
+    # sigmoid is negate, exp, add, divide; silu multiplies; its gradient has four more
+    "silu": 5,
+    "silu_backward": 9,
+    "gelu": 8,
+    "gelu_backward": 14,
+    # weight decay 1, first moment 3, second moment 4, root, divide, add, update 3
+    "_fused_adamw_": 14,
+    "lerp": 3,
+    "addcmul": 3,
+    "addcdiv": 3,
+    **dict.fromkeys((*_UNARY.split(), *_BINARY.split()), 1),
+}
+"""What the formula needs for one element of the largest tensor; an exponential or a root counts one."""
+
+
+def flops_of_elements(name: str, elements: int) -> int:
+    """FLOPs of an operator that is no product over so many elements, of the largest of its tensors; 0 for a copy."""
+    stem = name.removeprefix("_foreach_")
+    return elements * _FLOPS_AN_ELEMENT.get(stem, _FLOPS_AN_ELEMENT.get(stem.removesuffix("_"), 0))
+
+
 _RULES: dict[str, Rule] = {
     "mm": _mm,
     "addmm": _addmm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,
     "linear": _linear,
-    # max, subtract, exp, sum, divide
-    "_softmax": _like_first(5),
-    "_log_softmax": _like_first(5),
-    # multiply, sum, subtract, multiply; the gradient and the forward's output are read
-    "_softmax_backward_data": _like_first(4, inputs=2),
-    "_log_softmax_backward_data": _like_first(4, inputs=2),
-    # square, sum, scale, weight
-    "_fused_rms_norm": _like_first(4),
-    # the same again for the gradient of the input, and a product and a sum for the weight's
-    "_fused_rms_norm_backward": _like_first(10, inputs=2),
-    # two sums, subtract, scale, weight, bias
-    "native_layer_norm": _like_first(7),
-    "native_layer_norm_backward": _like_first(11, inputs=2),
-    # sigmoid is negate, exp, add, divide; silu multiplies; its gradient has four more
-    "silu": _like_first(5),
-    "silu_backward": _like_first(9, inputs=2),
-    "gelu": _like_first(8),
-    "gelu_backward": _like_first(14, inputs=2),
+    **{
+        name: _like_first(_FLOPS_AN_ELEMENT[name])
+        for name in ["_softmax", "_log_softmax", "_fused_rms_norm", "native_layer_norm", "silu", "gelu"]
+    },
+    # A gradient is read, and what forward saved.
+    **{
+        f"{name}_backward": _like_first(_FLOPS_AN_ELEMENT[f"{name}_backward"], inputs=2)
+        for name in ["_fused_rms_norm", "native_layer_norm", "silu", "gelu"]
+    },
+    **{
+        f"{name}_backward_data": _like_first(_FLOPS_AN_ELEMENT[f"{name}_backward_data"], inputs=2)
+        for name in ["_softmax", "_log_softmax"]
+    },
     "sum": _reduction,
     "mean": _reduction,
     "amax": _reduction,
@@ -203,5 +234,5 @@ _RULES: dict[str, Rule] = {
     "zero": _fill,
     "cat": _concatenation,
     "embedding": _embedding,
-    **{name: _pointwise(1) for name in (*_UNARY.split(), *_BINARY.split())},
+    **{name: _pointwise(_FLOPS_AN_ELEMENT[name]) for name in (*_UNARY.split(), *_BINARY.split())},
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from steplab.explain.case import Case
 from steplab.explain.shapes import Shape, shapes_of, softmax_inputs
 from steplab.explain.words import command
+from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
 from steplab.units import format_bytes, format_count, format_percent, format_time
@@ -26,7 +27,6 @@ BACKWARD_PRODUCTS = 5 / 4
 """Products of a fused backward pass over those of a plain one: it computes the scores anew (Dao 2023, section 3.1)."""
 
 _PARTS = ("scores", "softmax", "values")
-_MATERIALISING = ("plain", "sdpa_math")
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
 _SMALLEST_CONTEXT = 16
 """A softmax over fewer columns is not taken for one of attention."""
@@ -52,7 +52,7 @@ def scores_materialised(case: Case) -> Finding | None:
         return None
     # A user's own model brings its own attention, of which the spec's field says nothing.
     chosen = case.spec if case.spec and case.spec.model.kind != "factory" else None
-    if chosen is not None and chosen.attention not in _MATERIALISING:
+    if chosen is not None and not implementation(chosen.attention).materialises_scores:
         return None
     seen = _by_range(profile) or _by_shape(profile)
     busy_s = case.busy_s(profile)
