@@ -27,7 +27,7 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.memory_compare import checkpointing_sentences, precision_sentences
-from steplab.report.memory_figures import at_peak, error_text, parts, peak_of
+from steplab.report.memory_figures import at_peak, error_text, parts, peak_of, whole
 from steplab.report.memory_grids import largest_grid, saved_grid
 from steplab.report.memory_places import short_line, short_module
 from steplab.report.memory_rows import allocation_rows, category_rows, render_allocations, render_memory_rows
@@ -161,7 +161,23 @@ def test_what_was_predicted_alone_or_measured_alone_has_a_row_and_no_error_out_o
     prediction = replace(prediction_of(profile), at_peak={"autocast_copies": MIB, "parameters": 5 * MIB})
     found = {part.category: part for part in parts(profile, prediction)}
     assert (found["autocast_copies"].num_bytes, found["autocast_copies"].error) == (0, None)
-    assert (found["activations"].predicted_bytes, found["activations"].error) == (0, -1.0)
+    assert (found["activations"].predicted_bytes, found["activations"].error) == (0, None)
+
+
+def test_on_a_cpu_the_prediction_is_compared_in_what_it_covers() -> None:
+    """A prediction is of CUDA: of cuBLAS's workspaces and the allocator's rounding there is nothing on a CPU."""
+    profile = replace(profile_of(FP32), source="cpu allocator", at_peak={"parameters": 100, "workspaces": 4})
+    profile = replace(profile, peak_bytes=104)
+    prediction = replace(
+        prediction_of(profile), at_peak={"parameters": 110, "workspaces": 64 * MIB, "rounding": 50}, peak_bytes=64 * MIB
+    )
+    found = {part.category: part for part in parts(profile, prediction)}
+    assert set(found) == {"parameters", "workspaces"}
+    assert (found["workspaces"].predicted_bytes, found["workspaces"].error) == (None, None)
+    peak = whole(profile, prediction)
+    assert peak.predicted_bytes == 110
+    assert peak.error == pytest.approx(0.1)
+    assert {row["predicted_peak_bytes"] for row in category_rows(profile, prediction)} == {110}
 
 
 def test_without_a_memory_profile_it_says_how_to_get_one() -> None:
@@ -671,7 +687,10 @@ def test_the_rows_sum_to_the_peak_in_every_format(run: Run) -> None:
     rows = category_rows(profile, prediction)
     assert {row["category"]: row["bytes"] for row in rows} == profile.at_peak
     assert sum(int(str(row["bytes"])) for row in rows) == profile.peak_bytes
-    assert sum(int(str(row["predicted_bytes"])) for row in rows) == prediction.peak_bytes
+    predicted = sum(int(str(row["predicted_bytes"] or 0)) for row in rows)
+    left_out = at_peak(profile, "workspaces", "rounding") if profile.source == "cpu allocator" else 0
+    assert predicted == prediction.peak_bytes - left_out  # the prediction is the profile's own figures here
+    assert {row["predicted_peak_bytes"] for row in rows} == {predicted}
     assert json.loads(render_memory_rows(profile, "json", prediction=prediction)) == rows
     lines = list(csv.DictReader(io.StringIO(render_memory_rows(profile, "csv"))))
     assert {line["category"]: int(line["bytes"]) for line in lines} == profile.at_peak

@@ -39,7 +39,7 @@ from steplab.report.profile_grids import category_grid, kernel_grid, phase_grid
 from steplab.report.profile_page import profile_sections
 from steplab.report.profile_rows import kernel_rows, render_kernels
 from steplab.report.profile_text import render_profile
-from steplab.report.roofs import find_roofs, roof_dtype
+from steplab.report.roofs import find_roofs, roof_dtype, why_no_roof
 from steplab.report.run_text import render_profiled, render_run
 
 STEPS = 3
@@ -414,9 +414,13 @@ def test_fused_attention_is_one_row() -> None:
 
 def test_roofs_are_the_devices_own_or_none() -> None:
     roofs = find_roofs(LARGE)
-    assert (roofs.peak("fp32"), roofs.bandwidth) == (H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S)
-    assert "no data sheet" in find_roofs(CPU).why_none
-    assert "does not say" in find_roofs(IMPORTED).why_none
+    peak, bandwidth = roofs.peak("fp32"), roofs.bandwidth()
+    assert peak is not None
+    assert bandwidth is not None
+    assert (peak.per_s, bandwidth.per_s) == (H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S)
+    assert roofs.ridge("fp32") == pytest.approx(H200_FP32_FLOPS_PER_S / H200_BYTES_PER_S)
+    assert "no data sheet" in why_no_roof(CPU)
+    assert "does not say" in why_no_roof(IMPORTED)
     for run in (CPU, IMPORTED):
         assert find_roofs(run).least_time_s(1.0, 1.0, "fp32") is None
     notes = attention_notes(CPU, attention_rows(CPU, profile_of(CPU)))

@@ -52,8 +52,10 @@ def category_grid(profile: MemoryProfile, prediction: MemoryPrediction | None = 
 def _part_row(part: Part, *, predicted: bool) -> tuple[str, ...]:
     sizes = (units.format_bytes(part.num_bytes), f"{part.num_bytes:,}")
     row = (category_word(part.category), *sizes, format_share(part.share))
-    if not predicted or part.predicted_bytes is None:
+    if not predicted:
         return row
+    if not part.predicted_bytes:
+        return (*row, ABSENT, ABSENT, ABSENT)
     error = ABSENT if part.error is None else error_text(part.error)
     return (*row, units.format_bytes(part.predicted_bytes), f"{part.predicted_bytes:,}", error)
 

@@ -6,7 +6,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import Row, Scalar
 from steplab.report.columns import Column, figure_column
 from steplab.report.formats import render_rows
-from steplab.report.memory_figures import error_text, parts
+from steplab.report.memory_figures import error_text, parts, whole
 from steplab.report.memory_words import category_word
 from steplab.report.shares import format_share
 
@@ -66,7 +66,7 @@ def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = 
         if prediction:
             row |= {"predicted_bytes": part.predicted_bytes, "error": part.error}
         row |= {"peak_bytes": profile.peak_bytes}
-        row |= {"predicted_peak_bytes": prediction.peak_bytes} if prediction else {}
+        row |= {"predicted_peak_bytes": whole(profile, prediction).predicted_bytes} if prediction else {}
         rows.append(row | {"peak_phase": profile.peak_phase})
     return rows
 

@@ -264,7 +264,10 @@ def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) ->
     peak = figures.whole(profile, prediction)
     off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
     off = ", to the byte what was measured" if peak.error == 0 else off
-    told = f"Predicted {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."
+    told = f"Predicted {exactly(peak.predicted_bytes or 0)}{off}, in {prediction.peak_phase}: {prediction.peak_where}."
     if profile.source == "cpu allocator":
-        told += " It is for a CUDA device: a CPU's operators keep and allocate otherwise, and the error shows it."
+        told += (
+            " It is of a CUDA device, less the workspaces of CUDA's libraries and the rounding of its allocator, which "
+            "a CPU does not have; a CPU's operators save other tensors for backward, and the error shows it."
+        )
     return told
