@@ -5,7 +5,7 @@ implementation adds a row, its code, and the name of its function in api.py. It 
 that a plan can be made where there is no torch.
 
 Limits are those of the kernels on CUDA. torch's are as its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has
-them, for NVIDIA GPUs from Ampere on.
+them, for NVIDIA GPUs from Ampere on; tests/gpu/test_attention_table_on_gpu.py tries them all.
 """
 
 from dataclasses import dataclass
@@ -68,8 +68,10 @@ class Implementation:
     """Largest head dimension that it takes on every GPU and in every version; None: the same."""
     row_bytes: int = 1
     """The bytes of one head of one token must be a multiple of this."""
-    least_tokens: int = 0
-    """Fewest queries, and fewest keys, that it takes."""
+    empty: bool = True
+    """Whether it takes no queries, or no keys."""
+    single_token: bool = True
+    """Whether it takes one query with one key."""
     causal_offset: bool = True
     """Whether it takes a causal mask over queries and keys of different number, positions counted from the first."""
     grouped: bool = True
@@ -77,6 +79,9 @@ class Implementation:
     materialises_scores: bool = False
     """Whether the scores, [B, H, S, K], are a tensor in memory, whose softmax is saved for backward. If not, backward
     computes them again, and saved are queries, keys, values, output and the log-sum-exp of each row of scores."""
+    deterministic: bool | None = None
+    """Whether gradients have the same bits every time on CUDA; those of kernels that sum dQ by atomic additions do not.
+    None: not known, or as the one chosen. Measured on an H100 with torch 2.11 in bf16."""
     saved_rows: int = 1
     """The saved log-sum-exp has the tokens rounded up to a multiple of this."""
     output_heads_together: bool = False
@@ -121,6 +126,7 @@ TABLE = (
     Implementation(
         name="plain",
         summary="scores materialised",
+        deterministic=True,
         materialises_scores=True,
         benchmarked_on=("cpu", "mps"),
     ),
@@ -132,10 +138,11 @@ TABLE = (
     Implementation(
         name="sdpa_flash",
         summary="torch's FlashAttention-2",
+        deterministic=False,
         devices=("cuda", "cpu"),
         dtypes=_HALVES,
         widest=256,
-        least_tokens=1,
+        empty=False,
         causal_offset=False,
         workspaces=_FLASH_BACKWARD,
         chosen_by_sdpa="taken to be the flash kernel; where torch prefers cuDNN's, its workspace is not known",
@@ -150,12 +157,14 @@ TABLE = (
     Implementation(
         name="sdpa_cudnn",
         summary="cuDNN's",
+        deterministic=False,
         devices=("cuda",),
         dtypes=_HALVES,
         widest=256,
         widest_on_all=128,
         row_bytes=16,
-        least_tokens=2,
+        empty=False,
+        single_token=False,
         workspaces=_FLASH_BACKWARD,
         memory_estimate="cuDNN's workspace is not known, and taken to be that of the flash kernel",
         benchmarked_on=("cuda",),
@@ -167,10 +176,11 @@ TABLE = (
     Implementation(
         name="sdpa_efficient",
         summary="torch's memory-efficient kernel",
+        deterministic=False,
         devices=("cuda",),
         dtypes=(FP32, BF16, FP16),
         row_bytes=16,
-        least_tokens=1,
+        empty=False,
         grouped=False,
         saved_rows=32,
         output_heads_together=True,
@@ -185,15 +195,17 @@ TABLE = (
     Implementation(
         name="sdpa_math",
         summary="torch's composition of operators",
+        deterministic=True,
         materialises_scores=True,
         chosen_by_sdpa="taken to be torch's own composition, for no fused kernel takes heads of this width",
     ),
     Implementation(
         name="flex",
         summary="torch's FlexAttention",
+        deterministic=True,
         devices=("cuda", "cpu"),
         trains_on_cpu=False,
-        least_tokens=1,
+        empty=False,
         workspaces=(_ROW_SUMS,),
         memory_estimate="its workspace is taken to be one number a row of scores",
         benchmarked_on=("cuda",),
@@ -201,6 +213,7 @@ TABLE = (
     Implementation(
         name="flash_reference",
         summary="FlashAttention-2 in tiled PyTorch",
+        deterministic=True,
         workspaces=(
             Workspace(what="rotated query, widened, within the function", width=1),
             Workspace(what="gradient of the output, widened, within the function", width=1),
@@ -214,6 +227,7 @@ TABLE = (
     Implementation(
         name="flash_triton",
         summary="FlashAttention-2 in steplab's Triton kernels",
+        deterministic=True,
         devices=("cuda",),
         package="triton",
         dtypes=(FP32, BF16, FP16),
@@ -236,7 +250,7 @@ TABLE = (
         dtypes=_HALVES,
         widest_on_all=128,
         row_bytes=16,
-        least_tokens=1,
+        empty=False,
         causal_offset=False,
         workspaces=_FLASH_BACKWARD,
         memory_estimate="its workspace is not known, and taken to be that of torch's flash kernel",
@@ -292,9 +306,10 @@ def why_not(
         multiple = max(row.row_bytes // ITEM_BYTES[dtype], 1)
         if head_dim % multiple:
             return f"that kernel takes heads of a multiple of {multiple}, and these are {head_dim} wide"
-    if min(num_queries, num_keys) < row.least_tokens:
-        fewest = "no empty sequence" if row.least_tokens == 1 else "no context of a single token"
-        return f"that kernel takes {fewest}"
+    if not row.empty and 0 in (num_queries, num_keys):
+        return "that kernel takes no empty sequence"
+    if not row.single_token and num_queries == num_keys == 1:
+        return "that kernel takes no context of a single token"
     if causal and num_queries != num_keys and not row.causal_offset:
         return "its causal mask counts positions from the last query and key, torch's from the first"
     if grouped and not row.grouped:
