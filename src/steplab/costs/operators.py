@@ -9,20 +9,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "long int": 8,
-    "int": 4,
-    "short int": 2,
-    "bool": 1,
-    "unsigned char": 1,
-    "signed char": 1,
-    "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e5m2": 1,
+FLOATING_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element of the floating-point types, the widest first."""
+_ITEM_BYTES = FLOATING_BYTES | {"int64": 8, "int32": 4, "int16": 2, "bool": 1, "uint8": 1, "int8": 1}
+DTYPES_OF_TRACES = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "long int": "int64",
+    "int": "int32",
+    "short int": "int16",
+    "bool": "bool",
+    "unsigned char": "uint8",
+    "signed char": "int8",
+    "c10::Float8_e4m3fn": "fp8_e4m3",
+    "c10::Float8_e5m2": "fp8_e5m2",
 }
+"""Names of types in torch's traces -> in records."""
+ITEM_BYTES = {name: _ITEM_BYTES[dtype] for name, dtype in DTYPES_OF_TRACES.items()}
 """Bytes of an element, by the names of types in torch's traces."""
 
 
