@@ -24,9 +24,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
         if gradient.heads_together or m.sizes.one_order:
             return (gradient,)
-        made = m.new(*like, f"gradient of {named}, heads together")
-        m.ran("copy", (gradient,), (made,))
-        return (made,)
+        return (m.run("copy", (gradient,), *like, f"gradient of {named}, heads together"),)
 
     m.node((x.slot,), (), backward).gives(view)
     return view
@@ -37,8 +35,7 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
     if x.heads_together or m.sizes.one_order:
         merged = Tensor(x.count, x.dtype, x.storage)
     else:
-        merged = m.new(x.count, x.dtype, "attention output, heads together")
-        m.ran("copy", (x,), (merged,))
+        merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together")
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(merged)
     return merged
 
@@ -50,12 +47,7 @@ def heads_apart(m: Machine, x: Tensor) -> Tensor:
     view = Tensor(x.count, x.dtype, x.storage)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        made = m.new(*like)
-        m.ran("copy", (gradient,), (made,))
-        return (made,)
-
-    m.node((x.slot,), (), backward).gives(view)
+    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like),)).gives(view)
     return view
 
 
@@ -76,12 +68,9 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     views = Tensor(m.sizes.half_residual, x.dtype, x.storage), Tensor(m.sizes.half_residual, x.dtype, x.storage)
     like, named = (x.count, x.dtype), x.what
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], first: Tensor, second: Tensor) -> tuple[Tensor]:
-        made = m.new(*like, f"gradient of {named}")
-        m.ran("cat", (first, second), (made,))
-        return (made,)
-
-    m.node((x.slot,), (), backward).gives(*views)
+    m.node(
+        (x.slot,), (), lambda m, kept, first, second: (m.run("cat", (first, second), *like, f"gradient of {named}"),)
+    ).gives(*views)
     return views
 
 
@@ -89,29 +78,24 @@ def _times_table(m: Machine, half: Tensor) -> Tensor:
     """Cosines or sines times a half, in fp32, whatever the half is in; so is the gradient, at first."""
     table_bytes = m.sizes.rotary.value * FP32.num_bytes // 2
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        made = m.new(m.sizes.half_residual, FP32, "gradient of half a rotation")
-        m.ran("mul", (gradient,), (made,), also_read_bytes=table_bytes)
-        return (made,)
+    def times(x: Tensor, what: str) -> Tensor:
+        return m.run("mul", (x,), m.sizes.half_residual, FP32, what, also_read_bytes=table_bytes)
 
-    product = m.new(m.sizes.half_residual, FP32, "half a rotation")
-    m.ran("mul", (half,), (product,), also_read_bytes=table_bytes)
-    m.node((half.slot,), (), backward).gives(product)
+    product = times(half, "half a rotation")
+    m.node((half.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(product)
     return product
 
 
 def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
     """x + y, or x - y: then the gradient of y is made, not shared."""
+    like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         if not negated:
             return gradient, gradient
-        made = m.new(gradient.count, gradient.dtype, "gradient of half a rotation, negated")
-        m.ran("neg", (gradient,), (made,))
-        return gradient, made
+        return gradient, m.run("neg", (gradient,), *like, "gradient of half a rotation, negated")
 
-    total = m.new(x.count, x.dtype, "half a rotation")
-    m.ran("sub" if negated else "add", (x, y), (total,))
+    total = m.run("sub" if negated else "add", (x, y), *like, "half a rotation")
     m.node((x.slot, y.slot), (), backward).gives(total)
     return total
 
@@ -123,8 +107,7 @@ def _join(m: Machine, first: Tensor, second: Tensor, what: str) -> Tensor:
         half = m.sizes.half_residual
         return Tensor(half, gradient.dtype, gradient.storage), Tensor(half, gradient.dtype, gradient.storage)
 
-    joined = m.new(m.sizes.residual, first.dtype, what)
-    m.ran("cat", (first, second), (joined,))
+    joined = m.run("cat", (first, second), m.sizes.residual, first.dtype, what)
     m.node((first.slot, second.slot), (), backward).gives(joined)
     return joined
 
@@ -140,16 +123,12 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def ones(m: Machine) -> Tensor:
     """What the causal mask is made of."""
-    filled = m.new(m.sizes.square, BOOL, "ones for the causal mask")
-    m.ran("fill", (), (filled,))
-    return filled
+    return m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
 
 
 def triangle(m: Machine, ones: Tensor) -> Tensor:
     """The causal mask."""
-    mask = m.new(ones.count, BOOL, "causal mask")
-    m.ran("triu", (ones,), (mask,))
-    return mask
+    return m.run("triu", (ones,), ones.count, BOOL, "causal mask")
 
 
 def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str, copied: bool = False) -> Tensor:
@@ -180,8 +159,7 @@ def contiguous(m: Machine, x: Tensor) -> Tensor:
     """A copy with the heads apart; backward the gradient is passed on."""
     if m.sizes.one_order:
         return x
-    output = m.new(x.count, x.dtype, f"{x.what}, heads apart")
-    m.ran("copy", (x,), (output,))
+    output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart")
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)
     return output
 
@@ -189,8 +167,7 @@ def contiguous(m: Machine, x: Tensor) -> Tensor:
 def softmax(m: Machine, scores: Tensor) -> Tensor:
     """Keeps its output. Autocast has it in fp32: for bf16 from a copy of the scores, for fp16 within the kernel."""
     x = m.cast(scores, FP32 if m.autocast and scores.dtype is not FP16 else None)
-    output = m.new(x.count, FP32 if m.autocast else x.dtype, "attention weights")
-    m.ran("_softmax", (x,), (output,))
+    output = m.run("_softmax", (x,), x.count, FP32 if m.autocast else x.dtype, "attention weights")
     m.node((x.slot,), (output,), softmax_gradient(x)).gives(output)
     return output
 

@@ -115,8 +115,7 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _mask_of_numbers(m: Machine) -> Tensor:
     hidden = triangle(m, ones(m))
-    numbers = m.new(m.sizes.square, FP32, "causal mask, in fp32")
-    m.ran("where", (hidden,), (numbers,))
+    numbers = m.run("where", (hidden,), m.sizes.square, FP32, "causal mask, in fp32")
     del hidden
     return numbers
 
@@ -124,8 +123,7 @@ def _mask_of_numbers(m: Machine) -> Tensor:
 def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:
     unsafe = m.new(scores.count, FP32, "attention weights, unsafe")
     hidden = m.new(scores.count, BOOL, "hidden scores")
-    weights = m.new(scores.count, FP32, "attention weights")
-    m.ran("_safe_softmax", (scores,), (weights,))
+    weights = m.run("_safe_softmax", (scores,), scores.count, FP32, "attention weights")
     m.node((scores.slot,), (weights,), softmax_gradient(scores)).gives(weights)
     del unsafe, hidden
     return weights

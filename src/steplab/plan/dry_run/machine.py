@@ -81,6 +81,21 @@ class Machine:
         self._listen(Allocated(piece))
         return Tensor(count, dtype, Storage(piece, partial(self._free, self._num_pieces)))
 
+    def run(
+        self,
+        name: str,
+        reads: tuple[Tensor, ...],
+        count: Count,
+        dtype: Dtype,
+        what: str,
+        *,
+        also_read_bytes: int = 0,
+    ) -> Tensor:
+        """The one output of an operator, in fresh memory; see `ran`."""
+        made = self.new(count, dtype, what)
+        self.ran(name, reads, (made,), also_read_bytes=also_read_bytes)
+        return made
+
     def _free(self, number: int, piece: Piece) -> None:
         del self._alive[number]
         self._listen(Freed(piece))

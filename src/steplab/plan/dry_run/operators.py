@@ -14,15 +14,15 @@ _BACKWARD = {"silu": "silu_backward"}
 
 def embedding(m: Machine, weight: Parameter) -> Tensor:
     """Rows of the table. Keeps the tokens alone, which are there anyway."""
-    tokens_bytes = m.sizes.tokens.value * INT64.num_bytes
+    dtype = weight.tensor.dtype
+    tokens_bytes, rows_bytes = m.sizes.tokens.value * INT64.num_bytes, m.sizes.residual.value * dtype.num_bytes
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
         gradient_w = _gradient_of(m, weight)
         m.ran("embedding_dense_backward", (gradient,), (gradient_w,), also_read_bytes=tokens_bytes)
         return (gradient_w,)
 
-    x = m.new(m.sizes.residual, weight.tensor.dtype, "residual stream")
-    m.ran("embedding", (), (x,), also_read_bytes=tokens_bytes + x.num_bytes)
+    x = m.run("embedding", (), m.sizes.residual, dtype, "residual stream", also_read_bytes=tokens_bytes + rows_bytes)
     m.node((weight.slot,), (), backward).gives(x)
     return x
 
@@ -32,12 +32,9 @@ def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor,
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        gradient_x = m.new(*like, f"gradient of {named}")
-        m.ran(_BACKWARD.get(name, name), (gradient, *kept), (gradient_x,))
-        return (gradient_x,)
+        return (m.run(_BACKWARD.get(name, name), (gradient, *kept), *like, f"gradient of {named}"),)
 
-    output = m.new(*like, what)
-    m.ran(name, (x, *(tensor for tensor in kept if tensor is not x)), (output,))
+    output = m.run(name, (x, *(tensor for tensor in kept if tensor is not x)), *like, what)
     m.node((x.slot,), kept, backward).gives(output)
     return output
 
@@ -86,8 +83,7 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
 
 def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
     """The residual stream with a branch added to it, in the wider format. Keeps nothing; both gradients are its own."""
-    output = m.new(x.count, x.dtype, "residual stream")
-    m.ran("add", (x, y), (output,))
+    output = m.run("add", (x, y), x.count, x.dtype, "residual stream")
     m.node((x.slot, y.slot), (), lambda m, kept, gradient: (gradient, gradient)).gives(output)
     return output
 
@@ -102,15 +98,11 @@ def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
     like, names = (x.count, x.dtype), (x.what, y.what)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
-        gradients = []
-        for name, other in zip(names, reversed(kept), strict=True):
-            made = m.new(*like, f"gradient of {name}")
-            m.ran("mul", (gradient, other), (made,))
-            gradients.append(made)
-        return tuple(gradients)
+        x, y = kept
+        factors = zip(names, (y, x), strict=True)
+        return tuple(m.run("mul", (gradient, other), *like, f"gradient of {name}") for name, other in factors)
 
-    output = m.new(*like, what)
-    m.ran("mul", (x, y), (output,))
+    output = m.run("mul", (x, y), *like, what)
     m.node((x.slot, y.slot), (x, y), backward).gives(output)
     return output
 
@@ -127,12 +119,12 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
     # Of each token one log probability is read, and its target; the gradient is written whole.
     picked_bytes = m.sizes.tokens.value * (INT64.num_bytes + log_probabilities.dtype.num_bytes)
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        made = m.new(*like, f"gradient of {named}")
-        m.ran("nll_loss_backward", (gradient,), (made,), also_read_bytes=picked_bytes)
-        return (made,)
-
     m.ran("nll_loss_forward", (), (loss, total_weight), also_read_bytes=picked_bytes)
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        name = f"gradient of {named}"
+        return (m.run("nll_loss_backward", (gradient,), *like, name, also_read_bytes=picked_bytes),)
+
     m.node((log_probabilities.slot,), kept, backward).gives(loss)
     return loss
 
@@ -140,13 +132,11 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
 def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
     like = (logits.count, logits.dtype)
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        made = m.new(*like, "gradient of the logits")
-        m.ran("_log_softmax_backward_data", (gradient, *kept), (made,))
-        return (made,)
+    output = m.run("_log_softmax", (logits,), *like, "log probabilities")
 
-    output = m.new(*like, "log probabilities")
-    m.ran("_log_softmax", (logits,), (output,))
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        return (m.run("_log_softmax_backward_data", (gradient, *kept), *like, "gradient of the logits"),)
+
     m.node((logits.slot,), (output,), backward).gives(output)
     return output
 
