@@ -27,19 +27,16 @@ from steplab import units
 from steplab.errors import UserError
 from steplab.records.profile import KernelStats, OpStats, PhaseTime, Profile
 from steplab.records.run import Run
-from steplab.report.fitting import broken, fit, least_widths, widths
-from steplab.report.grid import Grid
 from steplab.report.kit.document import Section, Sentences, Table
 from steplab.report.kit.kernel_names import last_part, short_kernel, short_kernels
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.kit.table import sheet
-from steplab.report.kit.text import ABSENT
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.document import profile_chapter, profile_document
 from steplab.report.profile.figures import Span, passes, spans, top_kernels, whole
 from steplab.report.profile.tables import attention_table, category_table, kernel_rows, kernel_table, phase_table
-from steplab.report.roofs import find_roofs, roof_dtype
+from steplab.report.roofs import find_roofs, roof_dtype, why_no_roof
 from steplab.report.run.cells import cells_of
 
 STEPS = 3
@@ -429,9 +426,13 @@ def test_fused_attention_is_one_row() -> None:
 
 def test_roofs_are_the_devices_own_or_none() -> None:
     roofs = find_roofs(LARGE)
-    assert (roofs.peak("fp32"), roofs.bandwidth) == (H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S)
-    assert "no data sheet" in find_roofs(CPU).why_none
-    assert "does not say" in find_roofs(IMPORTED).why_none
+    peak, bandwidth = roofs.peak("fp32"), roofs.bandwidth()
+    assert peak is not None
+    assert bandwidth is not None
+    assert (peak.per_s, bandwidth.per_s) == (H200_FP32_FLOPS_PER_S, H200_BYTES_PER_S)
+    assert roofs.ridge("fp32") == pytest.approx(H200_FP32_FLOPS_PER_S / H200_BYTES_PER_S)
+    assert "no data sheet" in why_no_roof(CPU)
+    assert "does not say" in why_no_roof(IMPORTED)
     for run in (CPU, IMPORTED):
         assert find_roofs(run).least_time_s(1.0, 1.0, "fp32") is None
     notes = attention_notes(CPU, attention_rows(CPU, profile_of(CPU)))
@@ -479,23 +480,9 @@ def test_a_narrow_terminal_gets_fewer_figures_and_each_of_them_whole(run: Run, w
         assert row.get("of the ceiling", "") in told
 
 
-def test_cells_break_between_figures_and_never_between_a_number_and_its_unit() -> None:
-    assert broken("12.3 ms 59.0 %", 10) == "12.3 ms\n59.0 %"
-    assert broken("12.3 ms 59.0 %", 14) == "12.3 ms 59.0 %"
-    assert broken("≈ 12.3 ms", 4) == "≈ 12.3 ms"
-    assert broken(ABSENT, 4) == ABSENT
-    grid = Grid(headers=("a", "b c"), rows=(("word", "12.3 ms 59.0 %"),), numeric=(False, True))
-    assert least_widths(grid) == [4, 7]
-    assert widths(grid, 100) == [4, 14]
-    assert widths(grid, 18) == [4, 11]
-    assert fit(grid, 9, "a").headers == ("b c",)
-    assert fit(grid, 9, "a").caption == "Left out for want of width: a."
-    assert fit(grid, 100, "a") == grid
-
-
 def test_what_a_narrow_terminal_leaves_out_is_said() -> None:
-    assert "Left out for want of width: FLOPs, bytes" in " ".join(render_profile(LARGE, width=80).split())
-    assert "Left out" not in render_profile(LARGE, width=160)
+    assert "Not shown at this width: FLOPs, bytes" in " ".join(render_profile(LARGE, width=80).split())
+    assert "Not shown" not in render_profile(LARGE, width=160)
 
 
 def test_the_text_states_all_that_was_asked_of_it() -> None:

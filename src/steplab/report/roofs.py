@@ -1,56 +1,21 @@
-"""The roofline's roofs: what the device could do at most, and with which of its peaks an operator is compared.
+"""The device's roofs for a run's operators, and with which of its peaks each is compared: see costs.roofline."""
 
-An operator that does I FLOPs for each byte it moves cannot exceed min(peak, I x bandwidth) FLOP/s (Williams, Waterman
-and Patterson 2009, "Roofline"). The roofs are the vendor's figures, never another device's.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-
+from steplab.costs.roofline import Roofline
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
-from steplab.specs.hardware import HardwareSpec, find_hardware
+from steplab.specs.hardware import find_hardware
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Roofs:
-    """The roofs of one device, or why there are none."""
-
-    hardware: HardwareSpec | None
-    """Vendor's figures; None: no roof."""
-    why_none: str
-    """Why there is no roof; empty where there is one."""
-
-    def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s in a number format."""
-        peak = self.hardware.peak_flops(dtype) if self.hardware else None
-        return peak.flops_per_s if peak else None
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes a second of the device's memory."""
-        return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
-
-    def least_time_s(self, flops: float, moved_bytes: float, dtype: str) -> float | None:
-        """The least time the roofline allows; None where a roof it needs is not known."""
-        peak, bandwidth = self.peak(dtype), self.bandwidth
-        return None if peak is None or bandwidth is None else max(flops / peak, moved_bytes / bandwidth)
-
-    def sources(self, dtypes: Sequence[str]) -> list[str]:
-        """Where the bandwidth and these peaks are stated, each text once."""
-        if self.hardware is None:
-            return []
-        figures = ["memory_bandwidth_bytes_per_s", *(dtype for dtype in dtypes if dtype in self.hardware.peaks)]
-        return list(dict.fromkeys(self.hardware.sources[figure] for figure in figures))
+def find_roofs(run: Run) -> Roofline:
+    """The roofs of the device the run was made on, by its exact name: the vendor's figures or none."""
+    return Roofline(hardware=find_hardware(run.device_name) if run.device_name else None)
 
 
-def find_roofs(run: Run) -> Roofs:
-    """The roofs of the device the run was made on, by its exact name."""
-    name = run.device_name
-    if name is None:
-        return Roofs(hardware=None, why_none="the record does not say what device this was")
-    hardware = find_hardware(name)
-    return Roofs(hardware=hardware, why_none="" if hardware else f"no data sheet's figures are known for {name}")
+def why_no_roof(run: Run) -> str:
+    """Why the run's device has no roof."""
+    if run.device_name is None:
+        return "the record does not say what device this was"
+    return f"no data sheet's figures are known for {run.device_name}"
 
 
 def roof_dtype(run: Run, profile: Profile, op: OpStats) -> str:
