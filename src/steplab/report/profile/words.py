@@ -16,7 +16,7 @@ from steplab.report.profile.figures import (
     top_kernels,
     whole,
 )
-from steplab.report.roofs import find_roofs
+from steplab.report.profile.roofs import find_roofs
 
 PROFILED = "The profiler slows the host: read shares, kernels and gaps here. Step time is the unprofiled figure."
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop

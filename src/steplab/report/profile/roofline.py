@@ -12,7 +12,7 @@ from steplab.records.run import Run
 from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, category_color, category_legend, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import last_part
-from steplab.report.roofs import find_roofs, roof_dtype, why_no_roof
+from steplab.report.profile.roofs import find_roofs, roof_dtype, why_no_roof
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
