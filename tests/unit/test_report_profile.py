@@ -27,13 +27,10 @@ from steplab import units
 from steplab.errors import UserError
 from steplab.records.profile import KernelStats, OpStats, PhaseTime, Profile
 from steplab.records.run import Run
-from steplab.report.fitting import broken, fit, least_widths, widths
-from steplab.report.grid import Grid
 from steplab.report.kit.document import Section, Sentences, Table
 from steplab.report.kit.kernel_names import last_part, short_kernel, short_kernels
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.kit.table import sheet
-from steplab.report.kit.text import ABSENT
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.document import profile_chapter, profile_document
@@ -479,22 +476,8 @@ def test_a_narrow_terminal_gets_fewer_figures_and_each_of_them_whole(run: Run, w
         assert row.get("of the ceiling", "") in told
 
 
-def test_cells_break_between_figures_and_never_between_a_number_and_its_unit() -> None:
-    assert broken("12.3 ms 59.0 %", 10) == "12.3 ms\n59.0 %"
-    assert broken("12.3 ms 59.0 %", 14) == "12.3 ms 59.0 %"
-    assert broken("≈ 12.3 ms", 4) == "≈ 12.3 ms"
-    assert broken(ABSENT, 4) == ABSENT
-    grid = Grid(headers=("a", "b c"), rows=(("word", "12.3 ms 59.0 %"),), numeric=(False, True))
-    assert least_widths(grid) == [4, 7]
-    assert widths(grid, 100) == [4, 14]
-    assert widths(grid, 18) == [4, 11]
-    assert fit(grid, 9, "a").headers == ("b c",)
-    assert fit(grid, 9, "a").caption == "Left out for want of width: a."
-    assert fit(grid, 100, "a") == grid
-
-
 def test_what_a_narrow_terminal_leaves_out_is_said() -> None:
-    assert "Left out for want of width: FLOPs, bytes" in " ".join(render_profile(LARGE, width=80).split())
+    assert re.search("Left out[^:]*: FLOPs, bytes", " ".join(render_profile(LARGE, width=80).split()))
     assert "Left out" not in render_profile(LARGE, width=160)
 
 
