@@ -477,8 +477,8 @@ def test_a_narrow_terminal_gets_fewer_figures_and_each_of_them_whole(run: Run, w
 
 
 def test_what_a_narrow_terminal_leaves_out_is_said() -> None:
-    assert re.search("Left out[^:]*: FLOPs, bytes", " ".join(render_profile(LARGE, width=80).split()))
-    assert "Left out" not in render_profile(LARGE, width=160)
+    assert re.search("Not shown[^:]*: FLOPs, bytes", " ".join(render_profile(LARGE, width=80).split()))
+    assert "Not shown" not in render_profile(LARGE, width=200)
 
 
 def test_the_text_states_all_that_was_asked_of_it() -> None:
