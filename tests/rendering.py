@@ -8,7 +8,7 @@ from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import Sheet, sheet
 from steplab.report.run.columns import rows_document, rows_table
-from steplab.report.run.document import run_document
+from steplab.report.sections import SECTIONS, Context
 
 
 def rows_text(rows: Sequence[Row], format: str = "table", *, width: int | None = None, color: bool = False) -> str:
@@ -30,4 +30,5 @@ def run_text(
     color: bool = False,
 ) -> str:
     """One run in full."""
-    return render(run_document(run, references=references), format, width=width, color=color)
+    document = SECTIONS["run"].document(run, Context(references=references))
+    return render(document, format, width=width, color=color)

@@ -104,7 +104,7 @@ SERVED = {"dtype": "bfloat16", "head_dim": 64, "num_queries": 512, "num_keys": 5
         ({}, set()),
         ({"grouped": True}, {"sdpa_efficient"}),
         ({"head_dim": 20}, {"sdpa_efficient", "sdpa_cudnn", "flash_attn_4"}),
-        ({"head_dim": 20, "dtype": "float32"}, {"sdpa_cudnn", "flash_attn_4"}),
+        ({"head_dim": 20, "dtype": "float32"}, {"sdpa_flash", "sdpa_cudnn", "flash_attn_4"}),
         ({"head_dim": 256}, {"sdpa_cudnn", "flash_attn_4"}),
         ({"head_dim": 512}, {"sdpa_cudnn", "flash_attn_4", "sdpa_flash", "flash_triton"}),
         ({"num_keys": 600}, {"sdpa_flash", "flash_attn_4"}),

@@ -12,7 +12,7 @@ from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from tests.unit.explaining import BYTES_PER_S, MS, foreign, host_call, op, own, profile, timing
 
 from steplab.explain.api import DIAGNOSES, WITHOUT_PROFILE, explain, not_looked_at
-from steplab.explain.rates import rates_of
+from steplab.explain.case import rates_of
 from steplab.explain.shapes import Shape, shapes_of
 from steplab.explain.words import command
 from steplab.lab.explaining import with_fields

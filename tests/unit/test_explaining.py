@@ -13,8 +13,8 @@ from steplab.measurement.progress import OnProgress
 from steplab.records.failure import Failure
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.run import Run
-from steplab.report.findings import trials_table
 from steplab.report.kit.table import sheet
+from steplab.report.run.findings import trials_table
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 

@@ -10,9 +10,9 @@ from steplab.explain.api import explain, not_looked_at
 from steplab.records.codec import encode
 from steplab.records.finding import Evidence, Findings, Trial
 from steplab.records.run import Run
-from steplab.report.findings import findings_document
 from steplab.report.kit.document import Pairs
 from steplab.report.kit.rendering import render
+from steplab.report.run.findings import findings_document
 
 CHAIN = [
     op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),

@@ -25,11 +25,10 @@ from steplab.model.transformer import SelfAttention, SwiGLU, rotary_table
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
-from steplab.plan.dry_run.attention import plain
-from steplab.plan.dry_run.fused_attention import FUSED, flash
+from steplab.plan.dry_run.events import Allocated, Event
+from steplab.plan.dry_run.fused_attention import attention_of
 from steplab.plan.dry_run.machine import Machine
-from steplab.plan.dry_run.memory import Tensor
-from steplab.plan.dry_run.sizes import BF16, Count, Dtype, Sizes
+from steplab.plan.dry_run.sizes import BF16, Count, Sizes
 from steplab.plan.dry_run.transformer import Block, Parameters
 from steplab.plan.memory import HOPPER_WORKSPACE, WORKSPACE, predict_memory
 from steplab.records.codec import decode
@@ -231,30 +230,31 @@ def kept_by_torch(module: torch.nn.Module, *arguments: torch.Tensor) -> int:
 
 
 def kept_in_the_dry_run(part: str, precision: str, attention: str) -> int:
-    machine = Machine(Sizes(SHAPE, B, T), precision, Count(0, ""))
-    machine.ledger.begin("forward")
+    machine = Machine(Sizes(SHAPE, B, T), precision, Count(0, ""), lambda event: None)
+    machine.begin("forward")
     parameters = Parameters(machine)
     for parameter in parameters.all:
         parameter.convert(machine, machine.weight_dtype)
-    block = Block(machine, {"plain": plain, "sdpa": flash}[attention], parameters.of_blocks[0])
+    block = Block(machine, attention_of(attention), parameters.of_blocks[0])
     x = machine.new(machine.sizes.residual, machine.weight_dtype, "input")
-    start = machine.ledger.position()
+    start = machine.position()
     with machine.forward_pass(gradients=True):
         output = block._attention(x) if part == "attention" else block._feed_forward(x)
-    made = [piece for piece in machine.ledger.made_since(start) if piece.what != output.what]
+    made = [piece for piece in machine.made_since(start) if piece.what != output.what]
     return sum(piece.num_bytes for piece in made) + x.storage.piece.num_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
 @pytest.mark.parametrize(
-    ("part", "attention"), [("attention", "plain"), ("attention", "sdpa"), ("feed_forward", "plain")]
+    ("part", "attention", "dry"),
+    [("attention", "plain", "plain"), ("attention", "sdpa", "sdpa_flash"), ("feed_forward", "plain", "plain")],
 )
-def test_a_block_keeps_what_autograd_keeps(part: str, attention: str, precision: str) -> None:
+def test_a_block_keeps_what_autograd_keeps(part: str, attention: str, dry: str, precision: str) -> None:
     module = SelfAttention(SHAPE, attention_named(attention)) if part == "attention" else SwiGLU(d, f)
     module = module.to(torch.bfloat16 if precision == "bf16_pure" else torch.float32)
     x = torch.randn(B, T, d, dtype=next(module.parameters()).dtype, requires_grad=True)
     table = (rotary_table(T, d // h),) if part == "attention" else ()
-    assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(part, precision, attention)
+    assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(part, precision, dry)
 
 
 @pytest.mark.parametrize(("num_heads", "num_copied"), [(4, (0, 0)), (8, (4, 8))], ids=["16 bytes a row", "8 bytes"])
@@ -263,26 +263,26 @@ def test_the_triton_kernels_take_three_rows_of_numbers_and_copies_where_rows_are
 ) -> None:
     """In ops/attention: `triton_backward._subtrahends`, `triton_tensors.readable` and `writable`."""
     shape = TransformerShape(vocab_size=V, d_model=d, d_ff=f, num_layers=L, num_heads=num_heads)
-    machine = Machine(Sizes(shape, B, 130), "bf16_pure", Count(0, ""))
-    machine.ledger.begin("forward")
     made: list[int] = []
-    new = machine.new
 
-    def noted(count: Count, dtype: Dtype, what: str, category: str = "temporaries") -> Tensor:
-        made.append(count.value * dtype.num_bytes)
-        return new(count, dtype, what, category)
+    def listen(event: Event) -> None:
+        if isinstance(event, Allocated):
+            made.append(event.piece.num_bytes)
 
+    machine = Machine(Sizes(shape, B, 130), "bf16_pure", Count(0, ""), listen)
+    machine.begin("forward")
     q, k, v = (machine.new(machine.sizes.residual, BF16, name) for name in ("query", "key", "value"))
-    machine.new = noted  # type: ignore[method-assign]
+    gradient = machine.new(machine.sizes.residual, BF16, "gradient of the output")
     tensor, padded, lse = (2 * B * 130 * width for width in (d, 8 * num_heads, 2 * num_heads))
     rows = 4 * B * num_heads * 256
+    made.clear()
     with machine.forward_pass(gradients=True):
-        output = FUSED["flash_triton"](machine, q, k, v)
+        output = attention_of("flash_triton")(machine, q, k, v)
         assert made == [tensor, lse, *[padded] * num_copied[0]]
         made.clear()
         assert machine.tape is not None
         assert output.slot is not None
-        output.slot.gradient = new(machine.sizes.residual, BF16, "gradient of the output")
+        output.slot.gradient = gradient
         machine.tape.run_backward(machine)
     assert made == [*[tensor] * 3, *[padded] * num_copied[1], *[rows] * 3]
 
@@ -312,8 +312,10 @@ def is_served(fields: dict[str, Any]) -> bool:
     """Whether torch's kernels take such a step on CUDA, as their own messages say."""
     attention, half = fields["attention"], "16" in fields["precision"]
     width = fields["model.d_model"] // fields["model.num_heads"]
-    if attention in ("sdpa_flash", "sdpa_cudnn") and not half:
+    if attention in ("sdpa_flash", "sdpa_cudnn", "flash_attn_4") and not half:
         return False
+    if attention == "flash_attn_4":
+        return bool(width % 8 == 0)
     if attention == "sdpa_cudnn":
         return bool(width % 8 == 0 and fields["context"] > 1)
     return attention != "sdpa_efficient" or width % (8 if half else 4) == 0

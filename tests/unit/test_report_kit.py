@@ -13,7 +13,8 @@ from steplab.report.kit.document import RESULT, Chart, Column, Document, Pairs, 
 from steplab.report.kit.html import section_html
 from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME
 from steplab.report.kit.rendering import FORMATS, render
-from steplab.report.kit.text import columns, flowed
+from steplab.report.kit.table import drawn, sheet
+from steplab.report.kit.text import ABSENT, columns, flowed
 
 ROWS: tuple[Row, ...] = (
     {"name": "a_b", "ranks": 2, "time_s": 0.0123, "size_bytes": 3 * 1024**2, "share": 0.5, "status": "ok", "extra": 1},
@@ -73,6 +74,19 @@ def test_columns_of_the_highest_rank_give_way_first() -> None:
     assert "12.3 ms" in text
 
 
+def test_room_that_is_left_goes_first_to_the_columns_that_lack_least() -> None:
+    long = Column(key="long", header="long", wraps_from=4)
+    table = Table(name="t", columns=(Column(key="a", header="b c"), long), rows=({"a": "word", "long": "one two six"},))
+
+    def lines(width: int) -> tuple[str, ...]:
+        return drawn(sheet(table), width).rows[0]
+
+    assert lines(100) == ("word  one two six",)
+    assert lines(13) == ("word  one two", "      six")
+    assert lines(10) == ("word  one", "      two", "      six")
+    assert drawn(sheet(table), 9).header == (), "one field to a line"
+
+
 def test_a_terminal_shows_the_first_rows_and_markdown_all_of_them() -> None:
     many = dataclasses.replace(TABLE, rows=tuple({"name": f"row{index}"} for index in range(7)), first=3)
     text = render(document(many), width=80)
@@ -130,6 +144,9 @@ def test_a_section_in_a_section_is_one_level_down() -> None:
 
 def test_lines_do_not_break_between_a_figure_and_its_unit() -> None:
     assert flowed("it takes 12.3 ms of the 40 ms", 16) == ["it takes 12.3 ms", "of the 40 ms"]
+    assert flowed("12.3 ms 59.0 %", 10) == ["12.3 ms", "59.0 %"]
+    assert flowed("12.3 ms 59.0 %", 14) == ["12.3 ms 59.0 %"]
+    assert flowed(ABSENT, 4) == [ABSENT]
     assert flowed("abcdefghij", 4) == ["abcd", "efgh", "ij"]
 
 

@@ -30,7 +30,7 @@ from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.memory.comparison import checkpointing_sentences, precision_sentences
 from steplab.report.memory.document import memory_document
-from steplab.report.memory.figures import at_peak, error_text, parts, peak_of
+from steplab.report.memory.figures import at_peak, error_text, parts, peak_of, whole
 from steplab.report.memory.tables import allocation_table, category_rows, saved_table
 from steplab.report.memory.tensors import derivation, saved_by, what_it_is
 from steplab.report.memory.words import (
@@ -170,7 +170,23 @@ def test_what_was_predicted_alone_or_measured_alone_has_a_row_and_no_error_out_o
     prediction = replace(prediction_of(profile), at_peak={"autocast_copies": MIB, "parameters": 5 * MIB})
     found = {part.category: part for part in parts(profile, prediction)}
     assert (found["autocast_copies"].num_bytes, found["autocast_copies"].error) == (0, None)
-    assert (found["activations"].predicted_bytes, found["activations"].error) == (0, -1.0)
+    assert (found["activations"].predicted_bytes, found["activations"].error) == (0, None)
+
+
+def test_on_a_cpu_the_prediction_is_compared_in_what_it_covers() -> None:
+    """A prediction is of CUDA: of cuBLAS's workspaces and the allocator's rounding there is nothing on a CPU."""
+    profile = replace(profile_of(FP32), source="cpu allocator", at_peak={"parameters": 100, "workspaces": 4})
+    profile = replace(profile, peak_bytes=104)
+    prediction = replace(
+        prediction_of(profile), at_peak={"parameters": 110, "workspaces": 64 * MIB, "rounding": 50}, peak_bytes=64 * MIB
+    )
+    found = {part.category: part for part in parts(profile, prediction)}
+    assert set(found) == {"parameters", "workspaces"}
+    assert (found["workspaces"].predicted_bytes, found["workspaces"].error) == (None, None)
+    peak = whole(profile, prediction)
+    assert peak.predicted_bytes == 110
+    assert peak.error == pytest.approx(0.1)
+    assert {row["predicted_peak_bytes"] for row in category_rows(profile, prediction)} == {110}
 
 
 def test_without_a_memory_profile_it_says_how_to_get_one() -> None:
@@ -667,7 +683,12 @@ def test_the_rows_sum_to_the_peak_in_every_format(run: Run) -> None:
     rows = category_rows(profile, prediction)
     assert {row["category"]: row["bytes"] for row in rows} == profile.at_peak
     assert sum(int(str(row["bytes"])) for row in rows) == profile.peak_bytes
-    assert sum(int(str(row["predicted_bytes"])) for row in rows) == prediction.peak_bytes
+    predicted = sum(int(str(row["predicted_bytes"] or 0)) for row in rows)
+    on_cpu = profile.source == "cpu allocator"
+    left_out = ("workspaces", "rounding") if on_cpu else ()  # which a CPU has none of
+    assert predicted == sum(size for name, size in prediction.at_peak.items() if name not in left_out)
+    assert on_cpu or predicted == prediction.peak_bytes
+    assert {row["predicted_peak_bytes"] for row in rows} == {predicted}
     document = memory_document(run, prediction=prediction)
     assert json.loads(render(document, "json")) == list(rows)
     lines = list(csv.DictReader(io.StringIO(render(memory_document(run), "csv"))))

@@ -6,7 +6,6 @@ import io
 import json
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 from tests.runs import ENVIRONMENT, make_run, out_of_memory
@@ -303,8 +302,7 @@ def test_the_answer_is_yes_for_the_reasons_of_the_type_and_says_who_keeps_it() -
     ],
 )
 def test_the_answer_says_what_happened_here(rule: str, output: str, said: str) -> None:
-    kept: dict[str, Any] = {"op": "rms_norm", "rule": rule, "outputs": (output,)}
-    norm = dataclasses.replace(AUDIT.operations[1], **kept)
+    norm = dataclasses.replace(AUDIT.operations[1], op="rms_norm", rule=rule, outputs=(output,))  # type: ignore[arg-type]
     told = verdict("bf16_pure" if rule == "off" else "bf16", operations=(norm,))
     assert told.startswith("Yes, keep RMSNorm in fp32")
     assert said in told

@@ -25,8 +25,8 @@ from steplab.report.profile.charts import category_bars, device_time, kernel_bar
 from steplab.report.profile.close_up import close_ups
 from steplab.report.profile.document import profile_chapter
 from steplab.report.profile.figures import passes, spans, top_kernels
+from steplab.report.profile.roofline import roofline, roofline_points
 from steplab.report.profile.timeline import timeline_chart
-from steplab.report.roofline import roofline, roofline_points
 from steplab.report.run import charts
 from steplab.report.run.cells import cells_of
 

@@ -6,40 +6,15 @@ causal, and 2.5 times as much backward, whose five products are for two forward 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from steplab.costs.operators import Cost, Tensor
+from steplab.ops.attention.implementations import TABLE
 
 BACKWARD_FLOPS = 2.5
 """Times the forward pass's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fused:
-    """Where an operator has what decides its cost."""
-
-    causal: int
-    """Position of the causal flag, or of the kind of mask, among all arguments."""
-    heads_last: bool = False
-    """Whether tensors are [B, S, H, D] and not [B, H, S, D]."""
-    backward: bool = False
-    """Whether the output's gradient comes first, and gradients of queries, keys and values go out."""
-
-
-_FUSED = {
-    "aten::_flash_attention_forward": _Fused(causal=8, heads_last=True),
-    "aten::_flash_attention_backward": _Fused(causal=11, heads_last=True, backward=True),
-    "aten::_efficient_attention_forward": _Fused(causal=9, heads_last=True),
-    "aten::_efficient_attention_backward": _Fused(causal=14, heads_last=True, backward=True),
-    "aten::_cudnn_attention_forward": _Fused(causal=10),
-    "aten::_cudnn_attention_backward": _Fused(causal=14, backward=True),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _Fused(causal=4),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Fused(causal=7, backward=True),
-    "steplab::flash_triton_forward": _Fused(causal=3),
-    "steplab::flash_triton_backward": _Fused(causal=6, backward=True),
-    "steplab::flash_reference_forward": _Fused(causal=3),
-    "steplab::flash_reference_backward": _Fused(causal=6, backward=True),
-}
+_FUSED = {operator.name: operator for row in TABLE for operator in row.operators}
 FUSED_ATTENTION = frozenset(_FUSED)
 """Names of the operators whose cost depends on an argument that is no tensor."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")

@@ -12,14 +12,12 @@ Elementwise work, norms, softmax and the optimizer are not counted: they use no 
 
 from typing import Literal, TypedDict
 
+from steplab.ops.attention.implementations import implementation
 from steplab.specs.checkpointing import num_recomputed
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
 Convention = Literal["causal", "full", "params"]
-
-_MATERIALISING = ("plain", "sdpa_math")
-"""Attention implementations that compute the whole square, and keep it rather than recompute it."""
 
 DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "bf16_pure": "bf16"}
 """Precision of a step -> data type of its matrix multiplications, whose peak an MFU is measured against."""
@@ -74,7 +72,7 @@ def executed_flops_per_token(
         return None
     product = 2.0 * num_layers * attention_width * spec.context
     linear = 2.0 * (num_parameters - num_embedding_parameters)
-    materialised = spec.attention in _MATERIALISING
+    materialised = implementation(spec.attention).materialises_scores
     if not materialised:
         product /= 2
     flops = linear + 2 * product

@@ -9,20 +9,25 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-ITEM_BYTES = {
-    "float": 4,
-    "double": 8,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "long int": 8,
-    "int": 4,
-    "short int": 2,
-    "bool": 1,
-    "unsigned char": 1,
-    "signed char": 1,
-    "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e5m2": 1,
+FLOATING_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Bytes of an element of the floating-point types, the widest first."""
+_ITEM_BYTES = FLOATING_BYTES | {"int64": 8, "int32": 4, "int16": 2, "bool": 1, "uint8": 1, "int8": 1}
+DTYPES_OF_TRACES = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "long int": "int64",
+    "int": "int32",
+    "short int": "int16",
+    "bool": "bool",
+    "unsigned char": "uint8",
+    "signed char": "int8",
+    "c10::Float8_e4m3fn": "fp8_e4m3",
+    "c10::Float8_e5m2": "fp8_e5m2",
 }
+"""Names of types in torch's traces -> in records."""
+ITEM_BYTES = {name: _ITEM_BYTES[dtype] for name, dtype in DTYPES_OF_TRACES.items()}
 """Bytes of an element, by the names of types in torch's traces."""
 
 
@@ -171,30 +176,61 @@ def _padded(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
 _UNARY = "neg exp log sqrt rsqrt reciprocal abs sigmoid tanh sin cos relu pow triu tril"
 _BINARY = "mul add sub rsub div maximum minimum eq ne lt le gt ge where masked_fill clamp"
 
+_FLOPS_AN_ELEMENT = {
+    # max, subtract, exp, sum, divide
+    "_softmax": 5,
+    "_safe_softmax": 5,
+    "_log_softmax": 5,
+    # multiply, sum, subtract, multiply
+    "_softmax_backward_data": 4,
+    "_log_softmax_backward_data": 4,
+    # square, sum, scale, weight
+    "_fused_rms_norm": 4,
+    # the same again for the gradient of the input, and a product and a sum for the weight's
+    "_fused_rms_norm_backward": 10,
+    # two sums, subtract, scale, weight, bias
+    "native_layer_norm": 7,
+    "native_layer_norm_backward": 11,
+    # sigmoid is negate, exp, add, divide; silu multiplies; its gradient has four more
+    "silu": 5,
+    "silu_backward": 9,
+    "gelu": 8,
+    "gelu_backward": 14,
+    # weight decay 1, first moment 3, second moment 4, root, divide, add, update 3
+    "_fused_adamw_": 14,
+    "lerp": 3,
+    "addcmul": 3,
+    "addcdiv": 3,
+    **dict.fromkeys((*_UNARY.split(), *_BINARY.split()), 1),
+}
+"""What the formula needs for one element of the largest tensor; an exponential or a root counts one."""
+
+
+def flops_of_elements(name: str, elements: int) -> int:
+    """FLOPs of an operator that is no product over so many elements, of the largest of its tensors; 0 for a copy."""
+    stem = name.removeprefix("_foreach_")
+    return elements * _FLOPS_AN_ELEMENT.get(stem, _FLOPS_AN_ELEMENT.get(stem.removesuffix("_"), 0))
+
+
 _RULES: dict[str, Rule] = {
     "mm": _mm,
     "addmm": _addmm,
     "bmm": _bmm,
     "baddbmm": _baddbmm,
     "linear": _linear,
-    # max, subtract, exp, sum, divide
-    "_softmax": _like_first(5),
-    "_log_softmax": _like_first(5),
-    # multiply, sum, subtract, multiply; the gradient and the forward's output are read
-    "_softmax_backward_data": _like_first(4, inputs=2),
-    "_log_softmax_backward_data": _like_first(4, inputs=2),
-    # square, sum, scale, weight
-    "_fused_rms_norm": _like_first(4),
-    # the same again for the gradient of the input, and a product and a sum for the weight's
-    "_fused_rms_norm_backward": _like_first(10, inputs=2),
-    # two sums, subtract, scale, weight, bias
-    "native_layer_norm": _like_first(7),
-    "native_layer_norm_backward": _like_first(11, inputs=2),
-    # sigmoid is negate, exp, add, divide; silu multiplies; its gradient has four more
-    "silu": _like_first(5),
-    "silu_backward": _like_first(9, inputs=2),
-    "gelu": _like_first(8),
-    "gelu_backward": _like_first(14, inputs=2),
+    **{
+        name: _like_first(_FLOPS_AN_ELEMENT[name])
+        for name in ["_softmax", "_log_softmax", "_fused_rms_norm", "native_layer_norm", "silu", "gelu"]
+    },
+    # A gradient is read, and what forward saved.
+    **{
+        f"{name}_backward": _like_first(_FLOPS_AN_ELEMENT[f"{name}_backward"], inputs=2)
+        for name in ["_fused_rms_norm", "native_layer_norm", "silu", "gelu"]
+    },
+    **{
+        f"{name}_backward_data": _like_first(_FLOPS_AN_ELEMENT[f"{name}_backward_data"], inputs=2)
+        for name in ["_softmax", "_log_softmax"]
+    },
     "sum": _reduction,
     "mean": _reduction,
     "amax": _reduction,
@@ -203,5 +239,5 @@ _RULES: dict[str, Rule] = {
     "zero": _fill,
     "cat": _concatenation,
     "embedding": _embedding,
-    **{name: _pointwise(1) for name in (*_UNARY.split(), *_BINARY.split())},
+    **{name: _pointwise(_FLOPS_AN_ELEMENT[name]) for name in (*_UNARY.split(), *_BINARY.split())},
 }

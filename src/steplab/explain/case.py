@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from steplab.explain.rates import Rates, rates_of
+from steplab.costs.roofline import Roofline
 from steplab.records.ceilings import Ceilings
 from steplab.records.profile import OpStats, PhaseTime, Profile
 from steplab.records.run import Run
 from steplab.records.timing import find_phase
+from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
@@ -35,7 +36,7 @@ class Case:
     """A run, and the rates of its device."""
 
     run: Run
-    rates: Rates
+    rates: Roofline
 
     @property
     def spec(self) -> StepSpec | None:
@@ -117,6 +118,17 @@ class Case:
             f" Under the profiler the host took {format_time(host_s)} to launch a step, and less without it: where "
             f"that is more than the {format_time(after_s)} predicted, the host becomes the limit."
         )
+
+
+def rates_of(run: Run, ceilings: Ceilings | None) -> Roofline:
+    """The rates of the device a run was made on; ceilings count only if they are of a device of the same name."""
+    name = run.device_name
+    same = ceilings.ceilings if ceilings is not None and ceilings.environment.device.name == name else ()
+    return Roofline(
+        hardware=find_hardware(name) if name else None,
+        measured_flops_per_s={c.dtype: c.best_per_s for c in same if c.name == "matmul" and c.dtype},
+        measured_bytes_per_s=next((c.best_per_s for c in same if c.name == "copy"), None),
+    )
 
 
 def case_of(run: Run, ceilings: Ceilings | None) -> Case:

@@ -3,6 +3,7 @@
 from steplab.explain.case import Case
 from steplab.explain.shapes import shapes_of
 from steplab.explain.words import command
+from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.units import format_percent, format_time
@@ -19,7 +20,7 @@ def head_dimension(case: Case) -> Finding | None:
     loads whole. Plain attention multiplies any multiple of 8 without padding worth the name, and is silent."""
     spec, profile = case.spec, case.profile
     width = _from_spec(case)
-    fused = spec is not None and spec.attention not in ("plain", "sdpa_math")
+    fused = spec is not None and not implementation(spec.attention).materialises_scores
     if width is None:
         width, fused = _from_ops(profile), True
     if width is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from steplab.explain.case import Case
 from steplab.explain.shapes import Shape, shapes_of, softmax_inputs
 from steplab.explain.words import command
+from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
 from steplab.units import format_bytes, format_count, format_percent, format_time
@@ -13,20 +14,10 @@ CONSIDERABLE = 0.05
 """Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
 fused kernel saves only part of them."""
 
-FUSED_SHARE = 0.2
-"""Share of the dense peak that fused attention reaches in bf16 and fp16, forward and backward together. Measured on an
-H200 with torch's FlashAttention-2, causal: 0.19 at 1024 tokens and head dimension 128, 0.24 at 4096 and 64; cuDNN's
-reaches up to 0.34, so the estimate is a low one."""
-
-FUSED_SHARE_FP32 = 0.5
-"""The same in fp32, of the peak outside the tensor cores. There is no FlashAttention in fp32; torch's memory-efficient
-kernel serves. An assumption: no measurement stands behind it yet."""
-
 BACKWARD_PRODUCTS = 5 / 4
 """Products of a fused backward pass over those of a plain one: it computes the scores anew (Dao 2023, section 3.1)."""
 
 _PARTS = ("scores", "softmax", "values")
-_MATERIALISING = ("plain", "sdpa_math")
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
 _SMALLEST_CONTEXT = 16
 """A softmax over fewer columns is not taken for one of attention."""
@@ -52,7 +43,7 @@ def scores_materialised(case: Case) -> Finding | None:
         return None
     # A user's own model brings its own attention, of which the spec's field says nothing.
     chosen = case.spec if case.spec and case.spec.model.kind != "factory" else None
-    if chosen is not None and chosen.attention not in _MATERIALISING:
+    if chosen is not None and not implementation(chosen.attention).materialises_scores:
         return None
     seen = _by_range(profile) or _by_shape(profile)
     busy_s = case.busy_s(profile)
@@ -142,19 +133,18 @@ def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[floa
         return None, "The record does not count the FLOPs of its products, so what a fused kernel needs is not known."
     low_precision = any(op.dtype in ("bf16", "fp16") for op in products)
     dtype = next(op.dtype for op in products if op.dtype in ("bf16", "fp16")) if low_precision else "fp32"
-    peak = case.rates.peak(dtype)
-    if peak is None:
+    fused = case.rates.fused_attention(dtype)
+    if fused is None:
         return None, f"No {dtype} peak is known for the device, so what a fused kernel needs is not known."
-    share = FUSED_SHARE if low_precision else FUSED_SHARE_FP32
     backward = sum(op.flops or 0.0 for op in products if op.phase == "backward")
     forward = sum(op.flops or 0.0 for op in products) - backward
     half = 0.5 if case.is_causal else 1.0
     flops = half * (forward + BACKWARD_PRODUCTS * backward) / profile.num_steps
-    fused_s = flops / (share * peak.per_s)
+    fused_s = flops / fused.per_s
     masked = "half of the square, the rest being masked" if case.is_causal else "the whole square"
     saves_s = max(0.0, now_s - fused_s)
     return saves_s, (
         f"A fused kernel computes {masked}, and five products for four in the backward pass: "
-        f"{format_count(flops).rstrip()}FLOP, in {format_time(fused_s)} at {share:g} of {peak.source}."
+        f"{format_count(flops).rstrip()}FLOP, in {format_time(fused_s)} at {fused.source}."
         + case.host_limit(profile, saves_s)
     )

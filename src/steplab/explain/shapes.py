@@ -4,10 +4,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from steplab.costs.operators import FLOATING_BYTES
 from steplab.records.profile import OpStats, Profile
 
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Shape:
     @property
     def size_bytes(self) -> int | None:
         """Bytes, dense; None for a type that is not floating-point."""
-        return self.numel * _BYTES[self.dtype] if self.dtype in _BYTES else None
+        return self.numel * FLOATING_BYTES[self.dtype] if self.dtype in FLOATING_BYTES else None
 
 
 def shapes_of(op: OpStats) -> tuple[Shape, ...]:

@@ -12,6 +12,7 @@ from steplab.lab.keeping import checked_name, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.cells_launch import Cells
 from steplab.measurement.progress import OnProgress
+from steplab.ops.attention.implementations import TABLE
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.codec import new_id, now_utc
@@ -20,9 +21,6 @@ from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_gri
 from steplab.specs.hardware import hardware_named
 
 DEFAULT_TIMEOUT_S = 600.0
-_GPU_PEERS = ("sdpa_flash", "flex", "sdpa_cudnn", "flash_triton")
-_CPU_PEERS = ("plain", "sdpa", "flash_reference")
-"""Who is measured where nobody is named."""
 
 
 def measure_attention(
@@ -110,7 +108,9 @@ def attention_study(
     description = ""
     source = grid or (("peers" if on_gpu else "tiny") if not lists else None)
     given = dict(lists)
-    names = [str(name) for name in given.get("implementation", ())] or list(_GPU_PEERS if on_gpu else _CPU_PEERS)
+    names = [str(name) for name in given.get("implementation", ())] or [
+        row.name for row in TABLE if ("cuda" if on_gpu else "cpu") in row.benchmarked_on
+    ]
     if source is not None:
         name, description, cells = cells_of_grid(source, given, {"implementation": names})
     else:

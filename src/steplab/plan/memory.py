@@ -10,10 +10,12 @@ from collections import Counter
 
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
+from steplab.ops.attention.implementations import implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
-from steplab.plan.dry_run.memory import Peak, Piece
+from steplab.plan.dry_run.memory import Peak
 from steplab.plan.dry_run.sizes import Count
-from steplab.plan.dry_run.step import run_dry
+from steplab.plan.dry_run.step import memory_of
+from steplab.plan.dry_run.tensors import Piece
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
@@ -28,20 +30,6 @@ WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
 _MOST_LAYERS = 200
 """A second or two."""
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-_CHOSEN = {
-    "sdpa_flash": "taken to be the flash kernel; where torch prefers cuDNN's, its workspace is not known",
-    "sdpa_efficient": "taken to be the memory-efficient kernel, the first of torch's that takes this step",
-    "sdpa_math": "taken to be torch's own composition, for no fused kernel takes heads of this width",
-}
-_WORKSPACES = {
-    "sdpa_cudnn": "cuDNN's workspace is not known, and taken to be that of the flash kernel",
-    "flex": "its workspace is taken to be one number a row of scores",
-    "flash_triton": "its workspace is as its source says, three numbers a row of scores",
-    "flash_reference": "its tiles, which pass, are not followed",
-    "flash_attn_4": "its workspace is not known, and taken to be that of torch's flash kernel",
-    "auto": "taken to keep what every fused kernel does, with the workspace of torch's flash kernel",
-}
-"""Attention whose memory beyond what it keeps is an estimate."""
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -60,7 +48,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
         return _without_activations(spec)
     on_hopper = device is None or _HOPPER.search(device) is not None
     workspace = HOPPER_WORKSPACE if on_hopper else WORKSPACE
-    ledger = run_dry(spec, workspace=workspace)
+    ledger = memory_of(spec, workspace=workspace)
     peak = ledger.peak()
     terms, kind = _terms(peak), _kind(spec)
     least = least_device_bytes(peak.num_bytes)
@@ -85,7 +73,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
 def _kind(spec: StepSpec) -> PredictionKind:
     if spec.compile in _CUDA_GRAPHS:
         return "at_least"
-    return "estimate" if spec.compile != "off" or spec.attention in _WORKSPACES else "dry_run"
+    return "estimate" if spec.compile != "off" or implementation(spec.attention).memory_estimate else "dry_run"
 
 
 def _refuse_what_is_not_known(spec: StepSpec) -> None:
@@ -185,9 +173,9 @@ def _notes(spec: StepSpec, workspace_bytes: int, device: str | None) -> list[str
         if spec.compile in _CUDA_GRAPHS:
             notes.append("CUDA graphs keep a pool of their own, which is not counted: the peak is at least this")
     if spec.attention == "sdpa":
-        notes.append(f"attention sdpa: {_CHOSEN[chosen_attention(spec)]}")
-    if spec.attention in _WORKSPACES:
-        notes.append(f"attention {spec.attention}: {_WORKSPACES[spec.attention]}")
+        notes.append(f"attention sdpa: {implementation(chosen_attention(spec)).chosen_by_sdpa}")
+    if estimate := implementation(spec.attention).memory_estimate:
+        notes.append(f"attention {spec.attention}: {estimate}")
     layers = spec.model.shape.num_layers if spec.model.shape else None
     remark = checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=spec.pass_name != "forward")
     return [*notes, remark] if remark else notes

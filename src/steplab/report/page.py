@@ -106,7 +106,7 @@ def _subtitle(records: Sequence[Record]) -> list[str]:
     """How many records of each kind, where, when, and with which version."""
     counts = {name: sum(kind_of(record).name == name for record in records) for name in KINDS}
     parts = [f"{n} {KINDS[name].noun if n == 1 else KINDS[name].plural}" for name, n in counts.items() if n]
-    named = (record.environment and record.environment.device.name for record in records)
+    named = (record.device_name for record in records)
     parts.append(", ".join(dict.fromkeys(name for name in named if name)))
     days = sorted({record.created_utc[:10] for record in records})
     parts += [" to ".join(dict.fromkeys((days[0], days[-1])))] if days else []

@@ -17,11 +17,12 @@ from steplab.report.comm import document as comm
 from steplab.report.ddp import document as ddp
 from steplab.report.kit.document import Document, Section
 from steplab.report.memory import document as memory
+from steplab.report.memory.facts import memory_facts
 from steplab.report.precision.document import precision_chapter, precision_document
-from steplab.report.profile.document import profile_chapter
+from steplab.report.profile.document import profile_chapter, profile_section
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
-from steplab.report.run.cells import Cell
+from steplab.report.run.cells import Cell, varying
 from steplab.report.run.columns import rows_document
 from steplab.report.run.document import run_document
 
@@ -78,12 +79,22 @@ def _of_cells(make: Callable[[Sequence[Cell]], Section | None]) -> Callable[[Seq
     return lambda cells, context: make(cells)
 
 
+def _summary(cells: Sequence[Cell]) -> Section | None:
+    return run.summary_chapter(cells, memory_facts(cells, varying(cells)))
+
+
+def _run_in_full(record: Run, context: Context) -> Document:
+    """A run with its profile and its memory, if it has them."""
+    profiled = [profile_section(record, record.profile)] if record.profile else []
+    return run_document(record, [*profiled, *memory.memory_sections(record, references=context.references)])
+
+
 SECTIONS: dict[str, Sections] = {
     "run": Sections(
-        document=lambda record, context: run_document(record, references=context.references),
+        document=_run_in_full,
         together=lambda runs: rows_document([run_row(run) for run in runs]),
         chapters=(
-            Chapter(name="the summary", make=_of_cells(run.summary_chapter)),
+            Chapter(name="the summary", make=_of_cells(_summary)),
             Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
             Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),
             Chapter(name="where the time goes", make=_of_cells(profile_chapter)),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from steplab.errors import UserError
+from steplab.ops.attention.implementations import implementation
 from steplab.specs.attention import AttentionSpec
 
 TunedKernel = Literal["forward", "backward_kv", "backward_q"]
@@ -12,7 +13,7 @@ KERNELS: tuple[TunedKernel, ...] = get_args(TunedKernel)
 """forward; the backward sweep that sums dK and dV; the one that sums dQ."""
 TunedDtype = Literal["bf16", "fp32"]
 DTYPES: tuple[TunedDtype, ...] = get_args(TunedDtype)
-WIDEST = 256
+WIDEST = implementation("flash_triton").widest or 0
 """Largest head dimension of these kernels."""
 LENGTHS: dict[TunedDtype, tuple[int, int]] = {"bf16": (1024, 8192), "fp32": (1024, 4096)}
 """Tokens of the sequences that are timed, short and long."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from steplab.errors import UserError
+from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
 from steplab.specs.layout import SINGLE, Layout, parse_layout
@@ -14,19 +15,6 @@ from steplab.specs.step_fields import Declared, StepField, declared_fields
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Attention = Literal[
-    "plain",
-    "sdpa",
-    "sdpa_flash",
-    "sdpa_cudnn",
-    "sdpa_efficient",
-    "sdpa_math",
-    "flex",
-    "flash_reference",
-    "flash_triton",
-    "flash_attn_4",
-    "auto",
-]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
@@ -113,22 +101,11 @@ class StepSpec:
         ),
     ] = "off"
     attention: Annotated[
-        Attention,
+        str,
         Declared(
             help="Implementation of attention",
-            meanings={
-                "plain": "materialises the scores",
-                "sdpa": "torch's, which chooses a kernel",
-                "sdpa_flash": "its flash kernel alone",
-                "sdpa_cudnn": "cuDNN's alone",
-                "sdpa_efficient": "its memory-efficient kernel alone",
-                "sdpa_math": "its reference alone",
-                "flex": "torch's FlexAttention",
-                "flash_reference": "steplab's FlashAttention-2 in tiled PyTorch",
-                "flash_triton": "the same in Triton",
-                "flash_attn_4": "that package's",
-                "auto": "the fastest by a table of measurements",
-            },
+            choices=NAMES,
+            meanings={row.name: row.summary for row in TABLE},
             # The model of a factory brings its own.
             applies=lambda spec: spec.model.kind != "factory",
             said="{} attention",

@@ -32,6 +32,8 @@ class Declared:
 
     help: str
     """Help of the option, without the choices and the default."""
+    choices: tuple[str, ...] = ()
+    """The texts that are valid, where its type is str and a table has them."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What choices mean, in brackets behind each in the help; of a text that is checked by `check`, all its forms."""
     default_words: str | None = None
@@ -187,7 +189,7 @@ def declared_fields(cls: type, prefix: str = "", read: "Callable[[StepSpec], Any
             )
         annotated, about = get_args(field.type)
         plain = get_args(annotated)[0] if isinstance(annotated, UnionType) else annotated  # int | None
-        choices = get_args(plain) if get_origin(plain) is Literal else ()
+        choices = get_args(plain) if get_origin(plain) is Literal else about.choices
         found.append(
             StepField(
                 key=prefix + field.name.removesuffix("_name"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from steplab.ops.attention.autocast import autocast_dtype
+from steplab.ops.attention.implementations import DTYPES, TABLE, why_not
 from steplab.ops.attention.shapes import fixed, num_key_heads
 
 FALLBACK = "sdpa"
@@ -83,28 +84,25 @@ def choose(
     )
 
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 def unfit(
     *, dtype: str, head_dim: int, num_queries: int, num_keys: int, causal: bool, grouped: bool = False
 ) -> set[str]:
-    """Implementations that do not take such inputs, whatever the GPU: the nearest shape, which they took, says nothing.
-
-    Of torch's kernels as its sdp_utils.cpp has it. cuDNN takes 256 columns on some GPUs, and is left out beyond 128.
-    """
-    found = set()
-    if num_queries == 0 or num_keys == 0:
-        found |= {"sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flash_attn_4"}
-    if grouped or head_dim * _BYTES.get(dtype, 8) % 16:  # which it reads at a time
-        found.add("sdpa_efficient")
-    if head_dim % 8 or head_dim > 128:
-        found |= {"sdpa_cudnn", "flash_attn_4"}
-    if head_dim > 256:
-        found |= {"sdpa_flash", "flash_triton"}
-    if causal and num_queries != num_keys:  # these count the positions of their mask from the last key
-        found |= {"sdpa_flash", "flash_attn_4"}
-    return found
+    """Implementations that do not take such inputs on every GPU: the nearest shape, which they took, says nothing."""
+    return {
+        row.name
+        for row in TABLE
+        if why_not(
+            row.name,
+            device="cuda",
+            dtype=DTYPES.get(dtype, dtype),
+            head_dim=head_dim,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            causal=causal,
+            grouped=grouped,
+            on_every_gpu=True,
+        )
+    }
 
 
 def choose_from(

@@ -3,13 +3,11 @@
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.autocast import as_autocast_would
-
-_WHAT = "attention 'flash_attn_4'"
+from steplab.ops.attention.shapes import refuse_unserved
 
 
 def flash_attn_4_attention(
@@ -20,15 +18,8 @@ def flash_attn_4_attention(
     Raises Unsupported without the package, or for inputs that it does not take.
     """
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
+    refuse_unserved("flash_attn_4", q_BHSD, k_BHKD, causal=causal)
     attend = _flash_attn_func()
-    if q_BHSD.device.type != "cuda":
-        raise Unsupported(f"{_WHAT} on {q_BHSD.device.type}", "its kernels are for CUDA", "choose sdpa")
-    if q_BHSD.dtype not in (torch.bfloat16, torch.float16):
-        shown = str(q_BHSD.dtype).removeprefix("torch.")
-        raise Unsupported(f"{_WHAT} in {shown}", "its kernels are for bfloat16 and float16", "choose sdpa")
-    if causal and q_BHSD.shape[-2] != k_BHKD.shape[-2]:
-        why = "its causal mask counts positions from the last query and key, torch's from the first"
-        raise Unsupported(f"{_WHAT}, causal, with more keys than queries or fewer", why, "choose sdpa")
     heads_last = (x.transpose(1, 2) for x in (q_BHSD, k_BHKD, v_BHKD))
     result = attend(*heads_last, softmax_scale=scale, causal=causal)
     # Some versions give the log-sum-exp too.
@@ -40,5 +31,6 @@ def _flash_attn_func() -> Any:
     try:
         flash_attn_func = import_module("flash_attn.cute").flash_attn_func
     except ImportError as error:
-        raise Unsupported(_WHAT, f"flash-attn-4 is not to be imported ({error})", "pip install flash-attn-4") from None
+        why = f"flash-attn-4 is not to be imported ({error})"
+        raise Unsupported("attention 'flash_attn_4'", why, "pip install flash-attn-4") from None
     return flash_attn_func

@@ -17,6 +17,7 @@ from torch.library import Library, register_fake
 from steplab.errors import Unsupported
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward
 from steplab.ops.attention.flops import register_formulas
+from steplab.ops.attention.shapes import refuse_unserved
 
 # Defined by Library and not by torch.library.custom_op, whose wrapper takes longer than some of these kernels.
 _library = Library("steplab", "FRAGMENT")
@@ -75,7 +76,7 @@ def _reference_backward(
 
 
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    _refuse_without_triton(q)
+    _refuse_without_triton(q, k, causal)
     from steplab.ops.attention.triton_forward import triton_forward
 
     if _interpreter_lacks(q):
@@ -101,23 +102,15 @@ def _interpreter_lacks(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16
 
 
-WIDEST_OF_TRITON = 256
-"""The largest head dimension of the Triton kernels."""
-
-
-def _refuse_without_triton(q: Tensor) -> None:
-    what, other = "attention 'flash_triton'", "choose sdpa or flash_reference"
-    if q.dtype == torch.float64:
-        raise Unsupported(f"{what} in float64", "its kernels sum in float32", "choose plain, sdpa or flash_reference")
-    if q.shape[-1] > WIDEST_OF_TRITON:
-        why = f"its kernels hold a tile of at most {WIDEST_OF_TRITON} columns on the chip"
-        raise Unsupported(f"{what} with head dimension {q.shape[-1]}", why, "choose sdpa_math or plain")
-    kind = q.device.type
-    if kind == "cuda" or (kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        return
-    if kind == "cpu":
-        raise Unsupported(f"{what} on a CPU", "it needs TRITON_INTERPRET=1 in the environment (slow, for tests)", other)
-    raise Unsupported(f"{what} on {kind}", "its kernels are for CUDA", other)
+def _refuse_without_triton(q: Tensor, k: Tensor, causal: bool) -> None:
+    on_cpu = q.device.type == "cpu"
+    refuse_unserved("flash_triton", q, k, causal=causal, device="cuda" if on_cpu else None)
+    if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise Unsupported(
+            "attention 'flash_triton' on a CPU",
+            "it needs TRITON_INTERPRET=1 in the environment (slow, for tests)",
+            "choose sdpa or flash_reference",
+        )
 
 
 REFERENCE = _define("flash_reference", _reference_forward, _reference_backward)

@@ -6,8 +6,10 @@ Shape suffixes: B batch, H query heads, N key heads, S query positions, K key po
 import torch
 from torch import Tensor
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.ops.attention.autocast import autocast_dtype
+from steplab.ops.attention.implementations import DTYPES as NAMES_OF_DTYPES
+from steplab.ops.attention.implementations import why_not
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What attention is computed in."""
@@ -71,6 +73,31 @@ def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
         return f"attention takes tensors of one device, not {q.device}, {k.device} and {v.device}"
     names = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (q, k, v)))
     return f"attention takes tensors of one type, float32, bfloat16, float16 or float64, not {names}"
+
+
+def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: str | None = None) -> None:
+    """Raise Unsupported where the table of implementations says that `name` does not take these tensors.
+
+    device: the kind of device whose kernels compute it, where that is not the tensors' own.
+    """
+    kind = device or q.device.type
+    if kind == "meta":  # shapes alone are computed there
+        return
+    dtype = q.dtype if q.dtype == torch.float64 else autocast_dtype(q.device.type) or q.dtype
+    shown = str(dtype).removeprefix("torch.")
+    why = why_not(
+        name,
+        device=kind,
+        dtype=NAMES_OF_DTYPES[shown],
+        head_dim=q.shape[-1],
+        num_queries=q.shape[-2],
+        num_keys=k.shape[-2],
+        causal=causal,
+        grouped=q.dim() > 3 and num_key_heads(k) != q.shape[-3],
+    )
+    if why is not None:
+        given = f"given were {shown} queries {list(q.shape)} and keys {list(k.shape)} on {q.device.type}"
+        raise Unsupported(f"attention '{name}'", f"{why} ({given})", "choose sdpa, or another precision or shape")
 
 
 def as_four_dims(x: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ The scores are [B, h, T, T]; all else is as large as the residual stream.
 
 from collections.abc import Callable
 
+from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine
-from steplab.plan.dry_run.memory import Tensor
 from steplab.plan.dry_run.operators import elementwise
 from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, Count
 from steplab.plan.dry_run.tape import Backward
+from steplab.plan.dry_run.tensors import Tensor
 
 Attend = Callable[[Machine, Tensor, Tensor, Tensor], Tensor]
 """(machine, q_BHTD, k_BHTD, v_BHTD) -> o_BHTD"""
@@ -21,8 +22,9 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        in_order = gradient.heads_together or m.sizes.one_order
-        return (gradient if in_order else m.new(*like, f"gradient of {named}, heads together"),)
+        if gradient.heads_together or m.sizes.one_order:
+            return (gradient,)
+        return (m.run("copy", (gradient,), *like, f"gradient of {named}, heads together"),)
 
     m.node((x.slot,), (), backward).gives(view)
     return view
@@ -33,7 +35,7 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
     if x.heads_together or m.sizes.one_order:
         merged = Tensor(x.count, x.dtype, x.storage)
     else:
-        merged = m.new(x.count, x.dtype, "attention output, heads together")
+        merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together")
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(merged)
     return merged
 
@@ -44,7 +46,8 @@ def heads_apart(m: Machine, x: Tensor) -> Tensor:
         return x
     view = Tensor(x.count, x.dtype, x.storage)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
-    m.node((x.slot,), (), lambda m, kept, gradient: (m.new(*like),)).gives(view)
+
+    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like),)).gives(view)
     return view
 
 
@@ -65,33 +68,34 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     views = Tensor(m.sizes.half_residual, x.dtype, x.storage), Tensor(m.sizes.half_residual, x.dtype, x.storage)
     like, named = (x.count, x.dtype), x.what
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], first: Tensor, second: Tensor) -> tuple[Tensor]:
-        return (m.new(*like, f"gradient of {named}"),)
-
-    m.node((x.slot,), (), backward).gives(*views)
+    m.node(
+        (x.slot,), (), lambda m, kept, first, second: (m.run("cat", (first, second), *like, f"gradient of {named}"),)
+    ).gives(*views)
     return views
 
 
 def _times_table(m: Machine, half: Tensor) -> Tensor:
     """Cosines or sines times a half, in fp32, whatever the half is in; so is the gradient, at first."""
+    table_bytes = m.sizes.rotary.value * FP32.num_bytes // 2
 
-    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        return (m.new(m.sizes.half_residual, FP32, "gradient of half a rotation"),)
+    def times(x: Tensor, what: str) -> Tensor:
+        return m.run("mul", (x,), m.sizes.half_residual, FP32, what, also_read_bytes=table_bytes)
 
-    product = m.new(m.sizes.half_residual, FP32, "half a rotation")
-    m.node((half.slot,), (), backward).gives(product)
+    product = times(half, "half a rotation")
+    m.node((half.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(product)
     return product
 
 
 def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
     """x + y, or x - y: then the gradient of y is made, not shared."""
+    like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         if not negated:
             return gradient, gradient
-        return gradient, m.new(gradient.count, gradient.dtype, "gradient of half a rotation, negated")
+        return gradient, m.run("neg", (gradient,), *like, "gradient of half a rotation, negated")
 
-    total = m.new(x.count, x.dtype, "half a rotation")
+    total = m.run("sub" if negated else "add", (x, y), *like, "half a rotation")
     m.node((x.slot, y.slot), (), backward).gives(total)
     return total
 
@@ -103,22 +107,28 @@ def _join(m: Machine, first: Tensor, second: Tensor, what: str) -> Tensor:
         half = m.sizes.half_residual
         return Tensor(half, gradient.dtype, gradient.storage), Tensor(half, gradient.dtype, gradient.storage)
 
-    joined = m.new(m.sizes.residual, first.dtype, what)
+    joined = m.run("cat", (first, second), m.sizes.residual, first.dtype, what)
     m.node((first.slot, second.slot), (), backward).gives(joined)
     return joined
 
 
 def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """ops.attention.plain, line by line."""
-    scores = elementwise(m, _product(m, q, k, m.sizes.scores, "attention scores"), "attention scores, scaled")
-    hidden = _triangle(m, m.new(m.sizes.square, BOOL, "ones for the causal mask"))
-    scores = elementwise(m, scores, "attention scores, masked", kept=(hidden,))
+    scores = elementwise(m, "mul", _product(m, q, k, m.sizes.scores, "attention scores"), "attention scores, scaled")
+    hidden = triangle(m, ones(m))
+    scores = elementwise(m, "masked_fill", scores, "attention scores, masked", kept=(hidden,))
     weights = softmax(m, scores)
     return heads_apart(m, _product(m, weights, v, m.sizes.residual, "attention output", copied=True))
 
 
-def _triangle(m: Machine, ones: Tensor) -> Tensor:
-    return m.new(ones.count, BOOL, "causal mask")
+def ones(m: Machine) -> Tensor:
+    """What the causal mask is made of."""
+    return m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
+
+
+def triangle(m: Machine, ones: Tensor) -> Tensor:
+    """The causal mask."""
+    return m.run("triu", (ones,), ones.count, BOOL, "causal mask")
 
 
 def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str, copied: bool = False) -> Tensor:
@@ -129,15 +139,18 @@ def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str, copied: bo
 
 def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
     """Batched matmul. Keeps both."""
-    names, dtype = (x.what, y.what), x.dtype
+    names, sizes = (x.what, y.what), m.sizes
+    rows, heads = sizes.context, sizes.batch * sizes.shape.num_heads
+    k, n = x.count.value // (heads * rows), out.value // (heads * rows)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, y = kept
-        gradient_y = m.product(y.count, f"gradient of {names[1]}", dtype)
-        return m.product(x.count, f"gradient of {names[0]}", dtype), gradient_y
+        of_y, of_x = Product(batch=heads, m=k, n=n, k=rows), Product(batch=heads, m=rows, n=k, k=n)
+        gradient_y = m.product("bmm", (gradient, x), of_y, y.count, f"gradient of {names[1]}")
+        return m.product("bmm", (gradient, y), of_x, x.count, f"gradient of {names[0]}"), gradient_y
 
     node = m.node((x.slot, y.slot), (x, y), backward)
-    output = m.product(out, what, dtype)
+    output = m.product("bmm", (x, y), Product(batch=heads, m=rows, n=n, k=k), out, what)
     node.gives(output)
     return output
 
@@ -146,7 +159,7 @@ def contiguous(m: Machine, x: Tensor) -> Tensor:
     """A copy with the heads apart; backward the gradient is passed on."""
     if m.sizes.one_order:
         return x
-    output = m.new(x.count, x.dtype, f"{x.what}, heads apart")
+    output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart")
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)
     return output
 
@@ -154,7 +167,7 @@ def contiguous(m: Machine, x: Tensor) -> Tensor:
 def softmax(m: Machine, scores: Tensor) -> Tensor:
     """Keeps its output. Autocast has it in fp32: for bf16 from a copy of the scores, for fp16 within the kernel."""
     x = m.cast(scores, FP32 if m.autocast and scores.dtype is not FP16 else None)
-    output = m.new(x.count, FP32 if m.autocast else x.dtype, "attention weights")
+    output = m.run("_softmax", (x,), x.count, FP32 if m.autocast else x.dtype, "attention weights")
     m.node((x.slot,), (output,), softmax_gradient(x)).gives(output)
     return output
 
@@ -166,6 +179,7 @@ def softmax_gradient(x: Tensor) -> Backward:
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
         gradient_x = m.new(*like)
         m.new(gradient.count, gradient.dtype, "gradient times softmax, within the kernel")
+        m.ran("_softmax_backward_data", (gradient, *kept), (gradient_x,))
         return (gradient_x,)
 
     return backward

@@ -8,7 +8,7 @@ attention in the frame as well, and hands them out in place of computing them ag
 
 from collections.abc import Callable
 
-from steplab.plan.dry_run.memory import Tensor
+from steplab.plan.dry_run.tensors import Tensor
 
 Kept = tuple[Tensor, ...]
 

@@ -8,14 +8,13 @@ kernels it is fused into are not followed here.
 
 from dataclasses import dataclass
 
+from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.memory import Tensor
 from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype
+from steplab.plan.dry_run.tensors import Tensor
 from steplab.plan.dry_run.transformer import Parameters
 from steplab.specs.checkpointing import is_recomputed
 from steplab.specs.step import StepSpec
-
-_SCORES_IN_MEMORY = ("plain", "sdpa_math")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +46,13 @@ class CompiledTransformer:
         m = self._machine
         m.start_products()
         for index in range(m.sizes.shape.num_layers):
-            m.ledger.where = f"block {index}"
+            m.where = f"block {index}"
             if m.tape is None:
                 _passing = self._made(self._of_inference())
                 del _passing
             else:
                 self._kept.append(self._made(self._of_block(checkpointed=self._is_checkpointed(index))))
-        m.ledger.where = "head and loss"
+        m.where = "head and loss"
         head = self._made(self._of_head())
         if m.tape is not None:
             self._kept.append(head)
@@ -64,18 +63,18 @@ class CompiledTransformer:
         and gone before the gradients of a block's weights are there in their own format."""
         m = self._machine
         m.start_products()
-        m.ledger.where = "head and loss"
+        m.where = "head and loss"
         gradient = m.new(m.sizes.residual, m.product_dtype, "gradient of the residual stream")
         self._kept.pop()
         self._leave_gradients(self.parameters.of_head)
         gradient = m.new(m.sizes.residual, m.weight_dtype, "gradient of the residual stream")
         for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
-            m.ledger.where = f"block {index}"
+            m.where = f"block {index}"
             _recomputed = self._made(self._of_block()) if self._is_checkpointed(index) else []
             del _recomputed
             self._kept.pop()
             self._leave_gradients(parameters)
-        m.ledger.where = "embedding"
+        m.where = "embedding"
         self._leave_gradients(self.parameters.of_embedding)
         del gradient
 
@@ -96,7 +95,7 @@ class CompiledTransformer:
     def _of_block(self, *, checkpointed: bool = False) -> list[_Kind]:
         """What a block keeps."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
-        in_memory = self._spec.attention in _SCORES_IN_MEMORY
+        in_memory = implementation(self._spec.attention).materialises_scores
         if checkpointed:
             kept = [_Kind(sizes.residual, m.weight_dtype, "residual stream")]
             if self._spec.checkpointing == "selective":
@@ -125,7 +124,7 @@ class CompiledTransformer:
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
         stream = [_Kind(sizes.residual, m.weight_dtype, "residual stream"), _Kind(sizes.residual, compute, "norms")]
         attention = [_Kind(sizes.residual, compute, "query, key, value", 3)]
-        if self._spec.attention in _SCORES_IN_MEMORY:
+        if implementation(self._spec.attention).materialises_scores:
             attention.append(_Kind(sizes.scores, compute, "attention scores and weights", 2))
         feed_forward = [_Kind(sizes.inner, compute, "gate, up and their product", 3)]
         if m.autocast is not None:

@@ -1,13 +1,17 @@
-"""What the dry run has in place of torch: memory, autograd, autocast, matmuls with their workspace, checkpointing."""
+"""What the dry run has in place of torch: memory, autograd, autocast, matmuls with their workspace, checkpointing.
+
+Whatever the machine does is told to its listener, event by event: see events.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from steplab.costs.operators import flops_of_elements
 from steplab.plan.dry_run.checkpoint import Enough, Frame
-from steplab.plan.dry_run.memory import Ledger, Tensor
+from steplab.plan.dry_run.events import Allocated, Began, Freed, Kind, Listener, Operator, Product
 from steplab.plan.dry_run.sizes import BF16, BYTE, FP16, FP32, Count, Dtype, Sizes
-from steplab.plan.dry_run.tape import Backward, Node, Slot, Tape
+from steplab.plan.dry_run.tape import Backward, Node, Tape
+from steplab.plan.dry_run.tensors import Piece, Slot, Storage, Tensor
 
 _AUTOCAST = {"bf16": BF16, "fp16": FP16}
 
@@ -37,10 +41,17 @@ class Parameter:
 class Machine:
     """One device and the state of torch on it."""
 
-    def __init__(self, sizes: Sizes, precision: str, workspace: Count) -> None:
-        """workspace: the bytes that a cuBLAS handle takes; one belongs to each thread that multiplies matrices."""
+    def __init__(self, sizes: Sizes, precision: str, workspace: Count, listen: Listener) -> None:
+        """workspace: the bytes that a cuBLAS handle takes; one belongs to each thread that multiplies matrices. listen:
+        gets every event."""
         self.sizes = sizes
-        self.ledger = Ledger()
+        self.phase = ""
+        """What part of the step is under way; see `begin`."""
+        self.where = ""
+        """What part of the model is under way."""
+        self._listen = listen
+        self._alive: dict[int, Piece] = {}
+        self._num_pieces = 0
         self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
         self.autocast = _AUTOCAST.get(precision)
         """Format that matmuls cast to; None without autocast."""
@@ -48,6 +59,7 @@ class Machine:
         """Format of what matmuls give."""
         self.tape: Tape | None = None
         """None without gradients."""
+        self._fp32_products = "tf32" if precision == "tf32" else "fp32"
         self._weight_copies: dict[int, Tensor] = {}
         self._workspace = workspace
         self._workspaces: dict[str, Tensor] = {}
@@ -57,21 +69,69 @@ class Machine:
 
     def new(self, count: Count, dtype: Dtype, what: str, category: str = "temporaries") -> Tensor:
         """Fresh memory."""
-        return Tensor(count, dtype, self.ledger.allocate(count, dtype, what, category))
+        piece = Piece(
+            what=what,
+            formula=count.formula(dtype),
+            num_bytes=count.value * dtype.num_bytes,
+            category=category,
+            where=self.where,
+        )
+        self._num_pieces += 1
+        self._alive[self._num_pieces] = piece
+        self._listen(Allocated(piece))
+        return Tensor(count, dtype, Storage(piece, partial(self._free, self._num_pieces)))
 
-    def copy(self, tensor: Tensor, dtype: Dtype) -> Tensor:
-        """A tensor of the same shape, in fresh memory."""
+    def run(
+        self,
+        name: str,
+        reads: tuple[Tensor, ...],
+        count: Count,
+        dtype: Dtype,
+        what: str,
+        *,
+        also_read_bytes: int = 0,
+    ) -> Tensor:
+        """The one output of an operator, in fresh memory; see `ran`."""
+        made = self.new(count, dtype, what)
+        self.ran(name, reads, (made,), also_read_bytes=also_read_bytes)
+        return made
+
+    def _free(self, number: int, piece: Piece) -> None:
+        del self._alive[number]
+        self._listen(Freed(piece))
+
+    def position(self) -> int:
+        """Now, for `made_since`."""
+        return self._num_pieces
+
+    def made_since(self, position: int) -> list[Piece]:
+        """What was allocated since then and is there still."""
+        return [piece for number, piece in self._alive.items() if number > position]
+
+    def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
+        """A tensor of the same shape, in fresh memory; added_to: the sum with another."""
         what = tensor.what.removesuffix(f", in {tensor.dtype.name}")
-        return self.new(tensor.count, dtype, tensor.what if tensor.dtype is dtype else f"{what}, in {dtype.name}")
+        made = self.new(tensor.count, dtype, tensor.what if tensor.dtype is dtype else f"{what}, in {dtype.name}")
+        if added_to is None:
+            self.ran("copy", (tensor,), (made,))
+        else:
+            self.ran("add", (tensor, added_to), (made,))
+        return made
 
-    def product(self, count: Count, what: str, dtype: Dtype | None = None) -> Tensor:
-        """The result of a matmul."""
+    def product(self, name: str, factors: tuple[Tensor, Tensor], sizes: Product, count: Count, what: str) -> Tensor:
+        """The result of a matmul of two tensors, in their number format."""
         self.start_products()
-        return self.dear(lambda: self.new(count, dtype or self.product_dtype, what))
+
+        def multiply() -> Tensor:
+            made = self.new(count, factors[0].dtype, what)
+            self.ran(name, factors, (made,), product=sizes)
+            return made
+
+        return self.dear(multiply)
 
     def start_products(self) -> None:
         """The first matmul of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
-        thread = "backward" if self.ledger.phase == "backward" else "forward"
+        thread = "backward" if self.phase == "backward" else "forward"
         if thread not in self._workspaces and self._workspace.value:
             self._workspaces[thread] = self.new(
                 self._workspace, BYTE, f"cuBLAS, {thread} thread", category="workspaces"
@@ -80,6 +140,49 @@ class Machine:
     def dear(self, make: Callable[[], Tensor]) -> Tensor:
         """The output of an operator that selective checkpointing does not run again."""
         return make() if self._frame is None else self._frame.output(make)
+
+    # --- events -------------------------------------------------------------------------------------------
+
+    def begin(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self.phase = phase
+        self._listen(Began(phase))
+
+    def ran(
+        self,
+        name: str,
+        reads: tuple[Tensor, ...],
+        writes: tuple[Tensor, ...],
+        *,
+        product: Product | None = None,
+        fused_flops: float | None = None,
+        also_read_bytes: int = 0,
+    ) -> None:
+        """An operator ran. fused_flops: of fused attention; also_read_bytes: of tensors that are not among `reads`."""
+        first = (reads or writes)[0]
+        kind: Kind
+        if fused_flops is not None:
+            kind, flops = "attention", fused_flops
+        elif product is not None:
+            kind, flops = "matmul", float(product.flops)
+        else:
+            elements = max(tensor.count.value for tensor in (*reads, *writes))
+            kind, flops = "streaming", float(flops_of_elements(name, elements))
+        self._listen(
+            Operator(
+                name=name,
+                kind=kind,
+                dtype=self._fp32_products if product is not None and first.dtype is FP32 else first.dtype.name,
+                flops=flops,
+                read_bytes=sum(tensor.num_bytes for tensor in reads) + also_read_bytes,
+                written_bytes=sum(tensor.num_bytes for tensor in writes),
+                product=product,
+                phase=self.phase,
+                where=self.where,
+                what=writes[0].what,
+                recomputed=self._frame is not None and self._frame.recomputing,
+            )
+        )
 
     # --- casts --------------------------------------------------------------------------------------------
 
@@ -107,7 +210,7 @@ class Machine:
 
     def node(self, inputs: tuple[Slot | None, ...], kept: tuple[Tensor, ...], backward: Backward) -> Node:
         """An operator of the forward pass: what it keeps for its backward pass, and what that does."""
-        node = Node(inputs, kept, backward, self.ledger.where)
+        node = Node(inputs, kept, backward, self.where)
         if self.tape is None:
             return node
         if self._frame is not None and kept:
@@ -120,7 +223,7 @@ class Machine:
     @contextmanager
     def forward_pass(self, *, gradients: bool) -> Iterator[None]:
         """A forward pass under autocast; what it made and is there at its end is kept for the backward pass."""
-        started = self.ledger.position()
+        started = self.position()
         self.tape = Tape() if gradients else None
         yield
         self._weight_copies.clear()
@@ -137,7 +240,7 @@ class Machine:
 
     def _recomputed(self, frame: Frame, number: int) -> tuple[Tensor, ...]:
         if not frame.has_found():
-            started = self.ledger.position()
+            started = self.position()
             self._frame, frame.recomputing = frame, True
             with suppress(Enough):
                 frame.run()
@@ -147,6 +250,6 @@ class Machine:
         return frame.take(number)
 
     def _keep_since(self, started: int) -> None:
-        for piece in self.ledger.made_since(started):
+        for piece in self.made_since(started):
             if piece.category == "temporaries":
                 piece.category = "activations"

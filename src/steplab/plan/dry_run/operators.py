@@ -3,23 +3,39 @@
 A function holds its arguments until it returns, as torch's own do; in a backward function that is the gradient it took.
 """
 
+from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.memory import Tensor
-from steplab.plan.dry_run.sizes import FP32, Count
+from steplab.plan.dry_run.sizes import FP32, INT64, Count
+from steplab.plan.dry_run.tensors import Tensor
+
+_BACKWARD = {"silu": "silu_backward"}
+"""Operators whose backward pass is another."""
 
 
 def embedding(m: Machine, weight: Parameter) -> Tensor:
     """Rows of the table. Keeps the tokens alone, which are there anyway."""
-    x = m.new(m.sizes.residual, weight.tensor.dtype, "residual stream")
-    m.node((weight.slot,), (), lambda m, kept, gradient: (_gradient_of(m, weight),)).gives(x)
+    dtype = weight.tensor.dtype
+    tokens_bytes, rows_bytes = m.sizes.tokens.value * INT64.num_bytes, m.sizes.residual.value * dtype.num_bytes
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        gradient_w = _gradient_of(m, weight)
+        m.ran("embedding_dense_backward", (gradient,), (gradient_w,), also_read_bytes=tokens_bytes)
+        return (gradient_w,)
+
+    x = m.run("embedding", (), m.sizes.residual, dtype, "residual stream", also_read_bytes=tokens_bytes + rows_bytes)
+    m.node((weight.slot,), (), backward).gives(x)
     return x
 
 
-def elementwise(m: Machine, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
-    """A tensor like x, whose backward makes another."""
+def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
+    """A tensor like x, whose backward makes another of the gradient and of what is saved."""
     like, named = (x.count, x.dtype), x.what
-    output = m.new(*like, what)
-    m.node((x.slot,), kept, lambda m, kept, gradient: (m.new(*like, f"gradient of {named}"),)).gives(output)
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        return (m.run(_BACKWARD.get(name, name), (gradient, *kept), *like, f"gradient of {named}"),)
+
+    output = m.run(name, (x, *(tensor for tensor in kept if tensor is not x)), *like, what)
+    m.node((x.slot,), kept, backward).gives(output)
     return output
 
 
@@ -28,16 +44,19 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str) -> T
     w = m.weight(weight)
     x = m.cast(x, m.autocast)
     named = x.what
+    tokens = m.sizes.tokens.value
+    k, n = x.count.value // tokens, out.value // tokens
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, w = kept
-        gradient_w = m.product(w.count, f"gradient of {weight.name}")
-        gradient_x = m.product(x.count, f"gradient of {named}")
+        of_w, of_x = Product(m=n, n=k, k=tokens), Product(m=tokens, n=k, k=n)
+        gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {weight.name}")
+        gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
         gradient_x.is_view = True  # of the matrix that the product gave
         return gradient_x, gradient_w
 
     node = m.node((x.slot, w.slot), (x, w), backward)
-    output = m.product(out, what)
+    output = m.product("mm", (x, w), Product(m=tokens, n=n, k=k), out, what)
     node.gives(output)
     return output
 
@@ -53,22 +72,25 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     reciprocal = m.new(m.sizes.tokens, FP32, "reciprocal root mean squares")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return m.new(*like, f"gradient of {named}"), _gradient_of(m, weight)
+        gradient_x, gradient_w = m.new(*like, f"gradient of {named}"), _gradient_of(m, weight)
+        m.ran("_fused_rms_norm_backward", (gradient, *kept, weight.tensor), (gradient_x, gradient_w))
+        return gradient_x, gradient_w
 
+    m.ran("_fused_rms_norm", (x, weight.tensor), (output, reciprocal))
     m.node((x.slot, weight.slot), (x, reciprocal), backward).gives(output)
     return output
 
 
 def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
     """The residual stream with a branch added to it, in the wider format. Keeps nothing; both gradients are its own."""
-    output = m.new(x.count, x.dtype, "residual stream")
+    output = m.run("add", (x, y), x.count, x.dtype, "residual stream")
     m.node((x.slot, y.slot), (), lambda m, kept, gradient: (gradient, gradient)).gives(output)
     return output
 
 
 def silu(m: Machine, x: Tensor) -> Tensor:
     """x sigmoid(x). Keeps x."""
-    return elementwise(m, x, "silu of the gate", kept=(x,))
+    return elementwise(m, "silu", x, "silu of the gate", kept=(x,))
 
 
 def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
@@ -76,9 +98,11 @@ def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
     like, names = (x.count, x.dtype), (x.what, y.what)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(m.new(*like, f"gradient of {name}") for name in names)
+        x, y = kept
+        factors = zip(names, (y, x), strict=True)
+        return tuple(m.run("mul", (gradient, other), *like, f"gradient of {name}") for name, other in factors)
 
-    output = m.new(*like, what)
+    output = m.run("mul", (x, y), *like, what)
     m.node((x.slot, y.slot), (x, y), backward).gives(output)
     return output
 
@@ -92,16 +116,28 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
     loss = m.new(m.sizes.one, log_probabilities.dtype, "loss")
     total_weight = m.new(m.sizes.one, log_probabilities.dtype, "number of targets")
     kept = (log_probabilities, total_weight)
-    m.node((log_probabilities.slot,), kept, lambda m, kept, gradient: (m.new(*like, f"gradient of {named}"),)).gives(
-        loss
-    )
+    # Of each token one log probability is read, and its target; the gradient is written whole.
+    picked_bytes = m.sizes.tokens.value * (INT64.num_bytes + log_probabilities.dtype.num_bytes)
+
+    m.ran("nll_loss_forward", (), (loss, total_weight), also_read_bytes=picked_bytes)
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        name = f"gradient of {named}"
+        return (m.run("nll_loss_backward", (gradient,), *like, name, also_read_bytes=picked_bytes),)
+
+    m.node((log_probabilities.slot,), kept, backward).gives(loss)
     return loss
 
 
 def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
     like = (logits.count, logits.dtype)
-    output = m.new(*like, "log probabilities")
-    m.node((logits.slot,), (output,), lambda m, kept, gradient: (m.new(*like, "gradient of the logits"),)).gives(output)
+
+    output = m.run("_log_softmax", (logits,), *like, "log probabilities")
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        return (m.run("_log_softmax_backward_data", (gradient, *kept), *like, "gradient of the logits"),)
+
+    m.node((logits.slot,), (output,), backward).gives(output)
     return output
 
 

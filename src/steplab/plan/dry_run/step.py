@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from steplab.plan.dry_run.attention import Attend, plain
 from steplab.plan.dry_run.compiled import CompiledTransformer
-from steplab.plan.dry_run.fused_attention import FUSED
+from steplab.plan.dry_run.events import Event, Listener, Operator
+from steplab.plan.dry_run.fused_attention import attention_of
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.optimizers import Optimizer
@@ -17,31 +17,46 @@ _STEPS = 3
 """The optimizer's state is made in the first; after another the allocator has seen everything."""
 _BATCHES = 2
 
-_ATTENTION: dict[str, Attend] = {"plain": plain} | FUSED
 
-
-def run_dry(spec: StepSpec, *, workspace: Count) -> Ledger:
+def memory_of(spec: StepSpec, *, workspace: Count) -> Ledger:
     """The ledger of a step after some others, its peak among them; workspace: the bytes of a cuBLAS handle."""
-    spec = dataclasses.replace(spec, attention=chosen_attention(spec))
-    assert spec.model.shape is not None
-    sizes = Sizes(spec.model.shape, spec.batch, spec.context)
-    m = Machine(sizes, spec.precision, workspace)
-    m.ledger.begin("build")
-    step = _Step(m, spec)
+    ledger = Ledger()
+    step = _Step(spec, workspace, ledger.listen)
     for number in range(_STEPS):
         if number == _STEPS - 1:
-            m.ledger.watch()
+            ledger.watch()
         step.run()
-    return m.ledger
+    return ledger
+
+
+def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
+    """The operators of a step, in order.
+
+    Of a compiled step these are the eager step's: a compiler runs the same matrix products, and fuses what lies
+    between them. GradScaler's operators under fp16 are not among them.
+    """
+    found: list[Operator] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Operator):
+            found.append(event)
+
+    _Step(dataclasses.replace(spec, compile="off"), Count(0, ""), listen).run()
+    return tuple(found)
 
 
 class _Step:
     """measurement.step.ModelStep."""
 
-    def __init__(self, m: Machine, spec: StepSpec) -> None:
-        self._machine, self._spec = m, spec
+    def __init__(self, spec: StepSpec, workspace: Count, listen: Listener) -> None:
+        self._spec = spec = dataclasses.replace(spec, attention=chosen_attention(spec))
+        assert spec.model.shape is not None
+        self._machine = m = Machine(
+            Sizes(spec.model.shape, spec.batch, spec.context), spec.precision, workspace, listen
+        )
+        m.begin("build")
         self._model = (
-            Transformer(m, _ATTENTION[spec.attention], spec.checkpointing)
+            Transformer(m, attention_of(spec.attention), spec.checkpointing)
             if spec.compile == "off"
             else CompiledTransformer(m, spec)
         )
@@ -53,16 +68,16 @@ class _Step:
 
     def run(self) -> None:
         m, pass_name = self._machine, self._spec.pass_name
-        m.ledger.begin("forward")
+        m.begin("forward")
         with m.forward_pass(gradients=pass_name != "forward"):
             loss = self._model.forward()
         if pass_name == "forward":
             return
-        m.ledger.begin("backward")
+        m.begin("backward")
         self._model.backward(loss)
         del loss
         if pass_name == "train":
-            m.ledger.begin("optimizer")
+            m.begin("optimizer")
             self._optimizer.step()
         for parameter in self._parameters:
             parameter.slot.gradient = None

@@ -1,38 +1,33 @@
-"""autograd as far as memory goes: what is kept for the backward pass, and when each gradient comes and goes.
+"""autograd as far as memory goes: what is saved for the backward pass, and when each gradient comes and goes.
 
 The engine runs nodes in the reverse order of their making. A node takes the gradients of its outputs, is given what it
-kept, makes the gradients of its inputs, and lets go: first of the gradients it took, then of what it kept. A gradient
+saved, makes the gradients of its inputs, and frees first the gradients it took, then what it saved. A gradient
 that arrives where one is already is added to it: in place, unless that one is a view (torch/csrc/autograd/engine.cpp,
 input_buffer.cpp).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from steplab.plan.dry_run.memory import Tensor
 from steplab.plan.dry_run.sizes import Dtype
+from steplab.plan.dry_run.tensors import Slot, Tensor
 
-if TYPE_CHECKING:
-    from steplab.plan.dry_run.machine import Machine
+
+class Engine(Protocol):
+    """What a backward pass needs of the machine that it runs on."""
+
+    where: str
+    """What part of the model is under way."""
+
+    def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
+        """A tensor of the same shape in fresh memory; added_to: the sum with another."""
+
+    def ran(self, name: str, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> None:
+        """An operator ran."""
+
 
 Backward = Callable[..., Sequence[Tensor | None]]
-"""(machine, kept, *gradients of the outputs) -> gradients of the inputs, in the order of `Node.inputs`"""
-
-
-class Slot:
-    """Where the gradient of a tensor is gathered: of one made by a node, or of a parameter, which keeps it."""
-
-    __slots__ = ("dtype", "gradient", "is_leaf")
-
-    def __init__(self, dtype: Dtype, is_leaf: bool = False) -> None:
-        self.dtype, self.is_leaf = dtype, is_leaf
-        self.gradient: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """The gradient, which is its no longer."""
-        gradient, self.gradient = self.gradient, None
-        assert gradient is not None
-        return gradient
+"""(machine, saved, *gradients of the outputs) -> gradients of the inputs, in the order of `Node.inputs`"""
 
 
 class Node:
@@ -46,7 +41,7 @@ class Node:
         self.inputs, self.kept, self.backward, self.where = inputs, kept, backward, where
         self.outputs: list[Slot] = []
         self.recomputed: Callable[[], tuple[Tensor, ...]] | None = None
-        """Under checkpointing, gives what it kept."""
+        """Under checkpointing, gives what it saved."""
 
     def gives(self, *outputs: Tensor) -> None:
         """These are its outputs."""
@@ -65,14 +60,14 @@ class Tape:
         """Write a node down."""
         self._nodes.append(node)
 
-    def run_backward(self, machine: "Machine") -> None:
+    def run_backward(self, machine: Engine) -> None:
         """Run all nodes, the last first; the gradient of the last one's output must be in its slot."""
         while self._nodes:
             _run(self._nodes.pop(), machine)
 
 
-def _run(node: Node, machine: "Machine") -> None:
-    machine.ledger.where = node.where
+def _run(node: Node, machine: Engine) -> None:
+    machine.where = node.where
     if node.recomputed is not None:
         node.kept = node.recomputed()
     gradients = list(node.backward(machine, node.kept, *[slot.take() for slot in node.outputs]))
@@ -87,16 +82,18 @@ def _run(node: Node, machine: "Machine") -> None:
             _gather(slot, gradient, machine)
 
 
-def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: "Machine") -> Tensor:
+def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: Engine) -> Tensor:
     """A gradient has the number format of its tensor: the engine sees to that."""
     assert gradient is not None
     return gradient if gradient.dtype is slot.dtype else machine.copy(gradient, slot.dtype)
 
 
-def _gather(slot: Slot, gradient: Tensor, machine: "Machine") -> None:
-    if slot.gradient is not None and slot.gradient.is_view:
-        slot.gradient = machine.copy(gradient, slot.dtype)
-    elif slot.gradient is None:
+def _gather(slot: Slot, gradient: Tensor, machine: Engine) -> None:
+    if slot.gradient is None:
         slot.gradient = gradient
+    elif slot.gradient.is_view:
+        slot.gradient = machine.copy(gradient, slot.dtype, added_to=slot.gradient)
+    else:
+        machine.ran("add", (slot.gradient, gradient), (slot.gradient,))
     if slot.is_leaf:
         gradient.storage.piece.category = "gradients"

@@ -2,9 +2,9 @@
 
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.memory import Tensor
 from steplab.plan.dry_run.operators import add, cross_entropy, embedding, linear, multiply, rms_norm, silu
 from steplab.plan.dry_run.sizes import FP32
+from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import is_recomputed
 
 
@@ -36,15 +36,15 @@ class Transformer:
     def forward(self) -> Tensor:
         """The loss of one batch."""
         m = self._machine
-        m.ledger.where = "embedding"
+        m.where = "embedding"
         x = embedding(m, *self.parameters.of_embedding)
         for index, block in enumerate(self._blocks):
-            m.ledger.where = f"block {index}"
+            m.where = f"block {index}"
             if self._checkpointing == "selective" or is_recomputed(self._checkpointing, index):
                 x = m.checkpoint(block.forward, x, selective=self._checkpointing == "selective")
             else:
                 x = block.forward(x)
-        m.ledger.where = "head and loss"
+        m.where = "head and loss"
         norm, head = self.parameters.of_head
         logits = linear(m, rms_norm(m, x, norm, "final norm"), head, m.sizes.logits, "logits")
         return cross_entropy(m, logits)
@@ -55,6 +55,7 @@ class Transformer:
         assert m.tape is not None
         assert loss.slot is not None
         ones = m.new(m.sizes.one, loss.dtype, "gradient of the loss")  # held until the backward pass is over
+        m.ran("fill", (), (ones,))
         loss.slot.gradient = ones
         m.tape.run_backward(m)
 

@@ -32,14 +32,15 @@ class Part:
     share: float
     """Of the peak."""
     predicted_bytes: int | None = None
-    """What a prediction says of it; None without one."""
+    """What a prediction says of it; None without one, and for what it does not cover."""
+    uncovered_bytes: int = 0
+    """Those of num_bytes that the prediction does not cover."""
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured; None without a prediction, or where nothing was measured."""
-        if self.predicted_bytes is None or not self.num_bytes:
-            return None
-        return self.predicted_bytes / self.num_bytes - 1
+        """(predicted - measured) / measured, of what the prediction covers; None where one of them is nothing."""
+        measured = self.num_bytes - self.uncovered_bytes
+        return self.predicted_bytes / measured - 1 if self.predicted_bytes and measured else None
 
 
 def error_text(error: float, decimals: int = 2) -> str:
@@ -58,21 +59,30 @@ def parts(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
             category=category,
             num_bytes=profile.at_peak.get(category, 0),
             share=profile.at_peak.get(category, 0) / (profile.peak_bytes or 1),
-            predicted_bytes=predicted.get(category, 0) if prediction else None,
+            predicted_bytes=predicted.get(category, 0) if prediction and _is_covered(profile, category) else None,
         )
         for category in in_order((*profile.at_peak, *predicted))
-        if profile.at_peak.get(category) or predicted.get(category)
+        if profile.at_peak.get(category) or (predicted.get(category) and _is_covered(profile, category))
     ]
 
 
 def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Part:
-    """The peak itself."""
+    """The peak itself; the prediction of what it covers."""
     return Part(
         category="peak",
         num_bytes=profile.peak_bytes,
         share=1.0,
-        predicted_bytes=prediction.peak_bytes if prediction else None,
+        predicted_bytes=sum(size for name, size in prediction.at_peak.items() if _is_covered(profile, name))
+        if prediction
+        else None,
+        uncovered_bytes=sum(size for name, size in profile.at_peak.items() if not _is_covered(profile, name)),
     )
+
+
+def _is_covered(profile: MemoryProfile, category: str) -> bool:
+    """Whether a prediction, which is of a CUDA device, says anything of a category on the record's device. A CPU has
+    neither the workspaces of CUDA's libraries nor the rounding of its allocator."""
+    return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
 
 def at_peak(profile: MemoryProfile, *categories: str) -> int:

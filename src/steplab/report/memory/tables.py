@@ -23,18 +23,17 @@ def category_rows(profile: MemoryProfile, prediction: MemoryPrediction | None = 
     """One row per category with anything at the peak, measured or predicted; `bytes` sum to `peak_bytes`.
 
     With a prediction also predicted_bytes, which sum to predicted_peak_bytes, and error, of the predicted against
-    the measured (None where nothing was measured).
+    the measured; both are None for what the prediction does not cover.
     """
-    predicted_peak = {"predicted_peak_bytes": prediction.peak_bytes} if prediction else {}
-    peak: Row = {"peak_bytes": profile.peak_bytes, **predicted_peak, "peak_phase": profile.peak_phase}
-    return tuple({**_part_row(part), **peak} for part in parts(profile, prediction))
+    predicted = prediction is not None
+    covered = {"predicted_peak_bytes": whole(profile, prediction).predicted_bytes} if predicted else {}
+    peak: Row = {"peak_bytes": profile.peak_bytes, **covered, "peak_phase": profile.peak_phase}
+    return tuple({**_part_row(part, predicted=predicted), **peak} for part in parts(profile, prediction))
 
 
-def _part_row(part: Part) -> Row:
+def _part_row(part: Part, *, predicted: bool) -> Row:
     row: Row = {"category": part.category, "bytes": part.num_bytes, "share": part.share}
-    if part.predicted_bytes is None:
-        return row
-    return {**row, "predicted_bytes": part.predicted_bytes, "error": part.error}
+    return {**row, "predicted_bytes": part.predicted_bytes, "error": part.error} if predicted else row
 
 
 def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None = None) -> Table:
@@ -51,7 +50,10 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
             Column(key="predicted_bytes", header="predicted bytes", quantity=NUMBER, rank=3),
             Column(key="error", header="error", quantity=Quantity(error_text)),
         ),
-        rows=tuple({"name": category_word(part.category), **_part_row(part)} for part in every),
+        rows=tuple(
+            {"name": category_word(part.category), **_part_row(part, predicted=prediction is not None)}
+            for part in every
+        ),
         caption="The error is that of the predicted bytes, relative to the measured ones." if prediction else "",
     )
 

@@ -259,8 +259,11 @@ def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) ->
     peak = figures.whole(profile, prediction)
     off = "" if peak.error is None else f", {figures.error_text(peak.error)} against the measured peak"
     off = ", equal to what was measured" if peak.error == 0 else off
-    told = f"The predicted peak is {exactly(prediction.peak_bytes)}{off}, in {prediction.peak_phase}: "
+    told = f"The predicted peak is {exactly(peak.predicted_bytes or 0)}{off}, in {prediction.peak_phase}: "
     told += f"{prediction.peak_where}."
     if profile.source == "cpu allocator":
-        told += " It is for a CUDA device; a CPU's operators save and allocate other tensors, which the error includes."
+        told += (
+            " It is for a CUDA device, without the workspaces of CUDA's libraries and the rounding of its allocator, "
+            "which a CPU does not have; a CPU's operators save other tensors for backward, which the error includes."
+        )
     return told

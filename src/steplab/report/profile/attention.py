@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steplab import units
+from steplab.costs.roofline import Roofline
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
-from steplab.report.roofs import Roofs, find_roofs, roof_dtype
+from steplab.report.profile.roofs import find_roofs, roof_dtype, why_no_roof
 
 PARTS = ("scores", "softmax", "values")
 FUSED = "fused"
@@ -86,7 +87,7 @@ def part_of(op: OpStats) -> str | None:
     return FUSED if op.category == "attention" else None
 
 
-def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofs) -> Work:
+def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline) -> Work:
     """Sums and rates of some operators."""
     steps = profile.num_steps
     flops = [op.flops for op in ops if op.flops is not None]
@@ -137,9 +138,9 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     ]
     dtypes = list(dict.fromkeys(row.work.dtype for row in rows if row.work.dtype))
     if roofs.hardware is None:
-        return [*notes, f"No ceiling: {roofs.why_none}."]
+        return [*notes, f"No ceiling: {why_no_roof(run)}."]
     known = [(dtype, peak) for dtype in dtypes if (peak := roofs.peak(dtype)) is not None]
-    peaks = ", ".join(f"{units.format_rate(peak, 'FLOP/s')} in {dtype}" for dtype, peak in known)
+    peaks = ", ".join(f"{units.format_rate(peak.per_s, 'FLOP/s')} in {dtype}" for dtype, peak in known)
     bandwidth = units.format_rate(roofs.hardware.memory_bandwidth_bytes_per_s, "B/s")
     if peaks:
         notes.append(f"Ceiling: min(peak, FLOP/B x bandwidth) of {roofs.hardware.name}: {peaks}; {bandwidth}.")

@@ -20,6 +20,7 @@ from steplab.report.kit.document import (
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
+from steplab.report.profile.roofline import roofline
 from steplab.report.profile.tables import (
     attention_table,
     category_table,
@@ -29,7 +30,6 @@ from steplab.report.profile.tables import (
     phase_table,
 )
 from steplab.report.profile.timeline import timeline_chart
-from steplab.report.roofline import roofline
 from steplab.report.run.cells import Cell, label, varying
 from steplab.report.run.gaps import choices
 from steplab.report.run.words import run_subtitle, run_title

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from steplab import units
+from steplab.costs.roofline import Roofline
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.profile.attention import PARTS, Work, part_of, work_of
@@ -15,7 +16,7 @@ from steplab.report.profile.figures import (
     top_kernels,
     whole,
 )
-from steplab.report.roofs import Roofs, find_roofs
+from steplab.report.profile.roofs import find_roofs
 
 PROFILED = "The profiler slows the host: read shares, kernels and gaps here. Step time is the unprofiled figure."
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop
@@ -198,14 +199,9 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
     return text + _bandwidth_limits(roofs, {"softmax": soft, "product": product}) + "."
 
 
-def _bandwidth_limits(roofs: Roofs, works: dict[str, Work]) -> str:
+def _bandwidth_limits(roofs: Roofline, works: dict[str, Work]) -> str:
     """Which of these the memory's bandwidth limits, each by the ridge of the number format it computes in."""
-    bandwidth = roofs.bandwidth
-    ridges = {
-        name: peak / bandwidth
-        for name, work in works.items()
-        if bandwidth is not None and (peak := roofs.peak(work.dtype)) is not None
-    }
+    ridges = {name: ridge for name, work in works.items() if (ridge := roofs.ridge(work.dtype)) is not None}
     limited = [name for name, ridge in ridges.items() if (works[name].intensity or 0.0) < ridge]
     if not limited:
         return ""

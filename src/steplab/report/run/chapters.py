@@ -1,6 +1,6 @@
 """What a page says of measured steps: a chapter on each of their figures, each a function of the cells."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from steplab import stats, units
@@ -10,6 +10,7 @@ from steplab.records.timing import curve
 from steplab.report.kit.document import (
     Block,
     Column,
+    Fact,
     Facts,
     Section,
     Sentences,
@@ -66,9 +67,9 @@ TERMS = (
 _MANY = 4  # runs, more of which are listed apart
 
 
-def summary_chapter(cells: Sequence[Cell]) -> Section | None:
-    """The most telling figures."""
-    found = tuple(facts(cells))
+def summary_chapter(cells: Sequence[Cell], of_memory: Iterable[Fact]) -> Section | None:
+    """The most telling figures, those of watched memory among them."""
+    found = tuple(facts(cells, of_memory))
     return Section(title="", blocks=(Facts(facts=found),)) if found else None
 
 

@@ -1,11 +1,10 @@
 """What a report says of one run: its figures first, then what they are made of, then what was not measured."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from steplab import stats, units
 from steplab.records.failure import Failure
-from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve, find_phase
@@ -23,8 +22,6 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
 from steplab.report.kit.text import ABSENT, reason
-from steplab.report.memory.document import memory_sections
-from steplab.report.profile.document import profile_section
 from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.host_lead import lead_s, waiting_words
@@ -35,16 +32,13 @@ _NOTICEABLY = 1.02
 """Phases that together take so many times their step: rounded shares no longer sum to 100 %."""
 
 
-def run_document(run: Run, *, references: MemoryReferences | None = None) -> Document:
-    """Everything a record says about one run.
-
-    `references` are what its memory is compared with: the same cell in fp32, or without checkpointing.
-    """
+def run_document(run: Run, further: Iterable[Section] = ()) -> Document:
+    """Everything a record says about the measurement of one run; `further` sections stand behind it."""
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
         verdict=(*_verdict(run), *choices(run)),
-        sections=tuple(_sections(run, references)),
+        sections=(*_sections(run), *further),
         data=Table(name="runs", columns=(), rows=(run_row(run),)),
     )
 
@@ -66,7 +60,7 @@ def _step_samples(run: Run) -> Sequence[float]:
     return step.best_s if step else ()
 
 
-def _sections(run: Run, references: MemoryReferences | None) -> Iterator[Section]:
+def _sections(run: Run) -> Iterator[Section]:
     if run.failure:
         yield from _failure(run.failure)
     if run.timing and step_median(run) is not None:
@@ -81,9 +75,6 @@ def _sections(run: Run, references: MemoryReferences | None) -> Iterator[Section
         yield named_section("Memory", *_memory(run))
     yield from environment_section(run.environment)
     yield from notes_section(gaps(run), "Not measured")
-    if run.profile:
-        yield profile_section(run, run.profile)
-    yield from memory_sections(run, references=references)
 
 
 def _failure(failure: Failure) -> Iterator[Section]:

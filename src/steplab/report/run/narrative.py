@@ -1,6 +1,6 @@
 """The sentences at the top of a page, computed from the runs; each names the cells that it is about."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -8,7 +8,6 @@ from steplab import stats, units
 from steplab.records.rows import Scalar, utilization
 from steplab.records.timing import HARDLY_AHEAD
 from steplab.report.kit.document import Fact
-from steplab.report.memory.facts import memory_facts
 from steplab.report.run.cells import COMPARED, Cell, label, said, varying
 from steplab.report.run.figures import never_steady, step_median, step_samples
 from steplab.report.run.host_lead import waits_for_host
@@ -21,12 +20,12 @@ _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS
 """The fields whose values are compared, each with the value that the others are compared with."""
 
 
-def facts(cells: Sequence[Cell]) -> list[Fact]:
-    """The summary of a page: fastest and slowest step, utilization, memory, gains of each choice, failures."""
+def facts(cells: Sequence[Cell], of_memory: Iterable[Fact] = ()) -> list[Fact]:
+    """The summary of a page: fastest and slowest step, utilization, gains of each choice, watched memory,
+    failures."""
     fields = varying(cells)
     first = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
-    memory = [Fact(figure=fact.figure, text=fact.text, wide=True) for fact in memory_facts(cells, fields)]
-    return first + _gains(cells, fields) + _waiting(cells, fields) + memory + _failures(cells, fields)
+    return first + _gains(cells, fields) + _waiting(cells, fields) + [*of_memory] + _failures(cells, fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

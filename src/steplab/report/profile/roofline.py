@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import units
+from steplab.costs.roofline import Roofline
 from steplab.records.profile import CATEGORIES, OpStats, Profile
 from steplab.records.run import Run
 from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, category_color, category_legend, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import last_part
-from steplab.report.roofs import Roofs, find_roofs, roof_dtype
+from steplab.report.profile.roofs import find_roofs, roof_dtype, why_no_roof
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +62,7 @@ def roofline_points(run: Run, profile: Profile) -> list[Point]:
 
 
 def _point(
-    run: Run, profile: Profile, roofs: Roofs, op: OpStats, flops: float, moved_bytes: float, total_s: float
+    run: Run, profile: Profile, roofs: Roofline, op: OpStats, flops: float, moved_bytes: float, total_s: float
 ) -> Point:
     dtype = roof_dtype(run, profile, op)
     least_s = roofs.least_time_s(flops, moved_bytes, dtype)
@@ -82,7 +83,7 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
     if not points:
         return None
     roofs = find_roofs(run)
-    peaks = [(dtype, peak) for dtype in _dtypes(points) if (peak := roofs.peak(dtype)) is not None]
+    peaks = [(dtype, peak.per_s) for dtype in _dtypes(points) if (peak := roofs.peak(dtype))]
     with drawing(_WIDTH, _HEIGHT, "roofline of the step's operators") as picture:
         axes = _frame(picture, points, peaks)
         _draw_roofs(axes, roofs, peaks)
@@ -93,7 +94,7 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
     return Chart(
         pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),),
         legend=category_legend(shown),
-        note=_note(every, points, roofs, peaks),
+        note=_note(run, every, points, roofs, peaks),
     )
 
 
@@ -123,10 +124,11 @@ def _frame(picture: Drawing, points: Sequence[Point], peaks: Sequence[tuple[str,
     return axes
 
 
-def _draw_roofs(axes: "Axes", roofs: Roofs, peaks: Sequence[tuple[str, float]]) -> None:
-    bandwidth = roofs.bandwidth
-    if bandwidth is None or not peaks:
+def _draw_roofs(axes: "Axes", roofs: Roofline, peaks: Sequence[tuple[str, float]]) -> None:
+    stated = roofs.bandwidth()
+    if stated is None or not peaks:
         return
+    bandwidth = stated.per_s
     low, high = axes.get_xlim()
     highest = max(peak for _, peak in peaks)
     axes.plot([low, highest / bandwidth], [low * bandwidth, highest], color=MUTED, linewidth=1.5)
@@ -180,7 +182,9 @@ def _size(point: Point) -> float:
     return max(math.sqrt(2 * _AREA * point.share), 5)
 
 
-def _note(every: Sequence[Point], points: Sequence[Point], roofs: Roofs, peaks: Sequence[tuple[str, float]]) -> str:
+def _note(
+    run: Run, every: Sequence[Point], points: Sequence[Point], roofs: Roofline, peaks: Sequence[tuple[str, float]]
+) -> str:
     shown = units.format_percent(sum(point.share for point in points))
     phases = list(dict.fromkeys(point.op.phase for point in points))
     glyphs = ", ".join(f"{_MARKERS[phase][1]} {phase}" for phase in _MARKERS if phase in phases)
@@ -189,7 +193,7 @@ def _note(every: Sequence[Point], points: Sequence[Point], roofs: Roofs, peaks: 
     if len(every) > len(points):
         note += f"{len(every) - len(points)} operators below {units.format_percent(_LEAST_SHARE)} are left out. "
     if roofs.hardware is None:
-        return note + f"No roof is drawn: {roofs.why_none}."
+        return note + f"No roof is drawn: {why_no_roof(run)}."
     if not peaks:
         return note + "No roof is drawn: no peak is stated for the number formats of these operators."
-    return note + f"Roofs of {roofs.hardware.name}: {'; '.join(roofs.sources([dtype for dtype, _ in peaks]))}."
+    return note + f"Roofs of {roofs.hardware.name}: {'; '.join(roofs.citations([dtype for dtype, _ in peaks]))}."

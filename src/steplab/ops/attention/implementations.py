@@ -1,0 +1,321 @@
+"""The implementations of attention and what is known of each: the one table that everything about them is read from.
+
+Choices, help, refusals, `auto`, plans, FLOPs, memory and documentation all come from here. Whoever adds an
+implementation adds a row, its code, and the name of its function in api.py. It imports nothing, torch least of all, so
+that a plan can be made where there is no torch.
+
+Limits are those of the kernels on CUDA. torch's are as its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has
+them, for NVIDIA GPUs from Ampere on; tests/gpu/test_attention_table_on_gpu.py tries them all.
+"""
+
+from dataclasses import dataclass
+
+FP32, BF16, FP16, FP64 = "fp32", "bf16", "fp16", "fp64"
+_HALVES = (BF16, FP16)
+_ALL = (FP32, BF16, FP16, FP64)
+ITEM_BYTES = {FP32: 4, BF16: 2, FP16: 2, FP64: 8}
+"""Bytes of an element."""
+DTYPES = {"float32": FP32, "bfloat16": BF16, "float16": FP16, "float64": FP64}
+"""Number formats as torch spells them -> as this table does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workspace:
+    """float32 memory that a backward pass holds while it runs: one number a row of scores, or one an element of the
+    queries. [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension rounded up]."""
+
+    what: str
+    """What it holds."""
+    tokens: int = 1
+    """Tokens are rounded up to a multiple of this."""
+    width: int | None = None
+    """The head dimension is rounded up to a multiple of this; None: one number a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusedOperator:
+    """An operator of torch that computes fused attention, and where its call has what decides its cost."""
+
+    name: str
+    """aten::_flash_attention_forward."""
+    causal: int
+    """Position of the causal flag, or of the kind of mask, among all arguments."""
+    heads_last: bool = False
+    """Whether tensors are [B, S, H, D] and not [B, H, S, D]."""
+    backward: bool = False
+    """Whether the output's gradient comes first, and gradients of queries, keys and values go out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One way to compute attention."""
+
+    name: str
+    """As --attention takes it."""
+    summary: str
+    """What it is, in half a sentence."""
+    devices: tuple[str, ...] = ("cuda", "cpu", "mps")
+    """Kinds of devices that it runs on."""
+    trains_on_cpu: bool = True
+    """Whether it has a backward pass on a CPU."""
+    package: str | None = None
+    """What must be installed beside torch."""
+    dtypes: tuple[str, ...] = _ALL
+    """Number formats of its inputs."""
+    widest: int | None = None
+    """Largest head dimension; None: no limit."""
+    widest_on_all: int | None = None
+    """Largest head dimension that it takes on every GPU and in every version; None: the same."""
+    row_bytes: int = 1
+    """The bytes of one head of one token must be a multiple of this."""
+    empty: bool = True
+    """Whether it takes no queries, or no keys."""
+    single_token: bool = True
+    """Whether it takes one query with one key."""
+    causal_offset: bool = True
+    """Whether it takes a causal mask over queries and keys of different number, positions counted from the first."""
+    grouped: bool = True
+    """Whether it takes fewer heads of keys and values than of queries."""
+    materialises_scores: bool = False
+    """Whether the scores, [B, H, S, K], are a tensor in memory, whose softmax is saved for backward. If not, backward
+    computes them again, and saved are queries, keys, values, output and the log-sum-exp of each row of scores."""
+    deterministic: bool | None = None
+    """Whether gradients have the same bits every time on CUDA; those of kernels that sum dQ by atomic additions do not.
+    None: not known, or as the one chosen. Measured on an H100 with torch 2.11 in bf16."""
+    saved_rows: int = 1
+    """The saved log-sum-exp has the tokens rounded up to a multiple of this."""
+    output_heads_together: bool = False
+    """Whether the output lies in memory as [B, S, H, D], which the output projection takes without a copy."""
+    copies_below: int = 1
+    """Inputs and gradients are copied, padded, where the bytes of one head of one token are no multiple of this."""
+    workspaces: tuple[Workspace, ...] = ()
+    """What its backward pass takes for itself."""
+    memory_estimate: str = ""
+    """Why a prediction of its memory is an estimate; empty: it is not."""
+    chosen_by_sdpa: str = ""
+    """Not empty: torch's own choice, `sdpa`, falls on the first of these in the table that takes the inputs. What a
+    prediction says of that."""
+    benchmarked_on: tuple[str, ...] = ()
+    """Kinds of devices on which `steplab attention` measures it where no implementation is named."""
+    operators: tuple[FusedOperator, ...] = ()
+    """The operators of torch that it runs, as a trace shows them; none where matmuls and a softmax are seen."""
+
+    @property
+    def saved(self) -> str:
+        """What is saved for backward, in words."""
+        return "the weights, S × K a head" if self.materialises_scores else "q, k, v, o, log-sum-exp"
+
+
+_ROW_SUMS = Workspace(what="row sums within the kernel")
+_FLASH_BACKWARD = (
+    Workspace(what="row sums within the kernel", tokens=128),
+    Workspace(what="gradient of the rotated query, gathered within the kernel", tokens=128, width=32),
+)
+"""aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+_OWN_OPERATORS = ("forward", 3, False), ("backward", 6, True)
+
+
+def _own(name: str) -> tuple[FusedOperator, ...]:
+    return tuple(
+        FusedOperator(name=f"steplab::{name}_{which}", causal=causal, backward=backward)
+        for which, causal, backward in _OWN_OPERATORS
+    )
+
+
+TABLE = (
+    Implementation(
+        name="plain",
+        summary="scores materialised",
+        deterministic=True,
+        materialises_scores=True,
+        benchmarked_on=("cpu", "mps"),
+    ),
+    Implementation(
+        name="sdpa",
+        summary="torch chooses",
+        benchmarked_on=("cpu", "mps"),
+    ),
+    Implementation(
+        name="sdpa_flash",
+        summary="torch's FlashAttention-2",
+        deterministic=False,
+        devices=("cuda", "cpu"),
+        dtypes=_HALVES,
+        widest=256,
+        empty=False,
+        causal_offset=False,
+        workspaces=_FLASH_BACKWARD,
+        chosen_by_sdpa="taken to be the flash kernel; where torch prefers cuDNN's, its workspace is not known",
+        benchmarked_on=("cuda",),
+        operators=(
+            FusedOperator(name="aten::_flash_attention_forward", causal=8, heads_last=True),
+            FusedOperator(name="aten::_flash_attention_backward", causal=11, heads_last=True, backward=True),
+            FusedOperator(name="aten::_scaled_dot_product_flash_attention_for_cpu", causal=4),
+            FusedOperator(name="aten::_scaled_dot_product_flash_attention_for_cpu_backward", causal=7, backward=True),
+        ),
+    ),
+    Implementation(
+        name="sdpa_cudnn",
+        summary="cuDNN's",
+        deterministic=False,
+        devices=("cuda",),
+        dtypes=_HALVES,
+        widest=256,
+        widest_on_all=128,
+        row_bytes=16,
+        empty=False,
+        single_token=False,
+        workspaces=_FLASH_BACKWARD,
+        memory_estimate="cuDNN's workspace is not known, and taken to be that of the flash kernel",
+        benchmarked_on=("cuda",),
+        operators=(
+            FusedOperator(name="aten::_cudnn_attention_forward", causal=10),
+            FusedOperator(name="aten::_cudnn_attention_backward", causal=14, backward=True),
+        ),
+    ),
+    Implementation(
+        name="sdpa_efficient",
+        summary="torch's memory-efficient kernel",
+        deterministic=False,
+        devices=("cuda",),
+        dtypes=(FP32, BF16, FP16),
+        row_bytes=16,
+        empty=False,
+        grouped=False,
+        saved_rows=32,
+        output_heads_together=True,
+        # aten/src/ATen/native/transformers/cuda/attention_backward.cu
+        workspaces=(Workspace(what="gradient times output, within the kernel", width=1), _ROW_SUMS),
+        chosen_by_sdpa="taken to be the memory-efficient kernel, the first of torch's that takes this step",
+        operators=(
+            FusedOperator(name="aten::_efficient_attention_forward", causal=9, heads_last=True),
+            FusedOperator(name="aten::_efficient_attention_backward", causal=14, heads_last=True, backward=True),
+        ),
+    ),
+    Implementation(
+        name="sdpa_math",
+        summary="torch's composition of operators",
+        deterministic=True,
+        materialises_scores=True,
+        chosen_by_sdpa="taken to be torch's own composition, for no fused kernel takes heads of this width",
+    ),
+    Implementation(
+        name="flex",
+        summary="torch's FlexAttention",
+        deterministic=True,
+        devices=("cuda", "cpu"),
+        trains_on_cpu=False,
+        empty=False,
+        workspaces=(_ROW_SUMS,),
+        memory_estimate="its workspace is taken to be one number a row of scores",
+        benchmarked_on=("cuda",),
+    ),
+    Implementation(
+        name="flash_reference",
+        summary="FlashAttention-2 in tiled PyTorch",
+        deterministic=True,
+        workspaces=(
+            Workspace(what="rotated query, widened, within the function", width=1),
+            Workspace(what="gradient of the output, widened, within the function", width=1),
+            Workspace(what="gradient of the rotated query, gathered, within the function", width=1),
+            _ROW_SUMS,
+        ),
+        memory_estimate="its tiles, which are freed at once, are not followed",
+        benchmarked_on=("cpu", "mps"),
+        operators=_own("flash_reference"),
+    ),
+    Implementation(
+        name="flash_triton",
+        summary="FlashAttention-2 in steplab's Triton kernels",
+        deterministic=True,
+        devices=("cuda",),
+        package="triton",
+        dtypes=(FP32, BF16, FP16),
+        widest=256,
+        copies_below=16,  # what the stride from token to token must be a multiple of for the GPU's copy engine
+        # ops/attention/triton_backward.py
+        workspaces=tuple(
+            Workspace(what=f"{what}, within the kernels", tokens=128)
+            for what in ("log-sum-exp in powers of two", "row sums", "log-sum-exp over the scale")
+        ),
+        memory_estimate="its workspace is as its source says, three numbers a row of scores",
+        benchmarked_on=("cuda",),
+        operators=_own("flash_triton"),
+    ),
+    Implementation(
+        name="flash_attn_4",
+        summary="that package's FlashAttention-4",
+        devices=("cuda",),
+        package="flash-attn-4",
+        dtypes=_HALVES,
+        widest_on_all=128,
+        row_bytes=16,
+        empty=False,
+        causal_offset=False,
+        workspaces=_FLASH_BACKWARD,
+        memory_estimate="its workspace is not known, and taken to be that of torch's flash kernel",
+    ),
+    Implementation(
+        name="auto",
+        summary="the fastest by a table of measurements",
+        workspaces=_FLASH_BACKWARD,
+        memory_estimate="taken to save what every fused kernel does, with the workspace of torch's flash kernel",
+    ),
+)
+"""All of them, in the order in which choices are listed."""
+
+NAMES = tuple(row.name for row in TABLE)
+"""The choices of --attention."""
+_BY_NAME = {row.name: row for row in TABLE}
+
+
+def implementation(name: str) -> Implementation:
+    """The row of a name; KeyError for a name that is not in the table."""
+    return _BY_NAME[name]
+
+
+def why_not(
+    name: str,
+    *,
+    device: str,
+    dtype: str,
+    head_dim: int | None = None,
+    num_queries: int = 1,
+    num_keys: int = 1,
+    causal: bool = False,
+    grouped: bool = False,
+    on_every_gpu: bool = False,
+) -> str | None:
+    """Why an implementation does not take such inputs, as half a sentence; None: it does, as far as is known.
+
+    `device` is a kind (cuda, cpu, mps), `dtype` a name of this table. head_dim None: not known. On other devices than
+    CUDA the kernels are others, and only what the table says of devices counts. on_every_gpu: refuse what some GPU, or
+    some version of a library, does not take.
+    """
+    row = _BY_NAME[name]
+    if device not in row.devices:
+        return f"it has no kernel for {device}; it is for {' and '.join(row.devices)}"
+    if device != "cuda":
+        return None
+    if dtype not in row.dtypes:
+        return f"that kernel takes {_listed(row.dtypes)} alone"
+    if head_dim is not None:
+        widest = row.widest_on_all if on_every_gpu and row.widest_on_all else row.widest
+        if widest is not None and head_dim > widest:
+            return f"that kernel takes heads of at most {widest}, and these are {head_dim} wide"
+        multiple = max(row.row_bytes // ITEM_BYTES[dtype], 1)
+        if head_dim % multiple:
+            return f"that kernel takes heads of a multiple of {multiple}, and these are {head_dim} wide"
+    if not row.empty and 0 in (num_queries, num_keys):
+        return "that kernel takes no empty sequence"
+    if not row.single_token and num_queries == num_keys == 1:
+        return "that kernel takes no context of a single token"
+    if causal and num_queries != num_keys and not row.causal_offset:
+        return "its causal mask counts positions from the last query and key, torch's from the first"
+    if grouped and not row.grouped:
+        return "that kernel takes no grouped-query heads"
+    return None
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(", ".join(names).rsplit(", ", 1))

@@ -1,0 +1,78 @@
+"""What happens in a dry run, in order: the stream that memory, FLOPs and bytes are each read from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from steplab.plan.dry_run.tensors import Piece
+
+Kind = Literal["matmul", "attention", "streaming"]
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A phase of the step begins."""
+
+    phase: str
+    """build, forward, backward or optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """Memory was asked for, by the next operator."""
+
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Memory was given back."""
+
+    piece: Piece
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """A batched matrix product: batch times [m, k] x [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """A call of an operator: what it computes, what it must move, and where in the step it runs."""
+
+    name: str
+    """As a trace of torch has it, without aten::; fused attention by the name of its implementation."""
+    kind: Kind
+    """matmul, fused attention, or an operator that memory bandwidth bounds."""
+    dtype: str
+    """Number format it computes in: fp32, tf32, bf16, fp16."""
+    flops: float
+    """A multiply-add counts as two; of fused attention only what a causal mask leaves."""
+    read_bytes: int
+    """Each input once."""
+    written_bytes: int
+    """Each output once."""
+    product: Product | None
+    """Sizes of a matmul; of fused attention those of queries times keys, of which it does several; None: no product."""
+    phase: str
+    """forward, backward or optimizer."""
+    where: str
+    """Part of the model: 'block 3'."""
+    what: str
+    """What it makes: 'gradient of query.weight'."""
+    recomputed: bool
+    """Whether activation checkpointing runs it a second time."""
+
+
+Event = Began | Allocated | Freed | Operator
+Listener = Callable[[Event], None]

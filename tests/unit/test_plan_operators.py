@@ -1,0 +1,186 @@
+"""The operators of a step run dry: against closed forms, and against what torch dispatches for the real model."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from tests.unit.test_plan_memory import SERVED
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from steplab.costs.flops import executed_flops_per_token
+from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.model.build import build_workload
+from steplab.plan.dry_run.events import Operator
+from steplab.plan.dry_run.step import operators_of
+from steplab.specs.model import MODEL_SIZES
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+B, T, V, L, d, f, h = 2, 24, 70, 3, 32, 80, 4
+TINY: dict[str, object] = {
+    "model": "tiny", "model.num_layers": L, "model.d_model": d, "model.d_ff": f, "model.num_heads": h,
+    "model.vocab_size": V, "batch": B, "context": T, "device": "cpu",
+}  # fmt: skip
+
+
+def operators(**fields: object) -> tuple[Operator, ...]:
+    return operators_of(resolve_step(TINY | fields))
+
+
+def computed(spec: StepSpec) -> float:
+    """FLOPs of the step's matmuls and fused attention."""
+    return sum(op.flops for op in operators_of(spec) if op.kind != "streaming")
+
+
+def executed(spec: StepSpec) -> float:
+    """By the closed form, less what it counts of norms, whose weights are in no matmul."""
+    shape = spec.model.shape
+    assert shape is not None
+    per_token = executed_flops_per_token(
+        spec,
+        num_parameters=num_parameters(shape),
+        num_embedding_parameters=num_embedding_parameters(shape),
+        num_layers=shape.num_layers,
+        attention_width=shape.d_model,
+    )
+    assert per_token is not None
+    passes = 1 if spec.pass_name == "forward" else 3
+    norms = passes * 2 * (2 * shape.num_layers + 1) * shape.d_model
+    return (per_token - norms) * spec.tokens
+
+
+# --- FLOPs against the closed form --------------------------------------------------------------------------------
+
+
+@given(SERVED)
+def test_the_flops_are_those_of_hfu(fields: dict[str, Any]) -> None:
+    spec = resolve_step(fields)
+    assert computed(spec) == pytest.approx(executed(spec), rel=1e-12)
+
+
+@pytest.mark.parametrize("model", [name for name, shape in MODEL_SIZES.items() if shape.num_heads])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "every_3", "selective"])
+@pytest.mark.parametrize("pass_name", ["forward", "train"])
+def test_the_flops_of_every_size_are_those_of_hfu(model: str, checkpointing: str, pass_name: str) -> None:
+    for attention, precision in (("plain", "fp32"), ("sdpa", "bf16")):
+        spec = resolve_step(
+            {"model": model, "context": 512, "attention": attention, "precision": precision, "pass": pass_name}
+            | {"checkpointing": checkpointing}
+        )
+        assert computed(spec) == executed(spec)
+
+
+def test_what_is_recomputed_says_so() -> None:
+    again = sum(op.flops for op in operators(checkpointing="full") if op.kind == "matmul" and op.recomputed)
+    plain = [op for op in operators() if op.kind == "matmul" and op.phase == "forward" and op.where.startswith("block")]
+    left_out = L * 2 * B * T * d * f  # torch stops before the last product, whose result backward does not need
+    assert again == sum(op.flops for op in plain) - left_out
+    assert not any(op.recomputed for op in operators())
+    assert all(op.kind == "streaming" for op in operators(checkpointing="selective") if op.recomputed)
+
+
+# --- against what torch dispatches --------------------------------------------------------------------------------
+
+
+def real_step(spec: StepSpec) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    workload = build_workload(spec, torch.device("cpu"))
+    assert workload.module is not None
+    assert workload.make_batch is not None
+    batch = workload.make_batch()
+    with torch.no_grad() if spec.pass_name == "forward" else torch.enable_grad():
+        workload.module(*batch)  # whatever is only made once
+    return lambda: workload.module(*batch), lambda loss: loss.backward()
+
+
+@pytest.mark.parametrize("attention", ["plain", "sdpa_math"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "every_2", "selective"])
+def test_the_matmuls_are_those_that_torch_counts(attention: str, checkpointing: str) -> None:
+    spec = resolve_step(TINY | {"attention": attention, "checkpointing": checkpointing, "pass": "forward_backward"})
+    forward, backward = real_step(spec)
+    counts = {}
+    with FlopCounterMode(display=False) as counter:
+        loss = forward()
+        counts["forward"] = dict(counter.get_flop_counts()["Global"])
+    with FlopCounterMode(display=False) as counter:
+        backward(loss)
+        counts["backward"] = dict(counter.get_flop_counts()["Global"])
+    predicted = operators_of(spec)
+    for phase, found in counts.items():
+        by_name = {str(packet).removeprefix("aten."): flops for packet, flops in found.items()}
+        own = {
+            name: sum(op.flops for op in predicted if (op.phase, op.name) == (phase, name)) for name in ("mm", "bmm")
+        }
+        assert own == by_name, phase
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that each operator reads and writes, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read, self.written, self.calls = Counter[str](), Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.removesuffix("_") if not func.is_view else ""
+        inputs = [a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, torch.Tensor) and a.dim()]
+        outputs = [o for o in torch.utils._pytree.tree_leaves(output) if isinstance(o, torch.Tensor)]
+        self.calls[name] += 1
+        self.read[name] += sum(t.numel() * t.element_size() for t in inputs)
+        self.written[name] += sum(t.numel() * t.element_size() for t in outputs)
+        return output
+
+
+class OneNorm(torch.autograd.Function):
+    """RMSNorm as one operator that the mode does not see: a CPU has no fused kernel for it, and runs many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with _disable_current_modes():
+            return gradient.clone(), gradient.sum((0, 1))
+
+
+def one_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = OneNorm.apply(x, norm.weight)  # type: ignore[no-untyped-call]
+    return output
+
+
+ALIKE = ("mm", "bmm", "mul", "add", "sub", "neg", "cat", "silu", "silu_backward", "masked_fill", "triu",
+         "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+         "embedding_dense_backward")  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_operators_move_the_bytes_of_the_tensors_that_torch_gives_them(checkpointing: str, precision: str) -> None:
+    spec = resolve_step(TINY | {"checkpointing": checkpointing, "precision": precision, "pass": "forward_backward"})
+    workload = build_workload(spec, torch.device("cpu"))
+    assert workload.module is not None
+    assert workload.make_batch is not None
+    if precision == "bf16_pure":
+        for parameter in workload.module.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    for module in workload.module.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.forward = partial(one_norm, module)  # type: ignore[method-assign]
+    batch = workload.make_batch()
+    with Moved() as moved:
+        workload.module(*batch).backward()
+    predicted = operators_of(spec)
+    for name in ALIKE:
+        own = [op for op in predicted if op.name == name]
+        assert len(own) == moved.calls[name], name
+        assert sum(op.read_bytes for op in own) == moved.read[name], name
+        assert sum(op.written_bytes for op in own) == moved.written[name], name
+    copies = [op for op in predicted if op.name == "copy"]
+    assert sum(op.written_bytes for op in copies) == moved.written["clone"] + moved.written["_to_copy"]

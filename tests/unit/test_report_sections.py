@@ -1,0 +1,148 @@
+"""Every kind of record is reported in every format, by itself, with others, and on a page; sections do not know each
+other's renderers, and the kit knows no section."""
+
+import ast
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.attention_records import make_benchmark
+from tests.comm_records import make_comm
+from tests.ddp_records import make_ddp_run
+from tests.runs import ENVIRONMENT, make_run
+
+import steplab.report
+from steplab.records.ceilings import Ceiling, Ceilings
+from steplab.records.codec import encode
+from steplab.records.numerics import Accumulation, Numerics
+from steplab.records.record import Record
+from steplab.records.registry import KINDS
+from steplab.report.kit.html import render_page as document_page
+from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.page import render_page
+from steplab.report.sections import SECTIONS, Context
+
+REPORT = Path(steplab.report.__file__).parent
+SUMS = Accumulation(
+    number=0.01, accumulator="float16", addend="float16", cast=False, addend_value=0.01, num_additions=1000,
+    num_rounded=900, result=9.95, binades=(),
+)  # fmt: skip
+EXAMPLES: dict[str, Record] = {
+    "run": make_run(),
+    "numerics": Numerics(
+        id="5a5a5a5a5a5a", created_utc="2026-11-21T12:00:00Z", steplab_version="0.1.0", accumulations=(SUMS,)
+    ),
+    "attention": make_benchmark(),
+    "comm": make_comm({"size": ["1MB", "10MB"], "world_size": [2]}, ranks=2),
+    "ddp": make_ddp_run(("flat",)),
+    "ceilings": Ceilings(
+        id="ce111ce111ce", created_utc="2026-11-21T12:00:00Z", steplab_version="0.1.0", environment=ENVIRONMENT,
+        ceilings=(Ceiling(name="copy", dtype=None, unit="B/s", work=8e9, seconds=(2e-3, 2.1e-3)),),
+    ),
+}  # fmt: skip
+CHAPTERS = {
+    "run": "runs",
+    "numerics": "precision",
+    "attention": "attention",
+    "comm": "communication",
+    "ddp": "ddp",
+    "ceilings": "ceilings",
+}
+
+
+def test_every_registered_kind_has_sections_and_an_example_here() -> None:
+    assert set(SECTIONS) == set(KINDS) == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "html"])
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_record_of_every_kind_is_shown_in_every_format(kind: str, format: str) -> None:
+    document = SECTIONS[kind].document(EXAMPLES[kind], Context())
+    text = document_page(document) if format == "html" else render(document, format, width=100)
+    if format in ("json", "csv"):
+        assert json.loads(text) if format == "json" else list(csv.DictReader(io.StringIO(text)))
+    else:
+        assert ("9.95" if kind == "numerics" else EXAMPLES[kind].id) in text  # sums are of no one record
+        assert "None" not in text.split()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_records_of_every_kind_are_reported_together_in_every_format(kind: str, format: str) -> None:
+    for document in SECTIONS[kind].documents([EXAMPLES[kind]]):
+        assert render(document, format, width=100)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_page_has_a_chapter_of_every_kind(kind: str) -> None:
+    page = render_page([EXAMPLES[kind]], title="Page")
+    assert f'id="{CHAPTERS[kind]}"' in page
+    assert 'id="left-out"' not in page
+    everything = render_page(list(EXAMPLES.values()), title="Page")
+    assert all(f'<a href="#{anchor}">' in everything for anchor in CHAPTERS.values())
+
+
+def test_a_document_says_the_same_each_time() -> None:
+    for kind, record in EXAMPLES.items():
+        before = encode(record)
+        texts = {render(SECTIONS[kind].document(record, Context()), "md") for _ in range(2)}
+        assert len(texts) == 1
+        assert encode(record) == before
+
+
+# --- arrows inside the report -----------------------------------------------------------------------------
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Parts of the report that a file imports: kit, run, page."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name.split(".")[2] for name in names if name.startswith("steplab.report."))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(REPORT).parts[0].removesuffix(".py")
+
+
+ARROWS = {
+    "kit": set(),
+    "attempts": {"kit"},
+    "environments": {"kit"},
+    "perfetto": set(),
+    "run": {"kit", "environments"},
+    "profile": {"kit", "run"},
+    "memory": {"kit", "run"},
+    "precision": {"kit", "run"},
+    "plan": {"kit", "run", "memory"},
+    "attention": {"kit", "environments"},
+    "comm": {"kit", "environments"},
+    "ddp": {"kit", "environments", "run"},
+    "ceilings": {"kit", "environments"},
+    "sections": {*("run", "profile", "memory", "precision", "attention", "comm", "ddp", "ceilings"), "kit"},
+    "page": {"sections", "run", "attempts", "environments", "kit"},
+    "__init__": set(),
+}
+"""Part of the report -> the parts it may import, itself aside. They point one way."""
+
+
+@pytest.mark.parametrize("path", sorted(REPORT.rglob("*.py")), ids=lambda path: str(path.relative_to(REPORT)))
+def test_sections_know_the_kit_and_what_is_below_them(path: Path) -> None:
+    part = part_of(path)
+    assert {name for name in imported(path) if name != part} <= ARROWS[part]
+
+
+@pytest.mark.parametrize("path", sorted(REPORT.rglob("*.py")), ids=lambda path: str(path.relative_to(REPORT)))
+def test_no_section_knows_a_renderer(path: Path) -> None:
+    if part_of(path) in ("kit", "page"):
+        return
+    text = path.read_text(encoding="utf-8")
+    for renderer in ("kit.terminal", "kit.html", "kit.markup", "kit.data", "kit.rendering", "rich", "jinja2"):
+        assert f"import {renderer}" not in text
+        assert f"steplab.report.{renderer}" not in text
