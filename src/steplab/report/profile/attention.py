@@ -121,8 +121,9 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     """How to read the table, and what it leaves out."""
     roofs = find_roofs(run)
     notes = [
-        "Time, FLOPs and bytes a step. FLOPs as executed, 2 a multiply-add; bytes if each tensor is read or written "
-        "once, the least there is to move. Rates and share are of the operators for which both are counted."
+        "Time, FLOPs and bytes are per step: FLOPs as executed, 2 for each multiply-add; bytes as if each tensor were "
+        "read or written once, the least there is to move. Rates and shares are of the operators for which both are "
+        "counted."
     ]
     partly = [row for row in rows if 0 < row.work.counted_s < _NEARLY_ALL * row.work.time_s]
     counted = [

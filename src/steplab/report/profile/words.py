@@ -105,10 +105,10 @@ def time_sentence(run: Run, profile: Profile) -> str:
         return f"{units.format_time(seconds)} ({_share(seconds, step.window_s)})"
 
     waits = (
-        f", waits for the host {part(step.host_bound_s)} and is idle otherwise" if has_host(profile) else " and idle"
+        f", waits for the host {part(step.host_bound_s)} and is otherwise idle" if has_host(profile) else " and idle"
     )
     return (
-        f"Of {units.format_time(step.window_s)} a step under the profiler the {device_word(profile)} is busy "
+        f"Under the profiler a step takes {units.format_time(step.window_s)}: the {device_word(profile)} is busy "
         f"{part(step.busy_s)}{waits} {part(step.idle_s)}."
     )
 
