@@ -1,11 +1,11 @@
 """What a page says first of watched memory: what the largest peak is made of, and what each choice does to the peak."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from steplab import units
 from steplab.records.rows import Scalar
+from steplab.report.kit.document import Fact
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.figures import parts
 from steplab.report.memory.pairs import counterpart, profile_of, with_owners
@@ -15,24 +15,14 @@ _BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
 _TOLD = 3  # categories named
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryFact:
-    """One sentence, and its main figure."""
-
-    figure: str
-    """Short: '59.4 %'."""
-    text: str
-    """The sentence."""
-
-
-def memory_facts(cells: Sequence[Cell], fields: Sequence[str]) -> list[MemoryFact]:
+def memory_facts(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
     """Facts about the cells whose memory was watched; empty without any."""
     known = with_owners(cells)
     changes = [_changes(known, field, baseline, fields) for field, baseline in _BASELINES]
     return [*_largest(known, fields), *(fact for found in changes for fact in found)]
 
 
-def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[MemoryFact]:
+def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[Fact]:
     cell = max(known, key=lambda cell: profile_of(cell).peak_bytes, default=None)
     found = sorted(parts(profile_of(cell)), key=lambda part: -part.num_bytes) if cell else []
     if not cell or not found:
@@ -42,14 +32,15 @@ def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[MemoryFac
     others = ", ".join(
         f"{category_word(p.category)} {units.format_percent(p.share)}" for p in found[1 : 1 + _TOLD] if p.share >= 0.01
     )
-    yield MemoryFact(
+    yield Fact(
+        wide=True,
         figure=units.format_percent(found[0].share),
         text=f"of the highest peak watched is {category_word(found[0].category)}: {label(cell, fields)} "
         f"({units.format_bytes(profile.peak_bytes)}{where}{f'; then {others}' if others else ''}).",
     )
 
 
-def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[MemoryFact]:
+def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
     """By how much each value of a field changes the peak, compared with the baseline's, of cells alike in all else."""
     others = [name for name in fields if name != field]
     for value in dict.fromkeys(cell.values[field] for cell in known):
@@ -65,7 +56,7 @@ def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[
             (low, lowest), (high, highest) = pairs[0], pairs[-1]
             text += f", in the median of {len(pairs)} pairs of watched cells alike in all else: from {_signed(low)} at "
             text += f"{label(lowest, others)} to {_signed(high)} at {label(highest, others)}."
-        yield MemoryFact(figure=_signed(middle), text=text)
+        yield Fact(wide=True, figure=_signed(middle), text=text)
 
 
 def _pairs(known: Sequence[Cell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, Cell]]:

@@ -23,7 +23,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
 from steplab.report.kit.text import ABSENT, reason
-from steplab.report.memory.document import memory_sections
+from steplab.report.memory.document import memory_section
 from steplab.report.profile.document import profile_section
 from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.run.gaps import choices, doubts, gaps
@@ -83,7 +83,8 @@ def _sections(run: Run, references: MemoryReferences | None) -> Iterator[Section
     yield from notes_section(gaps(run), "Not measured")
     if run.profile:
         yield profile_section(run, run.profile)
-    yield from memory_sections(run, references=references)
+    if run.memory_profile:
+        yield memory_section(run, references=references)
 
 
 def _failure(failure: Failure) -> Iterator[Section]:

@@ -25,7 +25,7 @@ def facts(cells: Sequence[Cell]) -> list[Fact]:
     """The summary of a page: fastest and slowest step, utilization, memory, gains of each choice, failures."""
     fields = varying(cells)
     first = _extremes(cells, fields) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
-    memory = [Fact(figure=fact.figure, text=fact.text, wide=True) for fact in memory_facts(cells, fields)]
+    memory = memory_facts(cells, fields)
     return first + _gains(cells, fields) + _waiting(cells, fields) + memory + _failures(cells, fields)
 
 
