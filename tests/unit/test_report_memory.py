@@ -26,10 +26,10 @@ from steplab.records.memory_profile import Allocation, BlockMemory, LeftOut, Mem
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.report.kit.document import Table
+from steplab.report.kit.document import Section, Table
 from steplab.report.kit.rendering import render
 from steplab.report.memory.comparison import checkpointing_sentences, precision_sentences
-from steplab.report.memory.document import memory_document
+from steplab.report.memory.document import memory_document, memory_section
 from steplab.report.memory.figures import at_peak, error_text, parts, peak_of, whole
 from steplab.report.memory.tables import allocation_table, category_rows, saved_table
 from steplab.report.memory.tensors import derivation, saved_by, what_it_is
@@ -706,7 +706,8 @@ def test_the_largest_allocations_that_were_not_alive_at_the_peak_have_a_table_of
     run = replace(FP32, memory_profile=replace(profile_of(FP32), largest=(made(5, 2), gone)))
     tables = {
         section.title: block
-        for section in memory_document(run).sections
+        for section in memory_section(run).blocks
+        if isinstance(section, Section)
         for block in section.blocks
         if isinstance(block, Table)
     }

@@ -86,7 +86,8 @@ def _summary(cells: Sequence[Cell]) -> Section | None:
 def _run_in_full(record: Run, context: Context) -> Document:
     """A run with its profile and its memory, if it has them."""
     profiled = [profile_section(record, record.profile)] if record.profile else []
-    return run_document(record, [*profiled, *memory.memory_sections(record, references=context.references)])
+    watched = [memory.memory_section(record, references=context.references)] if record.memory_profile else []
+    return run_document(record, [*profiled, *watched])
 
 
 SECTIONS: dict[str, Sections] = {

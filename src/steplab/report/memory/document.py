@@ -14,6 +14,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    chapter,
     named_section,
     notes_section,
     record_section,
@@ -28,6 +29,7 @@ from steplab.report.memory.timeline import Shown, memory_timelines
 from steplab.report.run.cells import Cell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
 from steplab.report.run.figures import spread
+from steplab.report.run.words import run_subtitle, run_title
 
 TERMS = (
     (
@@ -55,22 +57,20 @@ def memory_document(
     profile = run.memory_profile
     if profile is None:
         raise UserError(f"run {run.id} has no memory profile; `steplab memory` makes a run that has one")
-    (cell,) = cells_of([run])
     return Document(
-        title="Where the memory goes",
-        subtitle=words.heading(run, profile),
-        verdict=tuple(_verdict(run, profile)),
-        sections=tuple(_sections(cell, (), prediction, references)),
+        title=run_title(run),
+        subtitle=run_subtitle(run),
+        sections=(memory_section(run, prediction=prediction, references=references),),
         data=Table(name="peak_by_category", columns=(), rows=category_rows(profile, prediction)),
     )
 
 
-def memory_sections(run: Run, *, references: MemoryReferences | None = None) -> tuple[Section, ...]:
-    """The memory of a run as a part of what is said of the run; none without a memory profile."""
-    if not run.memory_profile:
-        return ()
+def memory_section(
+    run: Run, *, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
+) -> Section:
+    """The memory profile of a run as one section of all that is said of the run."""
     (cell,) = cells_of([run])
-    return (_record(cell, (), None, references, title="Where the memory goes"),)
+    return _record(cell, (), prediction, references, title="Where the memory goes")
 
 
 def memory_chapter(
@@ -87,7 +87,7 @@ def memory_chapter(
         title = label(cell, fields) if len(cells) > 1 else ""
         part = _record(cell, cells, predictions.get(cell.run.id), references, title=title)
         blocks.append(replace(part, folded=index >= _MOST_OPEN))
-    return Section(title="Memory", anchor="memory", blocks=tuple(blocks)) if blocks else None
+    return chapter("Memory", "memory", *blocks)
 
 
 def _across(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:

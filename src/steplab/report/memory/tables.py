@@ -97,7 +97,7 @@ def allocation_table(
             Column(key="together_bytes", header="together", quantity=BYTES),
             Column(key="category", header="category"),
             Column(key="what", header="what it is", rank=2, wraps_from=20),
-            Column(key="module", header="module", rank=3, wraps_from=24),
+            Column(key="module", header="module", rank=3),
             Column(key="line", header="line", rank=1),
             Column(key="function", header="function", rank=5),
             Column(key="phase", header="phase", rank=4),
@@ -147,8 +147,8 @@ def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) 
     return Table(
         name="saved",
         columns=(
-            Column(key="module", header="module", rank=1, wraps_from=24),
-            Column(key="saved_by", header="saved by", wraps_from=24),
+            Column(key="module", header="module", rank=1),
+            Column(key="saved_by", header="saved by"),
             Column(key="shape", header="shape"),
             Column(key="dtype", header="dtype", rank=4),
             Column(key="count", header="count", quantity=NUMBER, rank=3),
