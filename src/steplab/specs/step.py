@@ -7,6 +7,7 @@ from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
+from steplab.specs.device import DEVICES_TOLD, check_device
 from steplab.specs.layout import SINGLE, Layout, parse_layout
 from steplab.specs.layout_fit import num_microbatches, refuse_what_does_not_fit
 from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
@@ -22,13 +23,6 @@ Reshard = Literal["auto", "always", "never"]
 
 DEFAULT_MODEL = "tiny"
 _MODELS = ", ".join(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
-
-
-def _check_device(name: str) -> None:
-    kind, _, index = name.partition(":")
-    has_index = kind == "cuda" and index.isascii() and index.isdecimal()
-    if kind not in ("auto", "cpu", "mps", "cuda") or (":" in name) != has_index:
-        raise UserError(f"device '{name}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +171,8 @@ class StepSpec:
     device: Annotated[
         str,
         Declared(
-            help="Device: auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N",
-            check=_check_device,
+            help=f"Device: {DEVICES_TOLD}",
+            check=check_device,
             column="requested_device",
             header="requested",
             said="device {}",
