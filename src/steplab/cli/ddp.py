@@ -76,7 +76,7 @@ def ddp(
     from steplab.specs.ddp import bucket_sizes as parsed_sizes
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out.output, allowed=ROW_FORMATS)
+    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
     fields = step.fields()
     compiled = str(fields.pop("compile", "off"))
     spec, num_processes = ddp_step(fields, processes.gpus, processes.processes)
@@ -95,12 +95,13 @@ def ddp(
             name=name,
             store=out.store,
             traces=traces,
+            force=out.force,
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
             on_cell=lambda number, cell: line.done(number + 1, len(study.contenders), cell_line(cell)),
         )
     if not is_first_rank():
         return 0  # the first one says how it went
-    emit(render_ddp(run, chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render_ddp(run, chosen, color=stdout_color() and out.output is None), out, chosen)
     say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -1,11 +1,10 @@
 """steplab explain"""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import FileOptions
 
 
 def explain(
@@ -24,8 +23,7 @@ def explain(
         Literal["table", "json", "md"] | None,
         Parameter(help="[default: by --output's ending, else table]"),
     ] = None,
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),
+    out: FileOptions = FileOptions(),
 ) -> int:
     """Say why a step takes as long as it does, what to change, and what that should save.
 
@@ -39,21 +37,21 @@ def explain(
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)
-    chosen = chosen_format(format, output, allowed=FORMATS)
-    run = run_to_explain(id, store=store.store)
-    findings = diagnose(run, store=store.store)
+    chosen = chosen_format(format, out, allowed=FORMATS)
+    run = run_to_explain(id, store=out.store)
+    findings = diagnose(run, store=out.store)
     if try_:
         with ProgressLine() as line:
             findings = try_findings(
                 run,
                 findings,
-                store=store.store,
+                store=out.store,
                 timeout_s=timeout_s,
                 on_progress=line.within,
                 on_trial=lambda what: say(f"trying {what}"),
             )
-    color = stdout_color() and output is None
-    emit(render_findings(run, findings, chosen, color=color), output)
+    color = stdout_color() and out.output is None
+    emit(render_findings(run, findings, chosen, color=color), out, chosen)
     tried = [finding.trial for finding in findings.findings if finding.trial]
     if try_ and not tried:
         say("steplab: no finding proposes a change of the step's fields: nothing to try")

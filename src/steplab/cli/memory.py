@@ -43,6 +43,7 @@ def memory(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory import predicted_memory
+    from steplab.lab.memory_reading import marks_beside
     from steplab.lab.memory_references import memory_references
     from steplab.lab.processes import fields_here
     from steplab.specs.model import refuse_planning_only
@@ -50,7 +51,8 @@ def memory(
     from steplab.units import parse_duration
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
-    chosen = chosen_format(out.format, out.output)
+    marks = marks_beside(snapshot) if snapshot else None
+    chosen = chosen_format(out.format, out, beside=[snapshot, marks])
     prediction = None
     if predict:
         try:
@@ -64,11 +66,12 @@ def memory(
             name=name,
             store=out.store,
             snapshot=snapshot,
+            force=out.force,
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
     references = memory_references([record], out.store) if chosen == "table" else None
-    show_memory(record, chosen, out.output, prediction=prediction, references=references)
+    show_memory(record, chosen, out, prediction=prediction, references=references)
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
         return 1
@@ -87,7 +90,7 @@ def next_step(record: "Run") -> str:
 def show_memory(
     record: "Run",
     format: str,
-    output: Path | None,
+    out: OutputOptions,
     *,
     prediction: "MemoryPrediction | None" = None,
     references: "MemoryReferences | None" = None,
@@ -100,11 +103,11 @@ def show_memory(
     from steplab.report.memory_text import render_memory
     from steplab.report.run_text import render_run
 
-    color = stdout_color() and output is None
+    color = stdout_color() and out.output is None
     if record.memory_profile is None:
         text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
     elif format == "table":
         text = render_memory(record, prediction=prediction, references=references, color=color)
     else:
         text = render_memory_rows(record.memory_profile, format, prediction=prediction)
-    emit(text, output)
+    emit(text, out, format)

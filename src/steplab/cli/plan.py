@@ -29,9 +29,9 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
     from steplab.specs.resolve import resolve_step
 
     spec = resolve_step(step.fields())
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     prediction = plan_memory(spec)
     if chosen == "table":
-        emit(render_prediction(spec, prediction, color=stdout_color() and out.output is None), out.output)
+        emit(render_prediction(spec, prediction, color=stdout_color() and out.output is None), out)
     else:
-        emit(render_prediction_as(prediction, chosen), out.output)
+        emit(render_prediction_as(prediction, chosen), out, chosen)

@@ -40,7 +40,7 @@ def precision(
     from steplab.units import counted, parse_duration
 
     precisions = tuple(map(str, step.grid().get("precision", ())))
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     if chosen == "csv" and only is None:
         raise UserError("csv holds one table; name the part with --only audit, accumulation or timings")
     with ProgressLine() as line:
@@ -57,7 +57,8 @@ def precision(
             )
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt("what had ended is stored") from error
-    emit(render_audits(result.numerics, chosen, result.runs, only=only, to_file=out.output is not None), out.output)
+    text = render_audits(result.numerics, chosen, result.runs, only=only, to_file=out.output is not None)
+    emit(text, out, chosen)
     for numerics in result.numerics:
         if numerics.failure and numerics.spec:
             say(f"steplab: {numerics.spec.precision}: {numerics.failure.message}")

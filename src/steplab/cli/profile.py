@@ -43,7 +43,7 @@ def profile(
     from steplab.units import parse_duration
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out, beside=[trace])
     with ProgressLine() as line:
         record = measure_and_profile(
             spec,
@@ -51,11 +51,12 @@ def profile(
             store=out.store,
             profiled_steps=profiled_steps,
             trace=trace,
+            force=out.force,
             nsys=nsys,
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
-    show_profile(record, chosen, out.output)
+    show_profile(record, chosen, out)
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
         return 1
@@ -66,7 +67,7 @@ def profile(
     return 0
 
 
-def show_profile(record: "Run", format: str, output: Path | None) -> None:
+def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
     """Write a profiled run: as text, or its kernels as rows. One without a profile is written as any run is."""
     from steplab.cli.output import emit, stdout_color
     from steplab.records.rows import run_row
@@ -74,11 +75,11 @@ def show_profile(record: "Run", format: str, output: Path | None) -> None:
     from steplab.report.profile_rows import render_kernels
     from steplab.report.run_text import render_profiled, render_run
 
-    color = stdout_color() and output is None
+    color = stdout_color() and out.output is None
     if record.profile is None:
         text = render_run(record, color=color) if format == "table" else render_rows([run_row(record)], format)
     elif format == "table":
         text = render_profiled(record, color=color)
     else:
         text = render_kernels(record.profile, format)
-    emit(text, output)
+    emit(text, out, format)

@@ -39,17 +39,17 @@ def show(
     with open_store(store.store, write=False) as opened:
         record = opened.get(id)
     if format == "json":
-        emit(encode(record).decode(), None)
+        emit(encode(record).decode())
     elif isinstance(record, Run):
         references = memory_references([record], store.store)
-        emit(render_run(record, references=references, color=stdout_color()), None)
+        emit(render_run(record, references=references, color=stdout_color()))
     elif isinstance(record, Numerics):
-        emit(render_numerics(record, color=stdout_color()), None)
+        emit(render_numerics(record, color=stdout_color()))
     elif isinstance(record, AttentionRun):
-        emit(render_attention(record, color=stdout_color()), None)
+        emit(render_attention(record, color=stdout_color()))
     elif isinstance(record, CommRun):
-        emit(render_comm(record, color=stdout_color()), None)
+        emit(render_comm(record, color=stdout_color()))
     elif isinstance(record, DdpRun):
-        emit(render_ddp(record, color=stdout_color()), None)
+        emit(render_ddp(record, color=stdout_color()))
     elif isinstance(record, Ceilings):
-        emit(render_ceilings(record, color=stdout_color()), None)
+        emit(render_ceilings(record, color=stdout_color()))

@@ -41,17 +41,17 @@ def attention(
 
     Or for tensors of 32 bits: steplab tune attention --dim 32,64,128 --dtype fp32
     """
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import at, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.tuning import packaged_table, rows_of, rows_text, table_before, table_with, tune_attention
     from steplab.report.tuning_rows import render_tuning
     from steplab.specs.attention_tuning import TuningStudy
 
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out, beside=[tiles])
     before = ""
     if tiles is not None:
-        chosen_format("table", tiles)  # that it can be written is known before the work begins
+        chosen_format("tiles", at(tiles, out), allowed=("tiles",))
         before = table_before(tiles)
     parts = [part.strip() for part in dim.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
@@ -65,9 +65,9 @@ def attention(
     )
     with ProgressLine() as line:
         tuning = tune_attention(study, on_progress=line.within)
-    emit(render_tuning(tuning, chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render_tuning(tuning, chosen, color=stdout_color() and out.output is None), out, chosen)
     if tiles is not None:
-        emit(table_with(tuning, before), tiles)
+        emit(table_with(tuning, before), at(tiles, out), "tiles")
     elif tuning.chosen:
         say(f"{rows_text(rows_of(tuning))}\nthese rows are for {packaged_table()}; --tiles FILE writes them")
     return 0 if tuning.chosen else 1
