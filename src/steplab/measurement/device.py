@@ -194,3 +194,8 @@ def refuse_unserved(precision: str, device: torch.device) -> None:
     if precision == "tf32" and not has_tf32(device):
         why = f"{device} has no such matmuls, and would compute in fp32"
         raise Unsupported("precision tf32", why, "use --precision fp32")
+
+
+def allocated_bytes(device: Device) -> int | None:
+    """Bytes in live tensors; None where the allocator does not count."""
+    return torch.cuda.memory_allocated(device.torch_device) if device.torch_device.type == "cuda" else None

@@ -33,6 +33,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "steps": len(cell.ranks[0].samples("step")) if cell.ranks else None,
         "num_calls": cell.num_calls,
         "sent_bytes": sum(messages.total_bytes for messages in cell.messages) or None,
+        "wire_bytes": cell.wire_bytes,
         "step_s": step_s,
         "baseline_s": figures.baseline_s(cell),
         "exposed_s": exposed_s,
@@ -95,7 +96,8 @@ TIME_COLUMNS = (
     figure_column("hidden", "hidden", _share, 2),
     figure_column("traced_exposed_s", "exposed in trace", show_time, 3),
     figure_column("num_calls", "calls", str, 2),
-    figure_column("sent_bytes", "sent", _size, 4),
+    figure_column("sent_bytes", "messages", _size, 4),
+    figure_column("wire_bytes", "on the wire", _size, 4),
     *(figure_column(f"{name.replace(' ', '_')}_s", header, show_time, 5) for name, header in PHASES.items()),
     figure_column("host_lead_s", "host ahead", show_time, 3),
     figure_column("rank_spread", "spread over ranks", _share, 6),
@@ -137,6 +139,7 @@ def ddp_tables(run: DdpRun) -> list[TitledTable]:
             caption="Medians of the slowest rank. Without: the same step without communication, in turns with it; in "
             "its own row the median of those. Exposed: the step less that, with bounds by the 95 % intervals of both. "
             "Torch DDP's best: its bucket size with the shortest step. "
+            "Messages: their sizes added up; on the wire: each size times nccl-tests' factor. "
             f"Alone: its messages with nothing beside them. {hidden}In trace: time of messages with no computation "
             f"beside them, under a profiler.{ahead}",
         )

@@ -66,14 +66,14 @@ def phase_grid(run: Run, profile: MemoryProfile) -> Grid | None:
         return None
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     rows = []
-    for phase in profile.phases:
-        timed = counted.get(phase.name)
-        sizes = (units.format_bytes(phase.peak_bytes), f"{phase.peak_bytes:,}")
-        rows.append((phase.name, *sizes, ABSENT if timed is None else f"{timed:,}"))
+    for phase, peak_bytes in profile.phase_peaks.items():
+        timed = counted.get(phase)
+        sizes = (units.format_bytes(peak_bytes), f"{peak_bytes:,}")
+        rows.append((phase, *sizes, ABSENT if timed is None else f"{timed:,}"))
     grid = Grid(
         headers=("phase", "peak", "bytes", "unwatched, bytes"), rows=tuple(rows), numeric=(False, True, True, True)
     )
-    return grid if any(phase.name in counted for phase in profile.phases) else grid.without("unwatched, bytes")
+    return grid if any(phase in counted for phase in profile.phase_peaks) else grid.without("unwatched, bytes")
 
 
 def largest_grid(
