@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.cli.program import Program, complaint, digests, tiny
 
-from steplab.specs.ddp import DdpStudy, contenders_of
+from steplab.specs.ddp import DdpStudy, variants_of
 from steplab.specs.resolve import resolve_step
 
 MEASURING = {
@@ -71,7 +71,7 @@ def test_no_output_is_a_store_that_the_command_is_about_to_make(steplab: Program
 
 def _traces(program: Program) -> tuple[str, ...]:
     """The store under the name of a trace that the study writes."""
-    study = DdpStudy(step=resolve_step({}), processes=2, contenders=contenders_of(["flat"], [1.0], ["collectives"]))
+    study = DdpStudy(step=resolve_step({}), processes=2, contenders=variants_of(["flat"], [1.0], ["collectives"]))
     (program.cwd / "traces").mkdir()
     _link(program, f"traces/{study.trace_name(1)}")
     return ("ddp", "--processes", "2", "--contenders", "flat", "--traces", "traces")
