@@ -173,7 +173,7 @@ def read(reader: str, file: Path, folder: Path) -> dict[str, float]:
             command = ["import-snapshot", str(file), "--output", str(folder / "table.txt")]
         else:
             command = ["report", "--output", str(folder / "page.html")]
-        assert steplab([*command, "--store", str(store)]) == 0
+        assert steplab([*command, "--store", str(store), "--force"]) == 0
     return {
         "seconds": time.perf_counter() - started,
         "cpu_seconds": time.process_time() - cpu_started,

@@ -25,7 +25,7 @@ from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
 from steplab.records.profile import Timeline
 from steplab.records.timing import PhaseSamples
-from steplab.specs.ddp import KINDS, Contender, DdpStudy, contenders_of
+from steplab.specs.ddp import KINDS, DdpStudy, Variant, variants_of
 from steplab.specs.resolve import resolve_step
 
 LINK = Link(bytes_per_s=300e9, call_s=20e-6)
@@ -39,7 +39,7 @@ STATES = {"sharded": RANKS, "fsdp2": RANKS}
 def make_study(names: Sequence[str] = KINDS, **fields: Any) -> DdpStudy:
     """xl on two GPUs."""
     step = resolve_step({"model": "xl", "context": 512, "precision": "bf16", "device": "cuda"})
-    return DdpStudy(step=step, processes=RANKS, contenders=contenders_of(names, (1.0, 10.0, 100.0, 1000.0)), **fields)
+    return DdpStudy(step=step, processes=RANKS, contenders=variants_of(names, (1.0, 10.0, 100.0, 1000.0)), **fields)
 
 
 def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **fields: Any) -> DdpRun:
@@ -66,14 +66,14 @@ def make_ddp_run(names: Sequence[str] = KINDS, *, broken: Sequence[str] = (), **
     return DdpRun(**(values | fields))
 
 
-def num_buckets(contender: Contender) -> int:
+def num_buckets(contender: Variant) -> int:
     """How often a contender calls."""
     if contender.bucket_size_mb is None:
         return {"none": 0, "flat": 1}.get(contender.kind, TENSORS)
     return min(max(round(BYTES / 1e6 / contender.bucket_size_mb), 1), TENSORS)
 
 
-def make_ddp_cell(contender: Contender, *, broken: bool = False) -> DdpCell:
+def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
     """One contender, with the overhead that the model gives and a little noise."""
     if broken:
         failure = Failure(kind="out_of_memory", message="asked for 8.00 GiB more (rank 1)", phase="warmup")
@@ -115,7 +115,7 @@ def make_ddp_cell(contender: Contender, *, broken: bool = False) -> DdpCell:
     )
 
 
-def _memory(contender: Contender) -> tuple[StateMemory, ...]:
+def _memory(contender: Variant) -> tuple[StateMemory, ...]:
     whole = BYTES // (RANKS if contender.kind == "fsdp2" else 1)
     state = 2 * BYTES // STATES.get(contender.kind, 1)
     held = zip(MOMENTS, ((0, 0), (whole, 0), (whole, state)), strict=True)

@@ -15,16 +15,16 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--contenders", "magic"), "contender 'magic' is not known; choose some of none, naive, flat"),
+        (("--contenders", "magic"), "variant 'magic' is not known; choose some of none, naive, flat"),
         (("--bucket-sizes", "0"), "a bucket of 0 MB holds nothing"),
-        (("--compile", "default"), "compile 'default' is not known here; choose one of off, block"),
+        (("--compile", "default"), "gives all its gradients at the end; choose one of off, block"),
         (("--processes", "1"), "processes must be at least 2, not 1"),
         (("--gpus", "2", "--processes", "2"), "not both"),
         (("--precision", "fp16"), "use --precision bf16"),
         (("--transport", "peer_copy"), "transport peer_copy on a CPU is not supported"),
         (("--transport", "magic"), "transport 'magic' is not known; choose some of collectives, peer_copy"),
         (("--contenders", "flat,torch_ddp", "--transport", "collectives"), "add bucketed to --contenders"),
-        (("--contenders", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no say in flat, bucketed:5"),
+        (("--contenders", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no effect on flat, bucketed:5"),
         (("--microbatches", "2"), "Unknown option"),
     ],
 )

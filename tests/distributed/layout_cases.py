@@ -50,7 +50,8 @@ def spec_of(layout: str, **fields: object) -> StepSpec:
         "attention": "sdpa",
         "layout": layout,
     }
-    return resolve_step({**given, **common, "batch": BATCH // ranks, **fields})
+    micro_steps = int(str(fields.get("accumulation", 1)))
+    return resolve_step({**given, **common, "batch": BATCH // ranks // micro_steps, **fields})
 
 
 def world() -> World:
@@ -105,16 +106,16 @@ def train(step: ModelStep, spec: StepSpec) -> list[float]:
     for group in step.optimizer.param_groups:
         group["lr"] = LEARNING_RATE
     ranks = spec.layout.data_ranks
-    assert step._distributed is not None
-    part = step._distributed.data_index
+    part = step.distributed.data_index
     losses = []
     for tokens, targets in batches():
-        step.batches = [(tokens.chunk(ranks)[part], targets.chunk(ranks)[part])]
+        own = tokens.chunk(ranks)[part], targets.chunk(ranks)[part]
+        step.batches = list(zip(*(tensor.chunk(spec.micro_steps) for tensor in own), strict=True))
         mine: float | None = None
         for phase in step.phases:
             phase.run()
             if phase.name in ("forward", "pipeline") and step.loss is not None:
-                mine = step.loss.item()
+                mine = (mine or 0.0) + step.loss.item() / spec.micro_steps
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (part, mine))
         by_part = {index: loss for index, loss in everyone if loss is not None}

@@ -1,27 +1,34 @@
-"""The data-parallel study on ranks of this machine: all contenders do the same work, and what they are said to send."""
+"""The data-parallel study on ranks of this machine: all variants do the same work, and what they are said to send."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from tests.distributed.ranks import Cases
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import UserError
 from steplab.measurement import ddp_session
-from steplab.measurement.ddp_contender import ContenderStep
-from steplab.measurement.ddp_measured import MeasuredContender
+from steplab.measurement.ddp_measured import MeasuredVariant
 from steplab.measurement.ddp_session import ddp_here
+from steplab.measurement.ddp_variant import VariantStep
 from steplab.measurement.device import open_device
 from steplab.measurement.observer import Observer
+from steplab.measurement.step import ModelStep
 from steplab.measurement.world import World
+from steplab.model.build import build_workload
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.ddp import MOMENTS, DdpCell, DdpFacts
-from steplab.specs.ddp import KINDS, DdpStudy, contenders_of
+from steplab.specs.ddp import KINDS, DdpStudy, Variant, variants_of
+from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
 from steplab.traces.communication import traced_steps
 from steplab.traces.reading import read_trace
 
@@ -37,7 +44,7 @@ def test_a_study_on_ranks(subtests: pytest.Subtests) -> None:
 def study_of(*names: str, **fields: str) -> DdpStudy:
     asked = {"model": "tiny", **SHAPE, "context": "16", "batch": "2", "steps": "3", "warmup": "1", "device": "cpu"}
     step = resolve_step(asked | fields)
-    return DdpStudy(step=step, contenders=contenders_of(names, (BUCKET_MB,)), turn=2, repeats=2)
+    return DdpStudy(step=step, contenders=variants_of(names, (BUCKET_MB,)), turn=2, repeats=2)
 
 
 def world_here() -> World:
@@ -55,7 +62,7 @@ def world_here() -> World:
     )
 
 
-def weights(step: ContenderStep) -> list[Tensor]:
+def weights(step: VariantStep) -> list[Tensor]:
     """All parameters, whole."""
     return [
         parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
@@ -64,17 +71,17 @@ def weights(step: ContenderStep) -> list[Tensor]:
 
 
 @cases
-def all_contenders_train_the_same_model_and_send_what_that_needs() -> None:
+def all_variants_train_the_same_model_and_send_what_that_needs() -> None:
     world = world_here()
     found: dict[str, list[Tensor]] = {}
     sizes: dict[str, dict[str, tuple[int, ...]]] = {}
     study = study_of(*KINDS)
     for contender in study.contenders:
-        step = ContenderStep(study, contender, world)
+        step = VariantStep(study.step, contender, world)
         if contender.kind == "none":
             each = tuple(parameter.nbytes for parameter in step.module.parameters())
-        step.step()
-        step.step()
+        step.run()
+        step.run()
         found[contender.kind] = [weight.clone() for weight in weights(step)]
         sizes[contender.kind] = {sent.collective: sent.sizes_bytes for sent in step.messages()}
     for kind in set(KINDS) - {"none", "naive"}:
@@ -95,10 +102,44 @@ def assert_sent(sizes: dict[str, dict[str, tuple[int, ...]]], each: tuple[int, .
     assert all(size <= BUCKET_MB * 1e6 or size in each for size in sizes["bucketed"]["all_reduce"])
     exchanged = {name: sum(sent) for name, sent in sizes["sharded"].items() if name != "all_reduce"}
     assert sum(exchanged.values()) >= total  # every parameter is sent by whoever updated it
-    # Forward gathers everything, backward each of two blocks once more; all gradients are scattered.
+    # Forward gathers the root, the embedding and two blocks, backward all but the root once more.
     assert sum(sizes["fsdp2"]["reduce_scatter"]) == total
     assert total < sum(sizes["fsdp2"]["all_gather"]) < 2 * total
-    assert len(sizes["fsdp2"]["all_gather"]) == 1 + 2 * 2
+    assert len(sizes["fsdp2"]["all_gather"]) == 4 + 3
+    assert len(sizes["fsdp2"]["reduce_scatter"]) == 4
+
+
+class Sent(TorchDispatchMode):
+    """The bytes of each all-gather's output and of each reduce-scatter's input, as torch calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: dict[str, list[int]] = {"all_gather": [], "reduce_scatter": []}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("c10d.").partition(".")[0]
+        if name == "_allgather_base_":
+            self.sizes["all_gather"].append(args[0].nbytes)
+        elif name == "_reduce_scatter_base_":
+            self.sizes["reduce_scatter"].append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+@cases
+def sharded_parameters_are_sent_as_a_layout_sends_them_and_as_the_formula_says() -> None:
+    world = world_here()
+    for fields in ({}, {"precision": "bf16", "accumulation": "2"}, {"precision": "bf16_pure"}):
+        step = VariantStep(study_of(**fields).step, Variant(kind="fsdp2"), world)
+        spec = replace(step._spec, layout=Layout(fsdp=world.size))
+        device = world.device.torch_device
+        counts = []
+        for built in (step, ModelStep(build_workload(spec, device), spec, device, world)):
+            built.run()
+            with Sent() as sent:
+                built.run()
+            counts.append({name: sorted(sizes) for name, sizes in sent.sizes.items()})
+        expected = {messages.collective: sorted(messages.sizes_bytes) for messages in step.messages()}
+        assert counts == [expected, expected], fields
 
 
 def told(study: DdpStudy, numbers: Sequence[int], traces: Path | None) -> tuple[dict[int, DdpCell], list[DdpFacts]]:
@@ -144,15 +185,15 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
 def without_room_for_two_the_baseline_is_timed_before_and_after() -> None:
     study = study_of("flat", "bucketed")
     built: list[str] = []
-    make = MeasuredContender.__init__
+    make = MeasuredVariant.__init__
 
-    def counted(self: MeasuredContender, study: DdpStudy, contender, *rest):  # type: ignore[no-untyped-def]
+    def counted(self: MeasuredVariant, study: DdpStudy, contender, *rest):  # type: ignore[no-untyped-def]
         built.append(contender.kind)
         make(self, study, contender, *rest)
 
     with (
         mock.patch.object(ddp_session._Session, "_has_room_beside", return_value=False),
-        mock.patch.object(MeasuredContender, "__init__", counted),
+        mock.patch.object(MeasuredVariant, "__init__", counted),
     ):
         cells, _ = told(study, (0, 1, 2), None)
     assert built == ["none", "none", "flat", "none", "bucketed", "none"]
@@ -164,14 +205,14 @@ def without_room_for_two_the_baseline_is_timed_before_and_after() -> None:
 @cases
 def a_refusal_of_all_ranks_is_a_row() -> None:
     study = study_of("flat", "naive")
-    make = ContenderStep.__init__
+    make = VariantStep.__init__
 
-    def built(self: ContenderStep, study: DdpStudy, contender, world) -> None:  # type: ignore[no-untyped-def]
+    def built(self: VariantStep, spec: StepSpec, contender, world) -> None:  # type: ignore[no-untyped-def]
         if contender.kind == "flat":
             raise UserError("no flat today")
-        make(self, study, contender, world)
+        make(self, spec, contender, world)
 
-    with mock.patch.object(ContenderStep, "__init__", built):
+    with mock.patch.object(VariantStep, "__init__", built):
         cells, _ = told(study, (0, 1, 2), None)
     assert [cell.status for cell in cells.values()] == ["ok", "error", "ok"]
     assert cells[1].failure

@@ -1,5 +1,6 @@
 """What only a GPU can show: events against the host's clock, exact out-of-memory figures, every precision."""
 
+import dataclasses
 import gc
 import itertools
 import time
@@ -14,6 +15,8 @@ from steplab.measurement.device import open_device
 from steplab.measurement.loop import Phase, run_back_to_back
 from steplab.measurement.observer import Observer
 from steplab.measurement.session import measure_here
+from steplab.measurement.step import ModelStep
+from steplab.model.build import build_workload
 from steplab.ops.attention.api import attention
 from steplab.records.run import Run
 from steplab.records.timing import find_phase
@@ -109,6 +112,34 @@ def test_every_precision_runs_every_pass(precision: str, pass_name: str) -> None
     peak = run.memory.peak("step")
     assert peak is not None
     assert 0 < peak.peak_allocated_bytes <= peak.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("compile", ["off", "block", "default", "reduce-overhead"])
+def test_micro_steps_accumulate_in_every_way_of_compiling(compile: str) -> None:
+    """CUDA graphs among them, whose static gradients must outlive a micro-step."""
+    spec = resolve_step(
+        {"model": "tiny", "pass": "forward_backward", "compile": compile, "accumulation": 3, "batch": 2}
+    )
+    device = torch.device("cuda")
+    step = ModelStep(build_workload(spec, device), spec, device)
+    step.batches = [step.batches[0]] * 3
+    found: list[list[torch.Tensor]] = []
+
+    def see() -> None:
+        found.append([p.grad.clone() for p in step.module.parameters() if p.grad is not None])
+
+    step.on_gradients = see
+    for _ in range(4):  # graphs are recorded in the second
+        step.run()
+    once = dataclasses.replace(spec, accumulation=1, compile="off")
+    alone = ModelStep(build_workload(once, device), once, device)
+    alone.batches = step.batches
+    alone.on_gradients = lambda: found.append([p.grad.clone() for p in alone.module.parameters() if p.grad is not None])
+    alone.run()
+    *of_steps, expected = found
+    for gradients in of_steps:  # three times a third of the same
+        for gradient, one in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
 def test_a_pass_holds_no_more_than_its_parts_explain() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from tests.conversations import Converse, say, task_of
 from tests.ddp_records import make_ddp_cell, make_study
@@ -15,7 +16,7 @@ from steplab.measurement.listener import Listener
 from steplab.measurement.messages import Request
 from steplab.records.ddp import DdpCell
 from steplab.records.failure import Failure
-from steplab.specs.ddp import Contender, DdpStudy, bucket_sizes, contenders_of
+from steplab.specs.ddp import DdpStudy, Variant, bucket_sizes, variants_of
 from steplab.specs.resolve import resolve_step
 
 # --- what is asked ----------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def test_each_with_buckets_stands_once_a_size_and_the_baseline_first() -> None:
 
 
 def test_a_transport_is_a_choice_of_what_is_bucketed_alone() -> None:
-    found = contenders_of(("bucketed", "torch_ddp"), (10.0,), ("collectives", "peer_copy"))
+    found = variants_of(("bucketed", "torch_ddp"), (10.0,), ("collectives", "peer_copy"))
     assert [contender.label for contender in found] == [
         "bucketed 10 MB",
         "bucketed 10 MB, peer_copy",
@@ -54,8 +55,7 @@ def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
     ("fields", "changes", "said"),
     [
         ({}, {"processes": 1}, "processes must be at least 2, not 1"),
-        ({}, {"compile": "default"}, "compile 'default' is not known here; choose one of off, block"),
-        ({"compile": "default"}, {}, "use --compile block"),
+        ({"compile": "default"}, {}, "compile 'default' is not compared here, .* choose one of off, block"),
         ({"pass": "forward"}, {}, "use --pass train"),
         ({"precision": "fp16"}, {}, "use --precision bf16"),
         ({"layout": "dp=2"}, {}, "leave --layout out"),
@@ -69,18 +69,27 @@ def test_a_study_that_makes_no_sense_is_refused(fields: dict[str, str], changes:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda: contenders_of(("magic",), (1.0,)), "contender 'magic' is not known; choose some of none, naive"),
-        (lambda: contenders_of(("naive:3",), (1.0,)), "naive has no bucket size"),
-        (lambda: contenders_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
+        (lambda: variants_of(("magic",), (1.0,)), "variant 'magic' is not known; choose some of none, naive"),
+        (lambda: variants_of(("naive:3",), (1.0,)), "naive has no bucket size"),
+        (lambda: variants_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
         (lambda: bucket_sizes("1,0"), "a bucket of 0 MB holds nothing"),
         (lambda: bucket_sizes("inf"), "a bucket of inf MB holds nothing"),
-        (lambda: Contender(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
+        (lambda: Variant(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
         (lambda: ddp_step({}, 2, 2), "not both"),
     ],
 )
 def test_a_contender_that_makes_no_sense_is_refused(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         wrong()
+
+
+def test_a_study_of_before_a_step_could_be_compiled_by_block_reads_as_the_same_study() -> None:
+    now = DdpStudy(step=resolve_step({"compile": "block"}), contenders=())
+    then = msgspec.to_builtins(DdpStudy(step=resolve_step({}), contenders=())) | {"compile": "block"}
+    del then["step"]["accumulation"]
+    assert msgspec.convert(then, DdpStudy) == now
+    assert now.step.compile == "block"
+    assert msgspec.convert(msgspec.to_builtins(now), DdpStudy) == now
 
 
 # --- what happens to the ranks ----------------------------------------------------------------------------

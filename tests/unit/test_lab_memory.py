@@ -14,13 +14,14 @@ from tests.unit.memory_records import watched_run
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
-from steplab.lab.memory import memory
+from steplab.lab.memory import memory, predicted_memory
 from steplab.lab.memory_import import import_snapshot
 from steplab.lab.memory_references import memory_references
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.run import Run
+from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
 
 FIELDS: dict[str, object] = {"model": "small", "context": 256}
@@ -218,3 +219,29 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
     assert [other.id for other in found.others] == [newer.id, whole.id]
     assert found.forecasts == {}  # what has a cell in fp32 needs none
     assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()
+
+
+@pytest.mark.parametrize("fields", [{}, {"pass": "forward_backward"}, {"optimizer": "sgd", "checkpointing": "full"}])
+def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
+    tmp_path: Path, fields: dict[str, object]
+) -> None:
+    """To the byte, category by category: from the second micro-step on all gradients are there when the peak comes."""
+    sizes = {"num_layers": 2, "d_model": 32, "d_ff": 80, "num_heads": 4, "vocab_size": 5000}
+    step: dict[str, object] = {f"model.{name}": size for name, size in sizes.items()}
+    step |= {"batch": 2, "context": 48, "warmup": 1, "steps": 1, "device": "cpu"} | fields
+
+    def peaks(**more: object) -> tuple[dict[str, int], dict[str, int]]:
+        spec = resolve_step(step | more)
+        profile = memory(spec, store=tmp_path / "store.db").memory_profile
+        assert profile is not None
+        return {name: size for name, size in profile.at_peak.items() if size}, predicted_memory(spec).at_peak
+
+    (measured_once, predicted_once), (measured, predicted) = peaks(), peaks(accumulation=3)
+    # An allocator's rounding aside, the CPU differs from CUDA in cuBLAS's workspaces and in what its norms keep.
+    for name in {*measured, *predicted} - {"workspaces", "rounding", "activations"}:
+        assert measured[name] == predicted[name], name
+    assert measured["activations"] == measured_once["activations"]
+    assert predicted["activations"] == predicted_once["activations"]
+    num_parameters = 2 * 5000 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 80 + 2 * 32) + 32
+    assert measured["gradients"] == 4 * num_parameters
+    assert "gradients" not in measured_once

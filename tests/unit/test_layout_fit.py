@@ -7,7 +7,6 @@ import pytest
 
 from steplab.errors import Unsupported, UserError
 from steplab.specs.layout import Layout
-from steplab.specs.layout_fit import num_microbatches
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.specs.study import study_from_grids
@@ -61,6 +60,7 @@ def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> No
         ),
         ({"layout": "dp=2", "data_parallel": "flat", "bucket_size_mb": "5"}, "use --data-parallel bucketed"),
         ({"layout": "dp=2", "microbatches": 2}, "layout dp=2 has no pipeline; .* --layout pp=2"),
+        ({"pass": "forward", "accumulation": 1}, "accumulation .* no gradients to accumulate; .* --pass train"),
         ({"pipeline_schedule": "1f1b"}, "a step of one process has no pipeline"),
         ({"layout": "dp=2", "reshard_after_forward": "auto"}, "use a layout with fsdp, as --layout fsdp=2"),
     ],
@@ -101,11 +101,12 @@ def test_a_sweep_leaves_a_field_out_of_the_cells_in_which_it_has_no_say() -> Non
         {"precision": "fp16"},
         {"compile": "reduce-overhead"},
         {"pass": "forward", "layout": "pp=2"},
+        {"accumulation": 2, "layout": "pp=2"},
     ],
     ids=str,
 )
 def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object]) -> None:
-    with pytest.raises(Unsupported, match=r"; use .*(dp=2|default|forward_backward)"):
+    with pytest.raises(Unsupported, match=r"; .*use .*(dp=2|default|forward_backward|--microbatches 2 times)"):
         resolve_step({"layout": "fsdp=2", **fields})
 
 
@@ -114,5 +115,15 @@ def test_data_parallelism_alone_serves_all_of_them() -> None:
 
 
 def test_a_batch_goes_through_a_pipeline_one_sequence_at_a_time() -> None:
-    assert num_microbatches(resolve_step({"layout": "pp=2", "batch": 6})) == 6
-    assert num_microbatches(resolve_step({"layout": "pp=2", "batch": 6, "microbatches": 3})) == 3
+    assert resolve_step({"layout": "pp=2", "batch": 6}).num_microbatches == 6
+    assert resolve_step({"layout": "pp=2", "batch": 6, "microbatches": 3}).num_microbatches == 3
+
+
+def test_the_tokens_of_a_step_are_those_of_all_micro_steps_and_ranks() -> None:
+    spec = resolve_step({"layout": "dp=2,fsdp=3", "batch": 5, "context": 7, "accumulation": 11})
+    assert (spec.micro_steps, spec.tokens_of_all) == (11, 5 * 7 * 11 * 2 * 3)
+    grid: dict[str, list[object]] = {"pass": ["forward", "train"], "accumulation": [1, 2]}
+    cells = study_from_grids("sweep", "", [grid]).cells
+    assert [(cell.pass_name, cell.micro_steps) for cell in cells] == [("forward", 1), ("train", 1), ("train", 2)]
+    with pytest.raises(UserError, match="accumulation must be at least 1"):
+        resolve_step({"accumulation": 0})

@@ -176,6 +176,20 @@ def test_back_to_back_samples_are_what_the_device_took(device: Make) -> None:
     assert host_s == 25.0 + 36.0 + 66.0
 
 
+def test_a_phase_that_runs_several_times_in_a_step_counts_once_with_the_sum(device: Make) -> None:
+    fake = device()
+    forward, backward = [(1, 8), (1, 4), (1, 2), (1, 1)], [(1, 16), (1, 32), (1, 64), (1, 128)]
+    phases = [fake.phase("forward", forward), fake.phase("backward", backward)] * 2
+    samples, host_s = run_back_to_back(phases, fake, 2, fake.on_step)
+    # The first launch is waited for, a second; when it is over the host has started all of a step by its fourth second.
+    assert samples == (
+        PhaseSamples(phase="forward", device_s=(1.0 + 8 + 4, 2.0 + 1), lead_s=(8.0, 58.0)),
+        PhaseSamples(phase="backward", device_s=(16.0 + 32, 64.0 + 128), lead_s=(23.0, 121.0)),
+        PhaseSamples(phase="step", device_s=(61.0, 195.0), lead_s=(8.0, 58.0)),
+    )
+    assert host_s == 61.0 + 195.0
+
+
 def test_a_device_that_waits_for_launches_is_timed_with_the_waiting(device: Make) -> None:
     fake = device()
     samples, host_s = run_back_to_back([fake.phase("step", [(7, 2)] * 3)], fake, 3, fake.on_step)

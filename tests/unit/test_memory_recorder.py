@@ -159,6 +159,7 @@ def released_together(sizes: list[int]) -> list[int]:
         {"checkpointing": "full", "optimizer": "adamw_foreach"},
         {"checkpointing": "selective", "precision": "bf16"},
         {"pass_name": "forward_backward", "precision": "fp16"},
+        {"accumulation": 2, "checkpointing": "full"},
     ],
     ids=str,
 )
@@ -392,6 +393,18 @@ def test_selective_checkpointing_keeps_what_its_matmuls_made(watched: Watched) -
     of_linears = [t for t in inputs if t.module.rpartition(".")[2] in matmuls]
     assert Counter(t.module.rpartition(".")[2] for t in of_linears) == dict.fromkeys(matmuls, LAYERS)
     assert all(t.storage_bytes == 4 * B * T * matmuls[t.module.rpartition(".")[2]] for t in of_linears)
+
+
+@pytest.mark.parametrize("fields", [{}, {"checkpointing": "full"}, {"checkpointing": "selective"}], ids=str)
+def test_what_is_saved_is_that_of_one_micro_step(watched: Watched, fields: dict[str, object]) -> None:
+    def saved(**more: object) -> Counter[tuple[object, ...]]:
+        found = watched(**fields, **more).marks.saved
+        return Counter((tensor.module, tensor.op, tensor.shape, tensor.storage_bytes) for tensor in found)
+
+    assert saved(accumulation=3) == saved()
+    files = watched(accumulation=3, **fields)
+    assert [phase.name for phase in files.marks.phases] == ["forward", "backward"] * 3 + ["optimizer"]
+    assert bytes_of(files.alive(files.marks.phases[2].start, "gradients")) == 4 * NUM_PARAMETERS
 
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])

@@ -2,16 +2,57 @@
 
 import gzip
 import os
+import pickle
+import sqlite3
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.attention_records import make_benchmark
+from tests.comm_records import make_comm
+from tests.ddp_records import make_ddp_run
+from tests.profiles import profiled_run
+from tests.runs import ENVIRONMENT, make_run, out_of_memory
+from tests.unit.memory_records import prediction_of, watched_run
 
 import steplab
+from steplab.cli.options import FileOptions
 from steplab.cli.output import chosen_format, emit
 from steplab.errors import SteplabError, UserError
+from steplab.lab.files import KINDS, Destination, folder_for, refuse_the_same
 from steplab.lab.keeping import checked_name
+from steplab.records.attention_tuning import AttentionTuning, DroppedTiles
+from steplab.records.codec import encode
+from steplab.records.finding import Findings
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.rows import run_row
+from steplab.report.attention.tuning import tuning_document, tuning_json
+from steplab.report.kit.document import Document
+from steplab.report.kit.rendering import render
+from steplab.report.memory.document import memory_document
+from steplab.report.perfetto import chrome_trace
+from steplab.report.plan.document import plan_document
+from steplab.report.precision.document import precision_document
+from steplab.report.profile.document import profile_document
+from steplab.report.run.columns import rows_document
+from steplab.report.run.document import run_document
+from steplab.report.run.findings import findings_document
+from steplab.report.sections import SECTIONS, Context
+from steplab.specs.attention_tuning import TileCandidate, TuningStudy
+from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
+
+PROFILED = profiled_run()
+
+
+def to(output: Path, **others: Any) -> FileOptions:
+    """The options of a command that writes that file, and has a store elsewhere."""
+    return FileOptions(**{"output": output, "store": output.parent / "elsewhere" / "store.db"} | others)
 
 
 def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
@@ -19,7 +60,7 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
     reader.start()
-    emit("rows", pipe)
+    emit("rows", to(pipe))
     reader.join(timeout=10)
     assert got == ["rows\n"]
     assert pipe.is_fifo()
@@ -29,15 +70,15 @@ def test_a_device_is_written_to_and_its_failure_is_told() -> None:
     if not Path("/dev/full").is_char_device():
         pytest.skip("no /dev/full")
     with pytest.raises(SteplabError, match="cannot write /dev/full: No space left on device"):
-        emit("rows", Path("/dev/full"))
+        emit("rows", to(Path("/dev/full")))
     assert Path("/dev/full").is_char_device()
 
 
 def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     target, link = tmp_path / "target.md", tmp_path / "link.md"
-    target.write_text("before")
+    target.write_text("| a |\n| --- |\n| before |\n")
     link.symlink_to(target)
-    emit("after", link)
+    emit("after", to(link), "md")
     assert link.is_symlink()
     assert target.read_text() == "after\n"
 
@@ -45,7 +86,7 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
 def test_a_file_named_gz_is_compressed_and_the_same_each_time(tmp_path: Path) -> None:
     first, second = tmp_path / "step.json.gz", tmp_path / "again.json.gz"
     for path in (first, second):
-        emit('{"µ": 1}', path)
+        emit('{"µ": 1}', to(path))
     assert gzip.decompress(first.read_bytes()).decode() == '{"µ": 1}\n'
     assert first.read_bytes() == second.read_bytes()
 
@@ -54,8 +95,8 @@ def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_p
     old, new, usual = tmp_path / "old", tmp_path / "new", tmp_path / "usual"
     old.touch(mode=0o600)
     usual.touch()
-    emit("text", old)
-    emit("text", new)
+    emit("text", to(old))
+    emit("text", to(new))
     assert old.stat().st_mode & 0o777 == 0o600
     assert new.stat().st_mode == usual.stat().st_mode
 
@@ -70,11 +111,11 @@ def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_p
 )
 def test_an_output_that_makes_no_sense_is_refused_before_any_work(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        chosen_format(None, Path(path))
+        chosen_format(None, to(Path(path)))
 
 
 def test_any_ending_serves_with_a_format(tmp_path: Path) -> None:
-    assert chosen_format("csv", tmp_path / "rows.data") == "csv"
+    assert chosen_format("csv", to(tmp_path / "rows.data")) == "csv"
 
 
 @pytest.mark.parametrize("name", ["bell\a", "two\nlines", "\x1b[31mred"])
@@ -96,3 +137,264 @@ def test_tokens_of_a_loop_are_at_least_one(tmp_path: Path) -> None:
         steplab.recorder("loop", tokens_per_step=-5, store=tmp_path / "store.db"),
     ):
         pass
+
+
+# What is never replaced
+
+
+def _linked(store: Path) -> Path:
+    return _made(store.with_name("link.csv"), lambda path: path.symlink_to(store))
+
+
+def _hard_linked(store: Path) -> Path:
+    return _made(store.with_name("hard.csv"), lambda path: path.hardlink_to(store))
+
+
+def _by_a_linked_folder(store: Path) -> Path:
+    return _made(store.parent / "again", lambda path: path.symlink_to(store.parent)) / store.name
+
+
+def _made(path: Path, make: Callable[[Path], object]) -> Path:
+    make(path)
+    return path
+
+
+SPELLINGS: dict[str, Callable[[Path], Path]] = {
+    "itself": lambda store: store,
+    "a link": _linked,
+    "a hard link": _hard_linked,
+    "up and down again": lambda store: store.parent / "missing" / ".." / store.name,
+    "a linked folder": _by_a_linked_folder,
+    "relative": lambda store: Path(os.path.relpath(store)),
+}
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("spell", SPELLINGS.values(), ids=SPELLINGS.keys())
+def test_the_store_is_not_written_to_by_any_name(tmp_path: Path, spell: Callable[[Path], Path], force: bool) -> None:
+    store = tmp_path / "store.db"
+    Store.open(store, write=True).close()
+    before, path = store.read_bytes(), spell(store)
+    for write in (
+        lambda: chosen_format("csv", to(path, store=store, force=force)),
+        lambda: emit("rows", to(path, store=store, force=force), "csv"),
+        lambda: Destination(path=path, kind="trace", store=store, force=force).take(tmp_path / "no need of it"),
+    ):
+        with pytest.raises(UserError, match=f"cannot write to .*: it is the store {store}; name another file"):
+            write()
+    assert store.read_bytes() == before
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-shm", "-journal"])
+def test_a_store_that_is_not_made_yet_and_its_companions_are_kept_free(tmp_path: Path, end: str) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    store = tmp_path / "link" / "store.db"
+    for folder in ("link", "real"):
+        with pytest.raises(UserError, match=r"it is the (store|.* of the store) "):
+            chosen_format("csv", to(tmp_path / folder / f"store.db{end}", store=store))
+
+
+def test_the_store_of_the_environment_is_the_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "mine"))
+    with pytest.raises(UserError, match="it is the store"):
+        emit("rows", FileOptions(output=tmp_path / "mine"))
+
+
+def test_another_store_is_not_replaced_by_force_either(tmp_path: Path) -> None:
+    other = tmp_path / "other.csv"
+    Store.open(other, write=True).close()
+    before = other.read_bytes()
+    with pytest.raises(UserError, match=r"cannot replace .*other\.csv: it is a steplab store; name another file"):
+        emit("rows", to(other, force=True), "csv")
+    assert other.read_bytes() == before
+
+
+def _database(path: Path) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+
+
+FOREIGN: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a program": ("train.py", lambda path: path.write_text("import torch\n")),
+    "settings": ("pyproject.toml", lambda path: path.write_text("[project]\nname = 'mine'\n")),
+    "a database": ("mine.sqlite", _database),
+    "a pickle": ("weights.pickle", lambda path: path.write_bytes(pickle.dumps({"weights": [1.0]}))),
+    "a page": ("index.html", lambda path: path.write_text("<!doctype html><title>Mine</title>")),
+    "a package": ("package.json", lambda path: path.write_text('{"name": "mine", "version": "1"}')),
+    "prose": ("README.md", lambda path: path.write_text("# Mine\n\n| a |\n| --- |\n")),
+    "notes": ("notes.txt", lambda path: path.write_text("keep me")),
+    "a paper": ("paper.tex", lambda path: path.write_text("\\documentclass{article}\n")),
+    "compressed notes": ("notes.json.gz", lambda path: path.write_bytes(gzip.compress(b"keep me"))),
+    "no real gzip": ("broken.gz", lambda path: path.write_bytes(b"\x1f\x8bnot gzip")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "make"), FOREIGN.values(), ids=FOREIGN.keys())
+def test_what_steplab_did_not_write_is_replaced_by_force_alone(
+    tmp_path: Path, name: str, make: Callable[[Path], object], kind: str
+) -> None:
+    path = tmp_path / name
+    make(path)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=rf"{name} exists.*; name another file, or add --force to replace this one"):
+        Destination(path=path, kind=kind, store=tmp_path / "store.db").write(b"new")
+    assert path.read_bytes() == before
+    Destination(path=path, kind=kind, store=tmp_path / "store.db", force=True).write(b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_one_output_is_not_replaced_by_another_kind_of_output(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<!doctype html>\n<meta name="generator" content="steplab">\n')
+    with pytest.raises(UserError, match="exists and is a page written by steplab, not a table of figures in CSV"):
+        emit("id,name\n", to(page), "csv")
+    emit("<!doctype html>", to(page), "html")
+
+
+WATCHED = watched_run()
+assert WATCHED.memory_profile is not None
+PREDICTED = prediction_of(WATCHED.memory_profile)
+TUNED = AttentionTuning(
+    study=TuningStudy(),
+    gpu="NVIDIA H200",
+    environment=ENVIRONMENT,
+    dropped=(
+        DroppedTiles(
+            candidate=TileCandidate(kernel="forward", variant="portable", box=64, queries=64, keys=64, stages=2),
+            why="out of resources",
+        ),
+    ),
+)
+
+
+def shown(record: Record) -> Document:
+    return SECTIONS[kind_of(record).name].document(record, Context())
+
+
+DOCUMENTS: dict[str, Document] = {
+    "runs": rows_document([run_row(make_run()), run_row(out_of_memory())]),
+    "a run": run_document(make_run()),
+    "kernels": profile_document(PROFILED),
+    "memory": memory_document(WATCHED, prediction=PREDICTED),
+    "prediction": plan_document(resolve_step({"model": "tiny"}), PREDICTED),
+    "attention": shown(make_benchmark("tiny")),
+    "collectives": shown(make_comm()),
+    "data parallelism": shown(make_ddp_run()),
+    "precision": precision_document([], [make_run()]),
+    "tiles": tuning_document(TUNED),
+    "findings": findings_document(
+        PROFILED,
+        Findings(run_id="aaaa", created_utc="2026-11-21T08:00:00Z", steplab_version="0.1.0", step_s=1.0, findings=()),
+    ),
+}
+RENDERED: dict[str, Callable[[str], str]] = {
+    what: lambda asked, document=document: render(document, asked)  # type: ignore[misc]
+    for what, document in DOCUMENTS.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "ending"), [("json", "json"), ("csv", "csv"), ("md", "md"), ("latex", "tex"), ("table", "txt")]
+)
+@pytest.mark.parametrize("what", RENDERED)
+def test_every_document_is_known_again_by_its_beginning(tmp_path: Path, what: str, format: str, ending: str) -> None:
+    path = tmp_path / f"rows.{ending}"
+    if not RENDERED[what](format):
+        return  # findings that are none have no rows
+    for compressed in (path, tmp_path / f"rows.{ending}.gz"):
+        emit(RENDERED[what](format), to(compressed), format)
+        if format == "table":
+            with pytest.raises(UserError, match="nothing in plain text says whether steplab wrote it"):
+                emit("again", to(compressed), format)
+        else:
+            emit("again", to(compressed), format)
+
+
+def test_what_is_written_whole_as_json_is_known_again(tmp_path: Path) -> None:
+    findings = Findings(
+        run_id="aaaa", created_utc="2026-11-21T08:00:00Z", steplab_version="0.1.0", step_s=1.0, findings=()
+    )
+    for text in (
+        encode(findings).decode(),
+        encode(make_run()).decode(),
+        tuning_json(TUNED),
+        encode(PREDICTED).decode(),
+    ):
+        path = tmp_path / "whole.json"
+        for _ in range(2):
+            emit(text, to(path), "json")
+        path.unlink()
+
+
+@pytest.mark.parametrize("record", [make_run(), make_benchmark("tiny"), make_comm(), make_ddp_run(), out_of_memory()])
+def test_an_export_is_known_again(tmp_path: Path, record: object) -> None:
+    for path in (tmp_path / "records.jsonl", tmp_path / "records.jsonl.gz"):
+        for _ in range(2):
+            emit(encode(record).decode(), to(path), "jsonl")
+
+
+def test_a_timeline_is_known_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        emit(chrome_trace(PROFILED), to(tmp_path / "step.json.gz"), "perfetto")
+
+
+def test_a_file_that_is_taken_is_whole_has_the_usual_permissions_and_follows_links(tmp_path: Path) -> None:
+    written, usual = tmp_path / "written", tmp_path / "usual"
+    target, link = tmp_path / "step.json", tmp_path / "link.json"
+    usual.touch()
+    target.write_text('\n {"schemaVersion": 1}')
+    link.symlink_to(target)
+    written.write_text("new")
+    written.chmod(0o600)
+    target.chmod(0o640)
+    destination = Destination(path=link, kind="trace", store=tmp_path / "store.db")
+    assert destination.take(written) == link
+    assert (target.read_text(), target.stat().st_mode & 0o777, link.is_symlink()) == ("new", 0o640, True)
+    assert not written.exists()
+    (tmp_path / "other").write_text("fresh")
+    fresh = Destination(path=tmp_path / "fresh.json", kind="trace", store=tmp_path / "store.db")
+    assert fresh.take(tmp_path / "other").stat().st_mode == usual.stat().st_mode
+
+
+def test_a_trace_goes_down_a_pipe_which_stays_one(tmp_path: Path) -> None:
+    pipe, got = tmp_path / "step.json", list[str]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    reader.start()
+    destination = Destination(path=pipe, kind="trace", store=tmp_path / "store.db")
+    with folder_for(destination) as folder:
+        (folder / "trace").write_text("steps")
+        assert destination.take(folder / "trace").read_text() == "steps"
+    reader.join(timeout=10)
+    assert got == ["steps"]
+    assert pipe.is_fifo()
+
+
+def test_standard_output_that_is_a_file_is_continued_not_replaced(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("before\n")
+    code = """
+from pathlib import Path
+from steplab.cli.options import FileOptions
+from steplab.cli.output import emit
+emit("after", FileOptions(output=Path("/dev/stdout")))
+"""
+    with notes.open("a") as file:
+        subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=file,
+            check=True,
+        )
+    assert notes.read_text() == "before\nafter\n"
+
+
+def test_two_outputs_of_one_command_are_two_files(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    refuse_the_same(tmp_path / "a.json", None, tmp_path / "b.json")
+    with pytest.raises(UserError, match="two outputs would go to"):
+        refuse_the_same(tmp_path / "a.json", None, tmp_path / "link" / "a.json")

@@ -46,7 +46,7 @@ VALUES: dict[str, tuple[object, object]] = {
 SIZES = tuple(f"model.{size.name}" for size in dataclasses.fields(TransformerShape))
 FOLLOWING = {
     "model": SIZES,
-    "pass": ("checkpointing", "optimizer"),
+    "pass": ("checkpointing", "optimizer", "accumulation"),
     "layout": ("data_parallel", "bucket_size_mb", "reshard_after_forward"),
 } | dict.fromkeys(SIZES, ("model",))
 """Columns that may change with a field: sizes of a model, and what has an effect for one of its values alone."""

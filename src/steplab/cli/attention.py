@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from steplab.cli.options import OutputOptions
+from steplab.specs.device import DEVICES_TOLD
 
 _CELLS = Group.create_ordered("What is measured: lists make a product")
 
@@ -77,7 +78,7 @@ def attention(
         int | None, Parameter(help="How often each is timed [default: 10 to 100, by its length]")
     ] = None,
     errors: Annotated[bool, Parameter(help="Compare results with float64")] = True,
-    device: Annotated[str, Parameter(help="auto, cpu, mps, cuda or cuda:N")] = "auto",
+    device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
     seed: Annotated[int, Parameter(help="Of the random inputs")] = 0,
     derive: Annotated[
         bool,
@@ -107,7 +108,7 @@ def attention(
     from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out.output, allowed=ROW_FORMATS)
+    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
     color = stdout_color() and out.output is None
     if hardware is not None and not derive:
         raise UserError("--hardware is for --derive: what is measured is measured on this machine")
@@ -122,7 +123,7 @@ def attention(
     )
     if derive:
         account = account_for_memory(study.cells, hardware, store=out.store)
-        emit(render(account_document(account), chosen, color=color), out.output)
+        emit(render(account_document(account), chosen, color=color), out, chosen)
         return 0
     columns = list(dict.fromkeys(cell.column for cell in study.cells))
     if against is not None and against not in columns:
@@ -136,6 +137,6 @@ def attention(
             on_progress=line.alive,
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
         )
-    emit(render(attention_document(run, against=against), chosen, color=color), out.output)
+    emit(render(attention_document(run, against=against), chosen, color=color), out, chosen)
     say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

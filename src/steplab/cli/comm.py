@@ -76,7 +76,7 @@ def comm(
     from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     study, device = comm_study(cells.lists(), gpus=spread.gpus, processes=spread.processes, repeats=repeats)
     with ProgressLine() as line:
         run = measure_comm(
@@ -89,6 +89,6 @@ def comm(
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
         )
     if is_first_rank():
-        emit(render(comm_document(run), chosen, color=stdout_color() and out.output is None), out.output)
+        emit(render(comm_document(run), chosen, color=stdout_color() and out.output is None), out, chosen)
         say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 0 if went_well(run) else 1

@@ -9,7 +9,7 @@ from cyclopts import Group, Parameter
 from steplab.cli.options import GivenFields, OutputOptions, ProcessOptions, step_options
 from steplab.specs.step import FIELDS
 
-_CONTENDERS = Group.create_ordered("Who is compared")
+_VARIANTS = Group.create_ordered("What is compared")
 _CHOSEN_BY_THE_STUDY = {field.key for field in FIELDS.values() if field.about.group == "processes"} | {"device"}
 
 
@@ -18,7 +18,7 @@ _CHOSEN_BY_THE_STUDY = {field.key for field in FIELDS.values() if field.about.gr
 @step_options(
     without=_CHOSEN_BY_THE_STUDY,
     changed={
-        "batch": "Sequences per rank [default: 4; on a CPU 2]",
+        "batch": "Sequences in a micro-step, on each rank [default: 4; on a CPU 2]",
         "context": "Tokens per sequence [default: 128; on a CPU 64]",
         "compile": "off, or block: each block of the model is compiled by itself, so that gradients appear as the "
         "backward pass proceeds [default: off]",
@@ -35,15 +35,16 @@ def ddp(
     contenders: Annotated[
         str,
         Parameter(
-            help="Some of naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is of one bucket size",
-            group=_CONTENDERS,
+            help="Variants to compare: some of naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 "
+            "is of one bucket size",
+            group=_VARIANTS,
         ),
     ] = "naive,flat,overlap,bucketed,torch_ddp,sharded,fsdp2",
     bucket_sizes: Annotated[
         str | None,
         Parameter(
-            help="In 1e6 bytes, of bucketed and torch_ddp [default: 1,10,100,1000; on a CPU 0.1,1,10]",
-            group=_CONTENDERS,
+            help="Bucket sizes of bucketed and torch_ddp, in 1e6 bytes [default: 1,10,100,1000; on a CPU 0.1,1,10]",
+            group=_VARIANTS,
         ),
     ] = None,
     transport: Annotated[
@@ -51,19 +52,21 @@ def ddp(
         Parameter(
             help="How the gradients of bucketed travel: collectives, peer_copy (between GPUs of one host), or both "
             "[default: collectives]",
-            group=_CONTENDERS,
+            group=_VARIANTS,
         ),
     ] = None,
-    profiled_steps: Annotated[int, Parameter(help="Steps traced of each, for its timeline; 0: none")] = 2,
-    traces: Annotated[Path | None, Parameter(help="Keep the traces in this folder, a file a contender")] = None,
+    profiled_steps: Annotated[
+        int, Parameter(help="Steps of each variant that are traced for its timeline; 0: none")
+    ] = 2,
+    traces: Annotated[Path | None, Parameter(help="Keep the traces in this folder, one file for each variant")] = None,
     name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Give a contender up after this time")] = "10min",
+    timeout: Annotated[str, Parameter(help="Give a variant up after this time")] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Compare ways of data parallelism on one step: time, communication exposed and alone, memory, timelines.
+    """Compare variants of data parallelism on one step: time, communication exposed and alone, memory, timelines.
 
-    Each in turns with the same step without communication, which is always measured. Without --gpus or --processes: two
-    processes on the CPU, or what torchrun started.
+    Each is measured in turns with the same step without communication, which is always measured. Without --gpus or
+    --processes: two processes on the CPU, or what torchrun started.
 
     For example: steplab ddp --processes 2
     On GPUs: steplab ddp --gpus 2 --model xl --context 512 --precision bf16 --compile block
@@ -77,14 +80,11 @@ def ddp(
     from steplab.specs.ddp import bucket_sizes as parsed_sizes
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out.output, allowed=ROW_FORMATS)
-    fields = step.fields()
-    compiled = str(fields.pop("compile", "off"))
-    spec, num_processes = ddp_step(fields, processes.gpus, processes.processes)
+    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
+    spec, num_processes = ddp_step(step.fields(), processes.gpus, processes.processes)
     study = ddp_study(
         spec,
         processes=num_processes,
-        compile=compiled,
         contenders=contenders.split(","),
         bucket_sizes_mb=parsed_sizes(bucket_sizes) if bucket_sizes else None,
         transports=tuple(part.strip() for part in transport.split(",")) if transport else None,
@@ -96,12 +96,13 @@ def ddp(
             name=name,
             store=out.store,
             traces=traces,
+            force=out.force,
             timeout_s=parse_duration(timeout),
             on_progress=line.alive,
             on_cell=lambda number, cell: line.done(number + 1, len(study.contenders), ddp_cell_line(cell)),
         )
     if not is_first_rank():
         return 0  # the first one says how it went
-    emit(render(ddp_document(run), chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render(ddp_document(run), chosen, color=stdout_color() and out.output is None), out, chosen)
     say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

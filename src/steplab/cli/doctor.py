@@ -5,11 +5,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import StoreOptions
+from steplab.specs.device import DEVICES_TOLD
 
 
 def doctor(
     *,
-    device: Annotated[str, Parameter(help="auto, cpu, mps, cuda or cuda:N")] = "auto",
+    device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
     timeout: Annotated[str, Parameter(help="Give up after this time")] = "10min",
     store: StoreOptions = StoreOptions(),
 ) -> None:
@@ -23,4 +24,4 @@ def doctor(
 
     with ProgressLine() as line:
         ceilings = examine(device=device, store=store.store, timeout_s=parse_duration(timeout), on_progress=line.within)
-    emit(render(ceilings_document(ceilings), color=stdout_color()), None)
+    emit(render(ceilings_document(ceilings), color=stdout_color()))

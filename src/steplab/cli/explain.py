@@ -1,11 +1,10 @@
 """steplab explain"""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import FileOptions
 
 
 def explain(
@@ -24,8 +23,7 @@ def explain(
         Literal["table", "json", "csv", "md", "latex"] | None,
         Parameter(help="json holds all of the findings, csv one row each [default: by --output's ending, else table]"),
     ] = None,
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),
+    out: FileOptions = FileOptions(),
 ) -> int:
     """Say why a step takes as long as it does, what to change, and what that should save.
 
@@ -41,23 +39,23 @@ def explain(
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)
-    chosen = chosen_format(format, output)
-    run = run_to_explain(id, store=store.store)
-    findings = diagnose(run, store=store.store)
+    chosen = chosen_format(format, out)
+    run = run_to_explain(id, store=out.store)
+    findings = diagnose(run, store=out.store)
     if try_:
         with ProgressLine() as line:
             findings = try_findings(
                 run,
                 findings,
-                store=store.store,
+                store=out.store,
                 timeout_s=timeout_s,
                 on_progress=line.within,
                 on_trial=lambda what: say(f"trying {what}"),
             )
     if chosen == "json":
-        emit(encode(findings).decode(), output)
+        emit(encode(findings).decode(), out, chosen)
     else:
-        emit(render(findings_document(run, findings), chosen, color=stdout_color() and output is None), output)
+        emit(render(findings_document(run, findings), chosen, color=stdout_color() and out.output is None), out, chosen)
     tried = [finding.trial for finding in findings.findings if finding.trial]
     if try_ and not tried:
         say("steplab: no finding proposes a change of the step's fields: nothing to try")

@@ -1,11 +1,10 @@
 """steplab export"""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import FileOptions
 
 
 def export(
@@ -20,8 +19,7 @@ def export(
             "profiled run, which ui.perfetto.dev opens [default: by --output, else jsonl]"
         ),
     ] = None,
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),
+    out: FileOptions = FileOptions(),
 ) -> None:
     """Write records out, for another machine or another program.
 
@@ -36,15 +34,15 @@ def export(
     from steplab.report.kit.rendering import render
     from steplab.report.run.columns import rows_document
 
-    chosen = chosen_format(format, output, allowed=("jsonl", "csv", "perfetto"))
-    with open_store(store.store, write=False) as opened:
+    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto"))
+    with open_store(out.store, write=False) as opened:
         if chosen == "perfetto":
-            emit(_timeline(opened.get(_only(ids))), output)
+            emit(_timeline(opened.get(_only(ids))), out, chosen)
             return
         study_id = opened.study_id(study) if study else None
         records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
-            emit("".join(encode(record).decode() + "\n" for record in records), output)
+            emit("".join(encode(record).decode() + "\n" for record in records), out, chosen)
         else:
             every = list(records)
             runs = [record for record in every if isinstance(record, Run)]
@@ -53,7 +51,7 @@ def export(
                     f"csv is a row a run, and {len(every) - len(runs)} of these records are none: `steplab report ID "
                     "--format csv` has the figures of one; jsonl holds every kind"
                 )
-            emit(render(rows_document([run_row(run) for run in runs]), "csv"), output)
+            emit(render(rows_document([run_row(run) for run in runs]), "csv"), out, chosen)
 
 
 def _only(ids: tuple[str, ...]) -> str:

@@ -31,10 +31,10 @@ def import_snapshot(
     from steplab.lab.memory_import import import_snapshot as take
     from steplab.lab.memory_reading import marks_beside
 
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         record = take(file, name=name, store=out.store, on_progress=line.within)
-    show_memory(record, chosen, out.output)
+    show_memory(record, chosen, out)
     say(next_step(record))
     marks = marks_beside(file)
     if not marks.exists():

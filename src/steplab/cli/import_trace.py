@@ -24,7 +24,7 @@ def import_trace(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.profiling import import_trace as take
 
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         record = take(file, name=name, store=out.store, on_progress=line.within)
-    show_profile(record, chosen, out.output)
+    show_profile(record, chosen, out)

@@ -48,6 +48,7 @@ def list_(
 
     if limit < 1:
         raise UserError(f"--limit must be at least 1, not {limit}")
+    chosen = chosen_format(out.format, out)
     elsewhere: list[str] = []
     unknown: list[tuple[str, str]] = []
     with open_store(out.store, write=False) as store:
@@ -62,8 +63,7 @@ def list_(
             unknown = store.of_unknown_kind()
             if kind == "run" and not study and (not rows or not name):
                 elsewhere = [f"--{verb}" for verb, other in _SWITCHES.items() if store.rows(kind=other, limit=1)]
-    chosen = chosen_format(out.format, out.output)
-    emit(render(rows_document(rows), chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render(rows_document(rows), chosen, color=stdout_color() and out.output is None), out, chosen)
     if elsewhere:
         say(f"the store has other records; {' or '.join(elsewhere)} lists them")
     for record_id, unknown_kind in unknown:

@@ -43,6 +43,7 @@ def memory(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory import predicted_memory
+    from steplab.lab.memory_reading import marks_beside
     from steplab.lab.memory_references import memory_references
     from steplab.lab.processes import fields_here
     from steplab.specs.model import refuse_planning_only
@@ -50,7 +51,8 @@ def memory(
     from steplab.units import parse_duration
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
-    chosen = chosen_format(out.format, out.output)
+    marks = marks_beside(snapshot) if snapshot else None
+    chosen = chosen_format(out.format, out, beside=[snapshot, marks])
     prediction = None
     if predict:
         try:
@@ -64,11 +66,12 @@ def memory(
             name=name,
             store=out.store,
             snapshot=snapshot,
+            force=out.force,
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
     references = memory_references([record], out.store) if chosen not in ("json", "csv") else None
-    show_memory(record, chosen, out.output, prediction=prediction, references=references)
+    show_memory(record, chosen, out, prediction=prediction, references=references)
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
         return 1
@@ -87,7 +90,7 @@ def next_step(record: "Run") -> str:
 def show_memory(
     record: "Run",
     format: str,
-    output: Path | None,
+    out: OutputOptions,
     *,
     prediction: "MemoryPrediction | None" = None,
     references: "MemoryReferences | None" = None,
@@ -98,9 +101,9 @@ def show_memory(
     from steplab.report.memory.document import memory_document
     from steplab.report.run.document import run_document
 
-    color = stdout_color() and output is None
+    color = stdout_color() and out.output is None
     if record.memory_profile is None:
         document = run_document(record)
     else:
         document = memory_document(record, prediction=prediction, references=references)
-    emit(render(document, format, color=color), output)
+    emit(render(document, format, color=color), out, format)

@@ -130,13 +130,29 @@ class StoreOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions(StoreOptions):
+class FileOptions(StoreOptions):
+    """Where records are stored, and the file that a command writes."""
+
+    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output", group=_OUTPUT)] = (
+        None
+    )
+    force: Annotated[
+        bool,
+        Parameter(
+            help="Replace a file even if it is not an earlier output of the same kind. The store is never replaced.",
+            negative="",
+            group=_OUTPUT,
+            show_default=False,
+        ),
+    ] = False
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(FileOptions):
     """Where records are stored, and how they are shown."""
 
     format: Annotated[
         Format | None,
         Parameter(help="Format of the output [default: by the suffix of --output, else table]", group=_OUTPUT),
     ] = None
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output", group=_OUTPUT)] = (
-        None
-    )

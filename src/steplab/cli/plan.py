@@ -31,10 +31,10 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
     from steplab.specs.resolve import resolve_step
 
     spec = resolve_step(step.fields())
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     prediction = plan_memory(spec)
     if chosen == "json":
-        emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out.output)
+        emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
     else:
         document = plan_document(spec, prediction)
-        emit(render(document, chosen, color=stdout_color() and out.output is None), out.output)
+        emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)

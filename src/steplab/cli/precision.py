@@ -37,7 +37,7 @@ def precision(
     from steplab.units import counted, parse_duration
 
     precisions = tuple(map(str, step.grid().get("precision", ())))
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     if chosen == "csv" and only is None:
         raise UserError("csv holds one table; name the part with --only audit, accumulation or timings")
     with ProgressLine() as line:
@@ -55,7 +55,7 @@ def precision(
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt("what had ended is stored") from error
     document = precision_document(result.numerics, result.runs, with_sums=only in (None, "accumulation"))
-    emit(render(document, chosen, color=stdout_color() and out.output is None), out.output)
+    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
     for numerics in result.numerics:
         if numerics.failure and numerics.spec:
             say(f"steplab: {numerics.spec.precision}: {numerics.failure.message}")

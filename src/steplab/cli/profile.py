@@ -43,7 +43,7 @@ def profile(
     from steplab.units import parse_duration
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out, beside=[trace])
     with ProgressLine() as line:
         record = measure_and_profile(
             spec,
@@ -51,11 +51,12 @@ def profile(
             store=out.store,
             profiled_steps=profiled_steps,
             trace=trace,
+            force=out.force,
             nsys=nsys,
             timeout_s=parse_duration(timeout) if timeout else None,
             on_progress=line.within,
         )
-    show_profile(record, chosen, out.output)
+    show_profile(record, chosen, out)
     if record.failure:
         say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
         return 1
@@ -66,7 +67,7 @@ def profile(
     return 0
 
 
-def show_profile(record: "Run", format: str, output: Path | None) -> None:
+def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
     """Write what the profile of a run says; one without a profile is written as any run is."""
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
@@ -74,4 +75,4 @@ def show_profile(record: "Run", format: str, output: Path | None) -> None:
     from steplab.report.run.document import run_document
 
     document = profile_document(record) if record.profile else run_document(record)
-    emit(render(document, format, color=stdout_color() and output is None), output)
+    emit(render(document, format, color=stdout_color() and out.output is None), out, format)

@@ -1,11 +1,10 @@
 """steplab report"""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import FileOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +26,7 @@ def report(
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
         Parameter(help="[default: by --output's ending, else table]"),
     ] = None,
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),
+    out: FileOptions = FileOptions(),
 ) -> None:
     """Report runs as tables, or as one self-contained page with pictures.
 
@@ -42,8 +40,8 @@ def report(
     from steplab.lab.reporting import records_to_report
     from steplab.measurement.progress import Progress
 
-    selection = records_to_report(ids, study=study, name=name, store=store.store)
-    chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
+    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    selection = records_to_report(ids, study=study, name=name, store=out.store)
     if chosen == "html":
         from steplab.lab.memory import predictions_of
         from steplab.lab.memory_references import memory_references
@@ -54,7 +52,7 @@ def report(
         runs = selection.of("run")
         with ProgressLine() as line:
             predictions = attempts.draw("predictions", runs, lambda some: predictions_of(some, line.within))
-            references = attempts.draw("comparisons", runs, lambda some: memory_references(some, store.store))
+            references = attempts.draw("comparisons", runs, lambda some: memory_references(some, out.store))
             line.within(Progress(stage="draw", done=0, total=0))
             page = render_page(
                 selection.records,
@@ -64,9 +62,9 @@ def report(
                 references=references,
                 attempts=attempts,
             )
-        emit(page, output)
+        emit(page, out, chosen)
     else:
-        emit(_tables(selection, chosen, named=bool(ids), to_file=output is not None), output)
+        emit(_tables(selection, chosen, named=bool(ids), to_file=out.output is not None), out, chosen)
 
 
 def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) -> str:

@@ -32,7 +32,7 @@ def run(
     from steplab.units import parse_duration
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         record = measure(
             spec,
@@ -44,7 +44,7 @@ def run(
     if is_first_rank():
         color = stdout_color() and out.output is None
         text = render(run_document(record), chosen, color=color)
-        emit(text, out.output)
+        emit(text, out, chosen)
     if record.failure is None:
         return 0
     if is_told_here(record.failure):

@@ -1,11 +1,10 @@
 """steplab show"""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import FileOptions
 
 
 def show(
@@ -16,8 +15,7 @@ def show(
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
         Parameter(help="json is the whole record, raw samples included [default: by --output's ending, else table]"),
     ] = None,
-    output: Annotated[Path | None, Parameter(help="Write to this file instead of standard output")] = None,
-    store: StoreOptions = StoreOptions(),
+    out: FileOptions = FileOptions(),
 ) -> None:
     """Show one record in full."""
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
@@ -30,13 +28,13 @@ def show(
     from steplab.report.kit.rendering import render
     from steplab.report.sections import SECTIONS, Context
 
-    chosen = chosen_format(format, output, allowed=(*ROW_FORMATS, "html"))
-    with open_store(store.store, write=False) as opened:
+    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    with open_store(out.store, write=False) as opened:
         record = opened.get(id)
     if chosen == "json":
-        emit(encode(record).decode(), output)
+        emit(encode(record).decode(), out, chosen)
         return
-    references = memory_references([record], store.store) if isinstance(record, Run) else None
+    references = memory_references([record], out.store) if isinstance(record, Run) else None
     document = SECTIONS[kind_of(record).name].document(record, Context(references=references))
-    color = stdout_color() and output is None
-    emit(html.render_page(document) if chosen == "html" else render(document, chosen, color=color), output)
+    color = stdout_color() and out.output is None
+    emit(html.render_page(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)

@@ -55,10 +55,10 @@ def sweep(
         asked = dataclasses.replace(asked, name=name)
     timeout_s = parse_duration(timeout)
     if dry_run:
-        emit("\n".join(describe(cell) for cell in asked.cells), out.output)
+        emit("\n".join(describe(cell) for cell in asked.cells), out)
         say(f"{counted(len(asked.cells), 'cell')}, none measured")
         return 0
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         try:
             result = run_sweep(
@@ -72,7 +72,7 @@ def sweep(
             kept = "the finished cells are stored, and the same command with --resume continues"
             raise KeyboardInterrupt(kept) from error
     color = stdout_color() and out.output is None
-    emit(render(rows_document([run_row(run) for run in result.runs]), chosen, color=color), out.output)
+    emit(render(rows_document([run_row(run) for run in result.runs]), chosen, color=color), out, chosen)
     failed = sum(run.failure is not None for run in result.runs)
     summary = f"{counted(len(result.runs), 'cell')}, {failed} of them failed"
     say(f"study {result.study_id}: {summary}; `steplab report --output page.html` draws it")

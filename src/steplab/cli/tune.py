@@ -41,7 +41,7 @@ def attention(
 
     Or for tensors of 32 bits: steplab tune attention --dim 32,64,128 --dtype fp32
     """
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import at, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.tuning import packaged_table, rows_of, rows_text, table_before, table_with, tune_attention
@@ -49,10 +49,10 @@ def attention(
     from steplab.report.kit.rendering import render
     from steplab.specs.attention_tuning import TuningStudy
 
-    chosen = chosen_format(out.format, out.output)
+    chosen = chosen_format(out.format, out, beside=[tiles])
     before = ""
     if tiles is not None:
-        chosen_format("table", tiles)  # that it can be written is known before the work begins
+        chosen_format("tiles", at(tiles, out), allowed=("tiles",))
         before = table_before(tiles)
     parts = [part.strip() for part in dim.split(",")]
     if not all(part.isascii() and part.isdecimal() for part in parts):
@@ -68,9 +68,9 @@ def attention(
         tuning = tune_attention(study, on_progress=line.within)
     color = stdout_color() and out.output is None
     text = tuning_json(tuning) if chosen == "json" else render(tuning_document(tuning), chosen, color=color)
-    emit(text, out.output)
+    emit(text, out, chosen)
     if tiles is not None:
-        emit(table_with(tuning, before), tiles)
+        emit(table_with(tuning, before), at(tiles, out), "tiles")
     elif tuning.chosen:
         say(f"{rows_text(rows_of(tuning))}\nthese rows are for {packaged_table()}; --tiles FILE writes them")
     return 0 if tuning.chosen else 1

@@ -57,8 +57,8 @@ def batch_too_small(case: Case) -> Finding | None:
         kind="batch_too_small",
         title=f"{format_percent(fixed.total_s / step_s)} of the step would be the same for a larger batch",
         saw=(
-            f"Of {format_time(step_s)} for {spec.tokens} tokens, {format_time(fixed.total_s)} do not depend on the "
-            f"batch: {listed}."
+            f"Of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens, {format_time(fixed.total_s)} do "
+            f"not depend on the batch: {listed}."
         ),
         why=(
             "The weights are updated, cast and read once a step, however many tokens it has. With few tokens that is a "

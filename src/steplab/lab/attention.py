@@ -18,6 +18,7 @@ from steplab.records.attention import AttentionAccount, AttentionCell, Attention
 from steplab.records.codec import new_id, now_utc
 from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
+from steplab.specs.device import check_device
 from steplab.specs.hardware import hardware_named
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -104,6 +105,7 @@ def attention_study(
 
     Raises UserError naming what is wrong with it, and what is valid.
     """
+    check_device(device)
     on_gpu = device.startswith("cuda") or (device == "auto" and visible_gpus() > 0)
     description = ""
     source = grid or (("peers" if on_gpu else "tiny") if not lists else None)

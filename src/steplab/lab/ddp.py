@@ -1,15 +1,15 @@
-"""The data-parallel study: measure the contenders, read their traces, store one record of all."""
+"""The data-parallel study: measure the variants, read their traces, store one record of all."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from steplab import __version__
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.benchmark import measure_benchmark
-from steplab.lab.ddp_model import overhead_model, with_expected
+from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
+from steplab.lab.files import Destination, folder_for
 from steplab.lab.keeping import checked_name
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.cells_launch import Cells
@@ -23,8 +23,8 @@ from steplab.specs.ddp import (
     SMALL_BUCKETS_MB,
     STUDY_BUCKETS_MB,
     DdpStudy,
-    contenders_of,
     refuse_what_none_uses,
+    variants_of,
 )
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
@@ -54,7 +54,6 @@ def ddp_study(
     step: StepSpec,
     *,
     processes: int,
-    compile: str = "off",
     contenders: Sequence[str] = KINDS,
     bucket_sizes_mb: Sequence[float] | None = None,
     transports: Sequence[str] | None = None,
@@ -68,12 +67,11 @@ def ddp_study(
     if small and transports and "peer_copy" in transports:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     sizes_mb = bucket_sizes_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
-    found = contenders_of(contenders, sizes_mb, transports or (COLLECTIVES,))
+    found = variants_of(contenders, sizes_mb, transports or (COLLECTIVES,))
     refuse_what_none_uses(contenders, bucket_sizes_mb, transports)
     return DdpStudy(
         step=step,
         processes=processes,
-        compile=compile,  # type: ignore[arg-type]
         contenders=found,
         profiled_steps=profiled_steps,
     )
@@ -85,18 +83,20 @@ def measure_ddp(
     name: str = "",
     store: Path | str | None = None,
     traces: Path | str | None = None,
+    force: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: OnProgress = lambda progress: None,
     on_cell: OnCell = lambda number, cell: None,
 ) -> DdpRun:
-    """Measure a study and store the record, which an interruption stores too, with the contenders that it has.
+    """Measure a study and store the record, which an interruption stores too, with the variants that it has.
 
-    `timeout_s` is how long one contender may take. A trace a contender is kept in the folder `traces`; None: in none.
+    `timeout_s` is how long one variant may take. A trace of each is kept in the folder `traces`; None: in none. A file
+    there that has the name of a trace and is none is replaced with `force` alone.
     Under torchrun every process calls it, and the first one alone stores and reads traces. Raises UserError for a
     request that cannot be served, and SteplabError where the store cannot be written.
     """
     run = DdpRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
-    with _folder(traces) as folder:
+    with _folder(_destinations(study, traces, store, force)) as folder:
         return measure_benchmark(
             run,
             ddp_cells(study, folder if study.profiled_steps else None),
@@ -135,23 +135,38 @@ def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
 
 
 def _with_model(run: DdpRun) -> DdpRun:
-    """The record with the memory that is expected of each cell, and the model of what communication costs."""
-    cells = tuple(with_expected(cell, run.study, run.facts) for cell in run.cells)
+    """The record with what each cell sends, the memory expected of it, and the model of what communication costs."""
+    sent = (with_wire_bytes(cell, run.study) for cell in run.cells)
+    cells = tuple(with_expected(cell, run.study, run.facts) for cell in sent)
     return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))
 
 
-@contextmanager
-def _folder(kept: Path | str | None) -> Iterator[Path]:
-    """Where traces go: to the folder that keeps them, or to one that is gone afterwards."""
+def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | None, force: bool) -> list[Destination]:
+    """Where the traces are to stay, in a folder that is made if need be. Raises UserError where one cannot."""
     if kept is None:
-        with TemporaryDirectory(prefix="steplab-ddp-") as folder:
-            yield Path(folder)
-        return
+        return []
     try:
         Path(kept).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write traces to {kept}: {error.strerror}") from error
-    yield Path(kept).resolve()
+    names = [study.trace_name(number) for number in range(len(study.contenders))]
+    targets = [Destination(path=Path(kept) / name, kind="trace", store=store, force=force) for name in names]
+    for target in targets:
+        target.check()
+    return targets
+
+
+@contextmanager
+def _folder(targets: Sequence[Destination]) -> Iterator[Path]:
+    """Where traces are written, from where they are taken to where they stay; after an interruption too."""
+    with folder_for(targets[0] if targets else None) as folder:
+        try:
+            yield folder
+        finally:
+            for target in targets:
+                written = folder / target.path.name
+                if written.exists():
+                    target.take(written)
 
 
 def _with_trace(cell: DdpCell, trace: Path) -> DdpCell:

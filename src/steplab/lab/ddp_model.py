@@ -1,9 +1,10 @@
-"""What the formulas say of a data-parallel study: the memory of each contender, and the overhead over bucket sizes."""
+"""What the formulas say of a data-parallel study: the memory of each variant, and the overhead over bucket sizes."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from steplab.costs.communication import bus_factor
 from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, OverheadModel, StateMemory
 from steplab.specs.ddp import BYTES_PER_MB, DdpStudy
@@ -38,8 +39,16 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
     return dataclasses.replace(cell, expected=tuple(expected))
 
 
+def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
+    """With the bytes that each rank sends in a step, by nccl-tests' factors."""
+    if not cell.messages:
+        return cell
+    sent = (bus_factor(sent.collective, study.processes) * sent.total_bytes for sent in cell.messages)
+    return dataclasses.replace(cell, wire_bytes=round(sum(sent)))
+
+
 def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """The model fitted to the contenders' communication by itself; None where too little of it was measured."""
+    """The model fitted to the variants' communication by itself; None where too little of it was measured."""
     points = [
         (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
         for cell in cells
@@ -73,7 +82,7 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
     """The backward pass without communication on the slowest rank, 0 where it was not timed.
 
-    In turns with the contenders; by itself it is timed first, when a machine may not have settled.
+    In turns with the variants; by itself it is timed first, when a machine may not have settled.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)

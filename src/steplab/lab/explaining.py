@@ -143,7 +143,7 @@ def _trial(
         before_s=before_s,
         after_s=after_s,
         run_ids=(base.id, after.id),
-        tokens_ratio=changed.tokens / spec.tokens,
+        tokens_ratio=changed.tokens_of_all / spec.tokens_of_all,
         failure=None if after_s is not None else _why(after),
     )
 

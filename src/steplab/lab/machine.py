@@ -8,6 +8,7 @@ from steplab.lab.keeping import keep, open_store
 from steplab.measurement.launch import ceilings_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
+from steplab.specs.device import check_device
 
 
 def doctor(
@@ -21,6 +22,7 @@ def doctor(
 
     Raises UserError for a device that is not there, SteplabError where the store cannot be written.
     """
+    check_device(device)
     with open_store(store, write=True) as opened:
         ceilings = ceilings_in_child(device, timeout_s=timeout_s, on_progress=on_progress)
         keep(opened, ceilings)

@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from steplab.errors import Unsupported, UserError
+from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
@@ -26,6 +26,7 @@ def memory(
     name: str = "",
     store: Path | str | None = None,
     snapshot: Path | str | None = None,
+    force: bool = False,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
@@ -39,7 +40,8 @@ def memory(
 
     `snapshot` keeps the raw history, step.pickle as torch.cuda.memory._dump_snapshot writes it, which
     https://pytorch.org/memory_viz shows, and beside it step.marks.json, which says whose memory it is:
-    `import_snapshot("step.pickle")` reads both again.
+    `import_snapshot("step.pickle")` reads both again. A file that is neither an earlier snapshot nor its marks is
+    replaced with `force` alone, and the store never.
 
     A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`; so is one that failed only
     when it was watched: it has a note, and `run.memory_profile` is None. Raises UserError for a request that cannot be
@@ -48,29 +50,48 @@ def memory(
     """
     refuse_torchrun("watch the memory of a step")
     asked, name = asked_step("memory", spec, fields), checked_name(name)
-    target = Path(snapshot) if snapshot is not None else None
-    if target and target.suffix not in (".pickle", ".pkl"):
-        raise UserError(f"the snapshot is a pickle; call it {target.with_suffix('.pickle')}")
-    with open_store(store, write=True) as opened, folder_for(target, "snapshot") as folder:
+    target, marks_target = _destinations(snapshot, store, force)
+    with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / "step.pickle"
         marks = marks_beside(written)
         run = measure_in_child(asked, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
         run = with_utilizations(dataclasses.replace(run, name=name), opened)
         try:
             if written.exists():
-                if target:
-                    marks.replace(marks_beside(target))
-                kept = written.replace(target) if target else written
+                if marks_target:
+                    marks_target.take(marks)
+                kept = target.take(written) if target else written
                 unwatched = run.memory.peak("step") if run.memory else None
                 peak_bytes = unwatched.peak_allocated_bytes if unwatched else None
                 profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
                 run = dataclasses.replace(run, memory_profile=profile)
         except Exception as error:
-            where = _rescue(written, marks, run.id) if written.exists() else target
+            where = _rescue(written, marks, run.id) if written.exists() or not target else target.path
             raise unread(error, run, "snapshot", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
             keep(opened, run)
         return run
+
+
+def _destinations(
+    snapshot: Path | str | None, store: Path | str | None, force: bool
+) -> tuple[Destination | None, Destination | None]:
+    """Where the snapshot and its marks are to stay; a snapshot that goes down a pipe has no place for marks beside it.
+
+    Raises UserError for what must not be replaced, or has a name that says it is something else.
+    """
+    if snapshot is None:
+        return None, None
+    path = Path(snapshot)
+    target = Destination(path=path, kind="snapshot", store=store, force=force)
+    if target.is_written_to and not path.is_dir():
+        return target, None
+    if path.suffix not in (".pickle", ".pkl"):
+        raise UserError(f"the snapshot is a pickle; call it {path.with_suffix('.pickle')}")
+    target.check()
+    beside = Destination(path=marks_beside(path), kind="marks", store=store, force=force)
+    beside.check()
+    return target, beside
 
 
 def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:

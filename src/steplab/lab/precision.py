@@ -67,10 +67,10 @@ def compare_precisions(
     audited = [_step(fields, precision) for precision in precisions or AUDITED] if "audit" in parts else []
     timed = [_step(fields, precision) for precision in precisions or TIMED] if "timings" in parts else []
     study = StudySpec(name=name or "precision", description="one step in several precisions", cells=tuple(timed))
+    device = resolve_step(fields).device
     with open_store(store, write=True) as opened:
         book = _Book(opened, name, study)
         if "accumulation" in parts and not audited:
-            device = resolve_step(fields).device
             book.add(numerics_in_child(device=device, timeout_s=timeout_s, on_progress=on_progress))
         _audit(audited, book, timeout_s, on_progress)
         study_id = book.study_id()

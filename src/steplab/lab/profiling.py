@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 
 from steplab.errors import UserError
+from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.raw_files import folder_for, rescue, unread
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.launch import measure_in_child
 from steplab.measurement.nsys import is_watched_by_nsys, nsys_command
@@ -25,6 +25,7 @@ def profile(
     profiled_steps: int = 3,
     trace: Path | str | None = None,
     nsys: bool = False,
+    force: bool = False,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
@@ -37,7 +38,8 @@ def profile(
         run.profile.kernels[0]
 
     `trace` keeps the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys` the steps are
-    recorded by Nsight Systems in place of torch.profiler, and `trace` keeps its SQLite export.
+    recorded by Nsight Systems in place of torch.profiler, and `trace` keeps its SQLite export. A file that is no
+    earlier trace is replaced with `force` alone, and the store never.
 
     A failed measurement is a record, as in `measure`; so is one whose profiling failed: it has a note, and
     `run.profile` is None. Raises UserError for a request that cannot be served, and SteplabError where the store or
@@ -47,13 +49,9 @@ def profile(
     asked, name = asked_step("profile", spec, fields), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
-    target = Path(trace) if trace is not None else None
-    if target is not None and not nsys and not target.is_dir() and not target.name.endswith((".json", ".json.gz")):
-        raise UserError(f"cannot write the trace to {target}: it is JSON; let the name end in .json or .json.gz")
-    with open_store(store, write=True) as opened, folder_for(target, "trace") as folder:
-        written = folder / (
-            "steps.sqlite" if nsys else "steps.json.gz" if str(target).endswith(".gz") else "steps.json"
-        )
+    target = _destination(trace, nsys, store, force)
+    with open_store(store, write=True) as opened, folder_for(target) as folder:
+        written = folder / ("steps.sqlite" if nsys else "steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
         run = measure_in_child(
             asked,
             profiled_steps=profiled_steps,
@@ -67,10 +65,10 @@ def profile(
             run = _with_notes_on_nsys(run, written)
         try:
             if written.exists():
-                kept = written.replace(target) if target else written
+                kept = target.take(written) if target else written
                 run = _with_profile(run, _read(kept, None if nsys else "torch.profiler", on_progress))
         except Exception as error:
-            where = rescue(written, "trace", run.id) if written.exists() else target
+            where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
             raise unread(error, run, "trace", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
             keep(opened, run)
@@ -98,6 +96,17 @@ def import_trace(
         )
         keep(opened, run)
         return run
+
+
+def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None, force: bool) -> Destination | None:
+    """Where the trace is to stay. Raises UserError for a name that says it is something else."""
+    if trace is None:
+        return None
+    target = Destination(path=Path(trace), kind="nsys" if nsys else "trace", store=store, force=force)
+    target.check()
+    if not nsys and not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
+        raise UserError(f"cannot write the trace to {target.path}: it is JSON; let the name end in .json or .json.gz")
+    return target
 
 
 def is_recorded_elsewhere(run: Run) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.specs.device import check_device
 
 if TYPE_CHECKING:
     from steplab.measurement.recorder import Recorder
@@ -31,10 +32,11 @@ def recorder(
 
     The first `warmup` steps are kept apart. Nothing is synchronised before the end, so the loop runs as it does
     alone. A loop that raises is stored with what it had measured, and the exception passes on. Raises
-    SteplabError before the loop begins if the store cannot be written.
+    SteplabError before the loop begins if the store cannot be written, and UserError for a device that is not there.
     """
     from steplab.measurement.recorder import Recorder
 
+    check_device(device)
     with open_store(store, write=True) as opened:
         recording = Recorder(checked_name(name), tokens_per_step=tokens_per_step, warmup=warmup, device=device)
         try:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from steplab.measurement.attention_error import Inputs, Reference
-from steplab.measurement.attention_memory import Gauge, SavedTensors, allocated_bytes
-from steplab.measurement.device import Device
+from steplab.measurement.attention_memory import Gauge, SavedTensors
+from steplab.measurement.device import Device, allocated_bytes
 from steplab.measurement.failures import failure_of, has_no_kernel, refused_memory
 from steplab.ops.attention.api import AttentionFn, attention_named
 from steplab.records.attention import AttentionCell, AttentionMemory, TensorError

@@ -4,12 +4,7 @@ import torch
 from torch import Tensor
 
 from steplab.measurement.attention_error import Inputs
-from steplab.measurement.device import Device
-
-
-def allocated_bytes(device: Device) -> int | None:
-    """Bytes in live tensors; None where the allocator does not count."""
-    return torch.cuda.memory_allocated(device.torch_device) if device.torch_device.type == "cuda" else None
+from steplab.measurement.device import Device, allocated_bytes
 
 
 class Gauge:

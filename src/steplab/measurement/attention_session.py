@@ -26,9 +26,8 @@ from steplab.measurement.attention_contender import (
     try_forward,
 )
 from steplab.measurement.attention_error import Inputs, Reference
-from steplab.measurement.attention_memory import allocated_bytes
 from steplab.measurement.attention_repeats import Repeats
-from steplab.measurement.device import Device, open_device, refuse_unserved
+from steplab.measurement.device import Device, allocated_bytes, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of, refused_memory
 from steplab.measurement.jobs import CellsTask

@@ -62,9 +62,6 @@ def tune_attention(study: TuningStudy, observer: Observer, world: World | None =
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         raise Unsupported("tuning attention here", f"flash_triton's kernels are for CUDA, and {why}", "run it on a GPU")
     device = open_device(study.device).torch_device
-    if device.type != "cuda":
-        why = "flash_triton's kernels are for CUDA"
-        raise Unsupported(f"tuning attention on {device.type}", why, "use --device cuda")
     hopper = torch.cuda.get_device_capability(device) == (9, 0) and hopper_kernels_run()
     tuning = AttentionTuning(study=study, gpu=torch.cuda.get_device_name(device), environment=read_environment(device))
     return tried(tuning, str(device), hopper=hopper, on_stage=observer.on_stage, on_step=observer.on_step)

@@ -1,20 +1,21 @@
-"""One contender of a data-parallel study on one rank: how long it takes, what it holds, what it sends."""
+"""One variant of a data-parallel study on one rank: how long it takes, what it holds, what it sends."""
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from steplab.measurement.ddp_contender import SYNC_PHASE, ContenderStep
 from steplab.measurement.ddp_memory import state_memory
 from steplab.measurement.ddp_messages import MessagesAlone
 from steplab.measurement.ddp_trace import trace_steps
 from steplab.measurement.ddp_turns import LONGEST_HOLD_S, Samples, run_turns
+from steplab.measurement.ddp_variant import VariantStep
 from steplab.measurement.head_start import HeadStart
 from steplab.measurement.world import World
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
-from steplab.specs.ddp import Contender, DdpStudy
+from steplab.specs.ddp import DdpStudy, Variant
 
+SYNC_PHASE = "gradient sync"
 _REPEATS_BEFORE = 2
 """The first messages of a kind open connections."""
 
@@ -22,31 +23,31 @@ OnStage = Callable[[str, int], None]
 OnStep = Callable[[int], None]
 
 
-class MeasuredContender:
-    """A contender, built, and what has been found out about it on this rank."""
+class MeasuredVariant:
+    """A variant, built, and what has been found out about it on this rank."""
 
     def __init__(
         self,
         study: DdpStudy,
-        contender: Contender,
+        variant: Variant,
         world: World,
         beside_bytes: int | None,
         on_stage: OnStage,
         on_step: OnStep,
     ) -> None:
         """Build it, which is a collective call; `beside_bytes` are allocated now, by others."""
-        self._study, self._contender, self._world, self._device = study, contender, world, world.device
+        self._study, self._variant, self._world, self._device = study, variant, world, world.device
         self._beside_bytes, self._on_stage, self._on_step = beside_bytes, on_stage, on_step
         self.memory: list[StateMemory] = []
         """At each of the moments so far."""
         self.peak: PeakMemory | None = None
         """Of its warm-up steps."""
         self._begin("build", 0)
-        self.step = ContenderStep(study, contender, world)
+        self.step = VariantStep(study.step, variant, world)
         """Its step."""
         self._look("initialised")
 
-    def cell(self, baseline: ContenderStep | None, trace: Path | None) -> DdpCell:
+    def cell(self, baseline: VariantStep | None, trace: Path | None) -> DdpCell:
         """All there is to know of it, the same on all ranks; a collective call.
 
         `baseline` takes turns with it, where there is one. Rank 0 writes the trace to `trace`; None: nobody traces.
@@ -74,7 +75,7 @@ class MeasuredContender:
             beside_bytes=self._beside_bytes,
         )
         return DdpCell(
-            contender=self._contender,
+            contender=self._variant,
             ranks=tuple(self._world.collectives.host_gather(mine)),
             messages=messages,
             turns="interleaved" if baseline else "",
@@ -90,14 +91,20 @@ class MeasuredContender:
 
     def _first_step(self) -> float:
         """By itself: it compiles, and makes the optimizer's state."""
-        self._begin("compile" if self._study.compile != "off" else "first step", 0)
-        self.step.on_update = self._look
+        self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
+        assert self.step.optimizer is not None
+        looks = (
+            self.step.optimizer.register_step_pre_hook(lambda *_: self._look("before_step")),
+            self.step.optimizer.register_step_post_hook(lambda *_: self._look("after_step")),
+        )
         self._device.synchronize()
         started = time.perf_counter()
-        self.step.step()
+        self.step.run()
         self._device.synchronize()
-        self.step.on_update = lambda moment: None
-        return time.perf_counter() - started
+        first_step_s = time.perf_counter() - started
+        for look in looks:
+            look.remove()
+        return first_step_s
 
     def _warm_up(self) -> None:
         """Alone, so that the peak is its own."""
@@ -105,14 +112,14 @@ class MeasuredContender:
         self._begin("warmup", num_steps)
         self._device.reset_peak()
         for iteration in range(num_steps):
-            self.step.step()
+            self.step.run()
             self._on_step(iteration)
         self._device.synchronize()
         self.peak = self._device.peak("step")
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
         """Its communication by itself: its messages sent again or, by another transport, gradients averaged."""
-        kind = self._contender.kind
+        kind = self._variant.kind
         if kind == "none":
             return (), ()
         self._begin("communication alone", self._study.repeats)
@@ -124,7 +131,7 @@ class MeasuredContender:
         if synchronise is None:
             return (), ("its communication was not timed by itself: torch does not say what it sends",)
         note = "its communication by itself is the averaging of gradients that are there, copies into buckets included"
-        return self._repeat(synchronise, self.step.gradients_unsent), (note,)
+        return self._repeat(synchronise, self._gradients_unsent), (note,)
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
         device, found = self._device, []
@@ -146,7 +153,13 @@ class MeasuredContender:
                 self._on_step(repeat)
         return tuple(found)
 
+    def _gradients_unsent(self) -> None:
+        assert self.step.optimizer is not None
+        self.step.optimizer.zero_grad(set_to_none=True)
+        self.step.make_gradients_unsent()
+
     def _look(self, moment: str) -> None:
+        assert self.step.optimizer is not None
         held = state_memory(
             moment,
             self.step.module,
@@ -158,4 +171,4 @@ class MeasuredContender:
         self.memory.append(held)
 
     def _begin(self, stage: str, num_steps: int) -> None:
-        self._on_stage(f"{self._contender.label}: {stage}", num_steps)
+        self._on_stage(f"{self._variant.label}: {stage}", num_steps)

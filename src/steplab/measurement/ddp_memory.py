@@ -1,4 +1,4 @@
-"""What a contender of a data-parallel study holds, by whose it is, and whether it is gone when it should be."""
+"""What a variant of a data-parallel study holds, by whose it is, and whether it is gone when it should be."""
 
 import gc
 from collections.abc import Iterable
@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steplab.measurement.attention_memory import allocated_bytes
-from steplab.measurement.device import Device
+from steplab.measurement.device import Device, allocated_bytes
 from steplab.records.ddp import StateMemory
 from steplab.units import MIB
 
 TOLERATED_BYTES = 256 * MIB
-"""So much more may be held once a contender is gone: what libraries take once, and keep."""
+"""So much more may be held once a variant is gone: what libraries take once, and keep."""
 
 
 def state_memory(
@@ -25,7 +24,7 @@ def state_memory(
     before_bytes: int | None,
     uncounted_bytes: int,
 ) -> StateMemory:
-    """What is held now; `before_bytes` were allocated before the contender was built.
+    """What is held now; `before_bytes` were allocated before the variant was built.
 
     It holds `uncounted_bytes` besides, which the allocator knows nothing of, and in which gradients may be.
     """

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from steplab.measurement.world import World
 from steplab.parallel.collectives import Collectives, Pending
+from steplab.parallel.layout import Sharding, Unit
 from steplab.records.ddp import Messages
 
 _ALIGNED = 128
@@ -64,27 +65,34 @@ class RecordingCollectives:
         self._found.append(Messages(collective=collective, sizes_bytes=(*before, tensor.nbytes)))
 
 
-def fsdp_messages(module: nn.Module, blocks: Sequence[nn.Module], size: int) -> tuple[Messages, ...]:
-    """What fully_shard, applied to each block and then to all, sends in a step, from the shapes of parameters.
+def fsdp_messages(
+    module: nn.Module, units: Sequence[Unit], sharding: Sharding, size: int, micro_steps: int
+) -> tuple[Messages, ...]:
+    """What parallel.layout.shard_parameters has a step send over `size` ranks, from the shapes of parameters.
 
-    Forward gathers the parameters of the root and of each block; backward those of each block again, for the root's are
-    kept; and the gradients of each are reduced and scattered. Every parameter is padded to divide by its first
-    dimension.
+    Each forward pass gathers the parameters of the root and of each unit; each backward pass those of each unit again,
+    for the root's are kept; and the last one reduces and scatters the gradients of each. Every parameter is padded to
+    divide by its first dimension.
     """
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    root = _padded_bytes([parameter for parameter in module.parameters() if parameter not in inside], size)
-    each = tuple(_padded_bytes(list(block.parameters()), size) for block in blocks)
-    backward = each[::-1]
+    inside = {parameter for unit in units for parameter in unit.module.parameters()}
+    root = Unit(module=nn.ParameterList(p for p in module.parameters() if p not in inside))
+    gathered = [_padded_bytes(unit, sharding.gather_dtype, size) for unit in (root, *units)]
+    scattered = [_padded_bytes(unit, sharding.reduce_dtype, size) for unit in (*units[::-1], root)]
+    both_passes = (*gathered, *gathered[:0:-1])
     return (
-        Messages(collective="all_gather", sizes_bytes=(root, *each, *backward)),
-        Messages(collective="reduce_scatter", sizes_bytes=(*backward, root)),
+        Messages(collective="all_gather", sizes_bytes=both_passes * micro_steps),
+        Messages(collective="reduce_scatter", sizes_bytes=tuple(scattered)),
     )
 
 
-def _padded_bytes(parameters: Sequence[nn.Parameter], size: int) -> int:
+def _padded_bytes(unit: Unit, dtype: torch.dtype | None, size: int) -> int:
+    """Bytes of a unit's parameters, in their own type or, where the unit allows it, in `dtype`."""
     return sum(
-        math.ceil(parameter.shape[0] / size) * size * math.prod(parameter.shape[1:]) * parameter.element_size()
-        for parameter in parameters
+        math.ceil(parameter.shape[0] / size)
+        * size
+        * math.prod(parameter.shape[1:])
+        * (dtype if dtype and unit.low_precision else parameter.dtype).itemsize
+        for parameter in unit.module.parameters()
     )
 
 

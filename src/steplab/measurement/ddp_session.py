@@ -1,8 +1,8 @@
-"""A data-parallel study on one rank: one contender after the other, each in turns with the step that sends nothing.
+"""A data-parallel study on one rank: one variant after the other, each in turns with the step that sends nothing.
 
 Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns
-with each contender, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
-not the room for two models, the baseline is built and timed before and after. A contender is gone, and its memory is
+with each variant, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
+not the room for two models, the baseline is built and timed before and after. A variant is gone, and its memory is
 looked for, before the next one is built.
 """
 
@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 
 from steplab.errors import SteplabError
-from steplab.measurement.attention_memory import allocated_bytes
-from steplab.measurement.ddp_contender import ContenderStep
-from steplab.measurement.ddp_measured import MeasuredContender
+from steplab.measurement.ddp_measured import MeasuredVariant
 from steplab.measurement.ddp_memory import TOLERATED_BYTES, free
 from steplab.measurement.ddp_turns import Samples, joined
-from steplab.measurement.device import refuse_unserved
+from steplab.measurement.ddp_variant import VariantStep
+from steplab.measurement.device import allocated_bytes, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of
 from steplab.measurement.jobs import CellsTask
@@ -27,15 +26,15 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.world import World
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
 from steplab.specs.attention_kernels import refuse_unserved_attention
-from steplab.specs.ddp import Contender, DdpStudy
+from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import format_bytes
 
 _ROOM = 0.92
-"""Of the device's memory, how much the baseline beside a contender may take."""
+"""Of the device's memory, how much the baseline beside a variant may take."""
 _LET_GO_S = 3.0
-"""How long a contender may take to give its memory back."""
+"""How long a variant may take to give its memory back."""
 _SPARE = 1.2
-"""By how much a contender may exceed the baseline's peak: buckets, and gaps between blocks."""
+"""By how much a variant may exceed the baseline's peak: buckets, and gaps between blocks."""
 
 
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
@@ -47,7 +46,7 @@ def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | No
 def ddp_here(
     study: DdpStudy, numbers: Sequence[int], world: World, observer: Observer, traces: Path | None = None
 ) -> None:
-    """Measure these contenders of the study, by their numbers, on this rank; every rank calls it.
+    """Measure these variants of the study, by their numbers, on this rank; every rank calls it.
 
     Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step
     that cannot be served.
@@ -65,20 +64,20 @@ def ddp_here(
 
 
 class _Session:
-    """The baseline, and what the contenders share."""
+    """The baseline, and what the variants share."""
 
     def __init__(self, study: DdpStudy, world: World, observer: Observer, traces: Path | None) -> None:
         self._study, self._world, self._observer, self._traces = study, world, observer, traces
-        self._baseline: ContenderStep | None = None
-        """None: it has not the room beside a contender."""
+        self._baseline: VariantStep | None = None
+        """None: it has not the room beside a variant."""
         self._before: Samples = ()
-        """Then, its samples since the last contender."""
+        """Then, its samples since the last variant."""
         free(world.device)
         self._beside_bytes = allocated_bytes(world.device)
-        """While no contender is there."""
+        """While no variant is there."""
 
     def measure_baseline(self, *, told: bool) -> None:
-        """The first contender, whose model stays if there is room; its cell is `told` if it was asked for."""
+        """The first variant, whose model stays if there is room; its cell is `told` if it was asked for."""
         self._observer.on_under_way([0])
         measured = self._built(self._study.contenders[0])
         self._observer.on_facts(_facts(measured.step, self._world))
@@ -95,32 +94,32 @@ class _Session:
             self._before = self._baseline_by_itself()
 
     def measure(self, number: int) -> None:
-        """Any other contender, which is gone at the end."""
-        contender = self._study.contenders[number]
+        """Any other variant, which is gone at the end."""
+        variant = self._study.contenders[number]
         self._observer.on_under_way([number])
-        cell = self._cell_of(number, contender)
+        cell = self._cell_of(number, variant)
         cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
         if self._baseline is None and cell.failure is None:
             cell = self._beside_the_baseline(cell)
         self._observer.on_cell(number, cell)
 
-    def _cell_of(self, number: int, contender: Contender) -> DdpCell:
+    def _cell_of(self, number: int, variant: Variant) -> DdpCell:
         """Its cell, or that of the refusal on which all ranks agree."""
         measured, refusal = None, None
         try:
-            measured = self._built(contender)
+            measured = self._built(variant)
         except SteplabError as error:
             refusal = error
         refused = self._world.collectives.host_gather(refusal is not None)
         if measured is not None and not any(refused):
             return measured.cell(self._baseline, self._trace_of(number))
         if refusal is not None and all(refused):
-            return DdpCell(contender=contender, failure=failure_of(refusal, "build"))
+            return DdpCell(contender=variant, failure=failure_of(refusal, "build"))
         ranks = ", ".join(str(rank) for rank, refuses in enumerate(refused) if refuses)
-        raise refusal or SteplabError(f"{contender.label}: rank {ranks} refuses what others do not")
+        raise refusal or SteplabError(f"{variant.label}: rank {ranks} refuses what others do not")
 
     def _left_behind(self) -> tuple[str, ...]:
-        """Let go of a contender; a note where it does not give its memory back, which the next ones then have less.
+        """Let go of a variant; a note where it does not give its memory back, which the next ones then have less.
 
         It is given some time: on GPUs, buckets of torch's DDP were still counted when it was gone, and later were not.
         """
@@ -136,10 +135,10 @@ class _Session:
             return ()
         return (f"memory: {format_bytes(kept - expected)} were still held once it was gone",)
 
-    def _tell_clocks(self, step: ContenderStep) -> None:
+    def _tell_clocks(self, step: VariantStep) -> None:
         """Read while the device is at work."""
-        step.step()
-        step.step()
+        step.run()
+        step.run()
         device = self._world.device.torch_device
         self._observer.on_environment(read_clocks(read_environment(device), device))
 
@@ -158,14 +157,14 @@ class _Session:
         free(self._world.device)
         return samples
 
-    def _built(self, contender: Contender) -> MeasuredContender:
+    def _built(self, variant: Variant) -> MeasuredVariant:
         observer = self._observer
-        return MeasuredContender(
-            self._study, contender, self._world, self._beside_bytes, observer.on_stage, observer.on_step
+        return MeasuredVariant(
+            self._study, variant, self._world, self._beside_bytes, observer.on_stage, observer.on_step
         )
 
-    def _has_room_beside(self, baseline: MeasuredContender) -> bool:
-        """Whether every rank's device holds the baseline beside a contender's step; of a CPU it is not asked."""
+    def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
+        """Whether every rank's device holds the baseline beside a variant's step; of a CPU it is not asked."""
         fits, device = True, self._world.device.torch_device
         if baseline.peak is not None:
             _, total_bytes = torch.cuda.mem_get_info(device)
@@ -177,7 +176,7 @@ class _Session:
         return self._traces / self._study.trace_name(number) if self._traces else None
 
 
-def _facts(step: ContenderStep, world: World) -> DdpFacts:
+def _facts(step: VariantStep, world: World) -> DdpFacts:
     device = world.device.torch_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     places = world.collectives.host_gather(RankPlace(rank=world.rank, host=world.host, device=name))

@@ -1,4 +1,4 @@
-"""Some steps of a contender under torch.profiler, on all ranks at once: none waits for one that is slowed alone.
+"""Some steps of a variant under torch.profiler, on all ranks at once: none waits for one that is slowed alone.
 
 A profiler slows Python most of all, so it gets its head start here as well.
 """
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from steplab.measurement.ddp_contender import ContenderStep
 from steplab.measurement.ddp_turns import LONGEST_HOLD_S
 from steplab.measurement.head_start import HeadStart
+from steplab.measurement.step import ModelStep
 from steplab.measurement.world import World
 
 
-def trace_steps(step: ContenderStep, world: World, num_steps: int, target: Path | None) -> None:
+def trace_steps(step: ModelStep, world: World, num_steps: int, target: Path | None) -> None:
     """Record `num_steps` steps, and one before them under another name; write them to `target`, None on other ranks."""
     activities = [ProfilerActivity.CPU]
     if world.device.torch_device.type == "cuda":

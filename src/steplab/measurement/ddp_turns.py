@@ -1,8 +1,8 @@
-"""Contenders that take turns: a few steps of one, then of the next, until each has its steps.
+"""Variants that take turns: a few steps of one, then of the next, until each has its steps.
 
 Before each step Python gets a head start on all ranks (head_start.py): what is asked here is what communication costs
 the devices, and a host that is slow, or slowed by others, would be all that the difference of two steps shows. No
-contender has anything under way between two steps, so that nothing passes unseen meanwhile.
+variant has anything under way between two steps, so that nothing passes unseen meanwhile.
 """
 
 import time
@@ -20,22 +20,22 @@ LONGEST_HOLD_S = 0.5
 
 
 def run_turns(
-    contenders: Sequence[Sequence[Phase]], world: World, steps: int, turn: int, on_step: Callable[[int], None]
+    variants: Sequence[Sequence[Phase]], world: World, steps: int, turn: int, on_step: Callable[[int], None]
 ) -> list[tuple[Samples, float | None]]:
-    """At least `steps` samples of each contender, `turn` in a row, and for how long the device was held before a step
+    """At least `steps` samples of each variant, `turn` in a row, and for how long the device was held before a step
     at the most; every rank calls it.
 
-    Rounds begin with another contender each, so that none always comes after the same one.
+    Rounds begin with another variant each, so that none always comes after the same one.
     """
-    head_starts = [HeadStart(world.device, world.collectives, LONGEST_HOLD_S) for _ in contenders]
-    found: list[list[Samples]] = [[] for _ in contenders]
+    head_starts = [HeadStart(world.device, world.collectives, LONGEST_HOLD_S) for _ in variants]
+    found: list[list[Samples]] = [[] for _ in variants]
     done = 0
     while done < steps:
-        order = list(range(len(contenders)))
+        order = list(range(len(variants)))
         if (done // turn) % 2:
             order.reverse()
         for number in order:
-            found[number] += _turn(contenders[number], world, head_starts[number], turn)
+            found[number] += _turn(variants[number], world, head_starts[number], turn)
         done += turn
         on_step(min(done, steps) - 1)
     held = [head_start.seconds if world.device.asynchronous else None for head_start in head_starts]
@@ -85,7 +85,7 @@ def _hardly_ahead(samples: Samples) -> bool:
 
 
 def joined(turns: Sequence[Samples]) -> Samples:
-    """The samples of several turns of one contender, phase by phase."""
+    """The samples of several turns of one variant, phase by phase."""
     return tuple(_one_after_another(phase) for phase in zip(*turns, strict=True))
 
 

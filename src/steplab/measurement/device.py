@@ -12,6 +12,7 @@ import torch
 from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.records.memory import PeakMemory
+from steplab.specs.device import check_device
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000
@@ -142,24 +143,33 @@ class HostClockDevice:
 
 
 def open_device(name: str) -> Device:
-    """The device a spec names; `auto` is cuda, else mps, else cpu.
+    """The device a spec names; `auto` is cuda, else mps, else cpu. The only place where a name becomes a device.
 
-    Raises Unsupported if it was named and is not there.
+    Raises UserError for a name that no device has, Unsupported for a device that is not there.
     """
+    there = _devices_here()
+    check_device(name, there)
     kind, _, index = name.partition(":")
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
-            raise Unsupported(f"device {name}", f"{why} on this machine", "use --device cpu")
-        if int(index or 0) >= torch.cuda.device_count():
-            raise Unsupported(f"device {name}", f"the machine has {torch.cuda.device_count()}", "use --device cuda:0")
-        torch.cuda.set_device(int(index or 0))
-        return CudaDevice(torch.device("cuda", int(index or 0)))
-    if kind == "mps" or (kind == "auto" and torch.backends.mps.is_available()):
-        if not torch.backends.mps.is_available():
-            raise Unsupported("device mps", "torch sees no Metal GPU on this machine", "use --device cpu")
-        return HostClockDevice(torch.device("mps"))
-    return HostClockDevice(torch.device("cpu"))
+    if kind == "auto":
+        kind = there[0].partition(":")[0]
+    number = int(index or 0)
+    found = f"cuda:{number}" if kind == "cuda" else kind
+    if found not in there:
+        why = f"this machine has {', '.join(there)}"
+        if kind == "cuda" and not torch.cuda.is_available():
+            built = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+            why = f"{built}, and {why}"
+        raise Unsupported(f"device {name}", why, f"use --device {there[0]}")
+    if kind == "cuda":
+        torch.cuda.set_device(number)
+        return CudaDevice(torch.device("cuda", number))
+    return HostClockDevice(torch.device(kind))
+
+
+def _devices_here() -> list[str]:
+    """The devices of this machine that torch sees, that which `auto` takes first."""
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 
 
 def host_peak_bytes() -> int | None:
@@ -184,3 +194,8 @@ def refuse_unserved(precision: str, device: torch.device) -> None:
     if precision == "tf32" and not has_tf32(device):
         why = f"{device} has no such matmuls, and would compute in fp32"
         raise Unsupported("precision tf32", why, "use --precision fp32")
+
+
+def allocated_bytes(device: Device) -> int | None:
+    """Bytes in live tensors; None where the allocator does not count."""
+    return torch.cuda.memory_allocated(device.torch_device) if device.torch_device.type == "cuda" else None

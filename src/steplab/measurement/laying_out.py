@@ -1,8 +1,9 @@
 """The plain Transformer laid out over ranks as a spec says: where the model's parts meet torch's engine."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,14 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from steplab.measurement.distributed import Distributed
 from steplab.measurement.world import World
 from steplab.model.checkpointing import wrap_block
+from steplab.model.compiling import repeated_blocks
 from steplab.model.stages import TransformerStage, blocks_of, cut
 from steplab.model.tensor_plan import arrive_whole, loss_over_ranks, ready_for_loss, tensor_plan
 from steplab.model.transformer import LossFn, Transformer, call_plainly
-from steplab.parallel.layout import Sharding, Unit, lay_out
+from steplab.parallel.layout import Sharding, Unit, lay_out, no_gradient_sync
 from steplab.parallel.mesh import data_share, open_mesh
 from steplab.parallel.pipeline import Pipeline, stage_numbers
 from steplab.specs.layout import Layout
-from steplab.specs.layout_fit import STAGES_A_RANK, num_microbatches
+from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
 
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -44,6 +46,9 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
         model.loss = loss
         _lay_out(model, spec, mesh)
         laid_out = Distributed(module=model, call=model, data_index=data_index, around=around)
+        if spec.layout.data_ranks > 1:
+            keep = not sharding_of(model, spec).reshard_after_forward
+            laid_out = replace(laid_out, no_sync=lambda: no_gradient_sync(model, keep_gathered=keep))
     _forget_the_whole(device)
     return laid_out
 
@@ -65,21 +70,30 @@ def _sizes(layout: Layout) -> dict[str, int]:
 
 
 def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: DeviceMesh) -> None:
-    # Autocast reads the embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
-    # what is computed. All other weights autocast would cast itself, before each use.
-    embedding = [Unit(module=module.embedding, low_precision=False)] if module.embedding is not None else []
     lay_out(
         module,
         mesh,
         tensor_plan=tensor_plan(),
-        units=[*embedding, *(Unit(module=block) for block in blocks_of(module).values())],
+        units=units_of(module),
         wrap_units=lambda: prepare_blocks(module, spec),
-        sharding=_sharding(spec),
+        sharding=sharding_of(module, spec),
     )
 
 
-def _sharding(spec: StepSpec) -> Sharding:
-    autocast = spec.precision == "bf16"
+def units_of(module: nn.Module) -> Sequence[Unit]:
+    """The submodules whose parameters FSDP2 gathers together; the rest is gathered with the root."""
+    if not isinstance(module, Transformer | TransformerStage):
+        return [Unit(module=block) for block in repeated_blocks(module)]
+    # Autocast reads the embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
+    # what is computed. All other weights autocast would cast itself, before each use.
+    embedding = [Unit(module=module.embedding, low_precision=False)] if module.embedding is not None else []
+    return [*embedding, *(Unit(module=block) for block in blocks_of(module).values())]
+
+
+def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
+    """How FSDP2 keeps and moves the parameters. Those of other models than steplab's own are gathered as they are kept,
+    for some of their modules may need them so."""
+    autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
     reshard = spec.layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
     return Sharding(
         gather_dtype=torch.bfloat16 if autocast else None,
@@ -99,7 +113,7 @@ def _in_stages(
     stages = cut(model, numbers, layout.pp * stages_a_rank, autocast)
     for stage in stages:
         _lay_out(stage, spec, mesh)
-    parts = num_microbatches(spec)
+    parts = spec.num_microbatches
     batch, low = spec.batch // parts, torch.bfloat16
     on_meta = partial(torch.empty, device="meta", requires_grad=True)
 

@@ -42,8 +42,9 @@ def run_back_to_back(
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
-    Gives the samples of each phase and of the whole step, and the host's seconds for the whole loop. As the device is
-    idle when its first mark is made, both clocks begin together there: so it is known how far the host was ahead.
+    Gives the samples of each phase (of one that runs several times in a step their sum) and of the whole step, and the
+    host's seconds for the whole loop. As the device is idle when its first mark is made, both clocks begin together
+    there: so it is known how far the host was ahead.
     `head_start` is called before the first step, and may give the device something that is not timed with the steps;
     `before_drain` is called when the last step was given to the device and may still be running there.
     """
@@ -65,22 +66,31 @@ def run_back_to_back(
     device.synchronize()
     host_s = time.perf_counter() - started
 
-    def column(name: str, start: int, end: int) -> PhaseSamples:
-        """Of what lies between two borders of a step; a step begins where the one before it ends."""
+    def column(name: str, parts: Sequence[tuple[int, int]]) -> PhaseSamples:
+        """Of what lies between these pairs of a step's borders, together; a step begins where the one before ends."""
         firsts = range(0, iterations * len(phases), len(phases))
-        seconds = tuple(device.seconds_between(marks[first + start], marks[first + end]) for first in firsts)
+        seconds = tuple(
+            sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)
+            for first in firsts
+        )
         if not device.asynchronous:
             return PhaseSamples(phase=name, host_s=seconds)
-        leads = tuple(min(leads_s[first + start + 1 : first + end + 1]) for first in firsts)
+        leads = tuple(
+            min(leads_s[first + border] for start, end in parts for border in range(start + 1, end + 1))
+            for first in firsts
+        )
         return PhaseSamples(phase=name, device_s=seconds, lead_s=leads)
 
     leads_s = [
         max(device.seconds_between(both_clocks_begin, mark) - given, 0.0)
         for mark, given in zip(marks, given_s, strict=True)
     ]
-    columns = [column(phase.name, index, index + 1) for index, phase in enumerate(phases)]
-    if all(samples.phase != "step" for samples in columns):
-        columns.append(column("step", 0, len(phases)))
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for index, phase in enumerate(phases):
+        parts.setdefault(phase.name, []).append((index, index + 1))
+    columns = [column(name, of_phase) for name, of_phase in parts.items()]
+    if "step" not in parts:
+        columns.append(column("step", [(0, len(phases))]))
     return tuple(columns), host_s
 
 
@@ -89,10 +99,10 @@ def run_synchronised(
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
     """Time each phase with the device idle before and after it, by both clocks; and its peak memory.
 
-    The peak of a phase is the largest of all iterations.
+    The peak of a phase is the largest of all iterations; the times of one that runs several times in a step are summed.
     """
-    host_s: dict[str, list[float]] = {phase.name: [] for phase in phases}
-    device_s: dict[str, list[float]] = {phase.name: [] for phase in phases}
+    host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
+    device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     peaks: dict[str, PeakMemory] = {}
     for iteration in range(iterations):
         for phase in phases:
@@ -103,8 +113,8 @@ def run_synchronised(
             phase.run()
             end = device.mark()
             device.synchronize()
-            host_s[phase.name].append(time.perf_counter() - started)
-            device_s[phase.name].append(device.seconds_between(start, end))
+            host_s[phase.name][iteration] += time.perf_counter() - started
+            device_s[phase.name][iteration] += device.seconds_between(start, end)
             peak = device.peak(phase.name)
             if peak is not None:
                 peaks[phase.name] = peak.with_larger_of(peaks.get(phase.name, peak))

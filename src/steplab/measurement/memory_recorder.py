@@ -212,6 +212,8 @@ def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None)
     if sightings:
         sightings.see_what_is_there()
     for phase in step.phases:
+        if sightings and phase.name == "forward":
+            sightings.begin_forward()
         with record_function(f"{PHASE}{phase.name}"), lines or nullcontext():
             phase.run()
         if sightings and phase.name == "forward":

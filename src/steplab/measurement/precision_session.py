@@ -101,6 +101,8 @@ class _AuditedStep:
         spec = self.spec
         if spec.compile != "off":
             self.notes.append("compile: the audit ran the step eagerly; a compiled one may leave out some casts")
+        if spec.micro_steps > 1:
+            self.notes.append(f"accumulation: the audit ran one of the {spec.micro_steps} micro-steps")
         self._begin("build")
         workload = self._with_one_batch(build_workload(spec, self.device.torch_device))
         self._begin("reference")
@@ -151,9 +153,9 @@ class _AuditedStep:
             return None
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
-        """The step as `run` runs it, but for its optimizer, which has no say in it, and its compiler."""
+        """A micro-step as `run` runs it, without its optimizer, which has no effect on it, and without its compiler."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
-        eager = dataclasses.replace(spec, compile="off", pass_name=pass_name)
+        eager = dataclasses.replace(spec, compile="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)
 
     def _pass(self, step: ModelStep, scale: float, reference: _Pass | None) -> _Pass:

@@ -61,7 +61,7 @@ class StepSightings:
         self.owners: list[OwnerSeen] = []
         """Owned storages, at each moment that they were looked at."""
         self.kept: list[KeptTensor] = []
-        """What autograd kept for backward, in the order in which the nodes were made."""
+        """What autograd kept for backward in the last micro-step, in the order in which the nodes were made."""
         self.kept_moment: int | None = None
         """When that was looked at; None: there was no graph."""
         self.loss_address: int | None = None
@@ -111,6 +111,12 @@ class StepSightings:
         parameters = self._step.module.named_parameters()
         gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
         self._own(self._next_moment(), "gradients", gradients)
+
+    def begin_forward(self) -> None:
+        """When a forward pass begins: what was seen of the micro-step before is over, and its memory used again."""
+        self.kept.clear()
+        self.block_inputs.clear()
+        self.block_input_addresses.clear()
 
     def see_graph(self) -> None:
         """When the forward pass is over: what each node of the graph behind the loss keeps."""

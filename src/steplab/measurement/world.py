@@ -133,6 +133,8 @@ def host_name() -> str:
 
 
 def _open_share(place: Place, device: str) -> Device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device '{device}' is not one that each rank has its share of; choose one of auto, cpu, cuda")
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return open_device("cpu")
     if not torch.cuda.is_available():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from steplab.model.compiling import compiled
 from steplab.model.transformer import Block, BlockCaller, call_plainly
 from steplab.ops.attention.operators import REFERENCE, TRITON
 from steplab.specs.checkpointing import is_recomputed
@@ -62,7 +63,7 @@ def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: st
         block: whose forward pass it is.
         index: its place, from 0.
         checkpointing: as StepSpec has it.
-        compile_mode: as torch.compile takes it; "off": not compiled.
+        compile_mode: as StepSpec's `compile` has it.
         split: whether the block's parameters are DTensors.
     """
     forward: Callable[..., Tensor] = block.forward
@@ -71,7 +72,7 @@ def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: st
     if recomputed and not outside:
         forward = _recomputed(forward, checkpointing)
     if compile_mode != "off":
-        forward = torch.compile(forward, mode=None if compile_mode == "default" else compile_mode)
+        forward = compiled(forward, compile_mode)
         block.compiled_within = True
     if recomputed and outside:
         forward = _recomputed(forward, checkpointing)

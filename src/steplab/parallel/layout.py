@@ -7,14 +7,15 @@ unit by unit, so that FSDP2's hooks stay outside of what is compiled.
 Nothing here knows what the module is. Its owner says which submodules are units, and how each is split.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 
@@ -91,6 +92,23 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
         )
     # The root is needed last in the forward pass and first in the backward pass: freeing it between would gain nothing.
     fully_shard(module, mesh=data_mesh, mp_policy=lower, reshard_after_forward=False)
+
+
+@contextmanager
+def no_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> Iterator[None]:
+    """Within it backward passes add to whole gradients on each rank and send nothing; the next one outside sends all.
+
+    `module` is the root that `shard_parameters` sharded. With `keep_gathered` parameters stay gathered when a backward
+    pass ends, so that the next forward pass need not gather them.
+    """
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(not keep_gathered)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -84,6 +84,9 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
+    if spec.compile == "block":
+        why = "what the compiler keeps for backward is known of a model that is compiled as a whole"
+        raise Unsupported(f"{what} with compile block", why, "use --compile default, or measure it: `steplab memory`")
     if spec.layout.world_size > 1:
         why = "the prediction is of a step that one process takes by itself"
         raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")

@@ -1,4 +1,4 @@
-"""What a data-parallel study came to: for each contender every rank's samples, its messages, memory and a trace."""
+"""What a data-parallel study came to: for each variant every rank's samples, its messages, memory and a trace."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from steplab.records.memory import PeakMemory
 from steplab.records.profile import Timeline
 from steplab.records.record import Benchmark
 from steplab.records.timing import PhaseSamples, find_phase
-from steplab.specs.ddp import Contender, DdpStudy
+from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
 DDP_SCHEMA = "steplab.ddp/1"
@@ -34,7 +34,7 @@ class StateMemory:
     optimizer_bytes: int
     """The optimizer's tensors."""
     allocated_bytes: int | None = None
-    """All that this contender's tensors take of the device, with what peer copies share outside of the allocator; None
+    """All that this variant's tensors take of the device, with what peer copies share outside of the allocator; None
     where the allocator keeps no count."""
 
     @property
@@ -81,7 +81,7 @@ class DdpRank:
     memory: tuple[StateMemory, ...] = ()
     """At MOMENTS."""
     peak: PeakMemory | None = None
-    """Most at once in the warm-up steps, with what other contenders held meanwhile; None where nobody counts."""
+    """Most at once in the warm-up steps, with what other variants held meanwhile; None where nobody counts."""
     beside_bytes: int | None = None
     """What others held meanwhile: the baseline's model."""
 
@@ -130,14 +130,18 @@ class TracedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpCell(Outcome):
-    """One contender."""
+    """One variant."""
 
-    contender: Contender
-    """Who."""
+    contender: Variant
+    """The variant."""
     ranks: tuple[DdpRank, ...] = ()
     """In their order; empty for a failure."""
     messages: tuple[Messages, ...] = ()
     """Of one step of a rank; empty where nothing is sent, or nobody knows."""
+    wire_bytes: int | None = None
+    """Bytes of a step's messages, each times the factor of nccl-tests for its collective (costs.communication): what
+    the rank that sends most of it sends at the least. None where the messages are not known, and in records made before
+    it was counted."""
     turns: str = ""
     """interleaved: the baseline was in memory beside it, and they took turns; before_and_after: it had not the room."""
     first_step_s: float | None = None
@@ -182,7 +186,7 @@ class OverheadModel:
     backward_s: float
     """The baseline's median backward pass."""
     num_fitted: int
-    """From the communication of so many contenders, each by itself."""
+    """From the communication of so many variants, each by itself."""
     worst_fit: float
     """Largest relative difference of those from the fit."""
     best_bucket_mb: float
@@ -207,7 +211,7 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpFacts:
-    """What holds for all contenders, as the first one told it."""
+    """What holds for all variants, as the first one told it."""
 
     backend: str
     """nccl or gloo."""
@@ -236,5 +240,5 @@ class DdpRun(Benchmark[DdpCell]):
 
     @property
     def baseline(self) -> DdpCell | None:
-        """The contender that sends nothing."""
+        """The variant that sends nothing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)

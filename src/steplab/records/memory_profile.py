@@ -183,3 +183,11 @@ class MemoryProfile:
     """Name of the imported file."""
     notes: tuple[str, ...] = field(default=())
     """What is missing, and why, in words."""
+
+    @property
+    def phase_peaks(self) -> dict[str, int]:
+        """Peak bytes of each phase, by name, in their order; of one that runs several times in a step the highest."""
+        found: dict[str, int] = {}
+        for phase in self.phases:
+            found[phase.name] = max(found.get(phase.name, 0), phase.peak_bytes)
+        return found

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import implementation
 from steplab.specs.attention import AttentionSpec
+from steplab.specs.device import check_device
 
 TunedKernel = Literal["forward", "backward_kv", "backward_q"]
 KERNELS: tuple[TunedKernel, ...] = get_args(TunedKernel)
@@ -73,6 +74,9 @@ class TuningStudy:
         for head_dim in self.head_dims:
             if not 1 <= head_dim <= WIDEST:
                 raise UserError(f"flash_triton has head dimensions from 1 to {WIDEST}, not {head_dim}")
+        check_device(self.device)
+        if self.device in ("cpu", "mps"):
+            raise UserError(f"tiles are tuned on a CUDA GPU, not on {self.device}; use --device auto, cuda or cuda:N")
         if self.dtype not in DTYPES:
             known = "bf16, whose tiles serve fp16 too, or fp32"
             raise UserError(f"tiles are not tuned in '{self.dtype}'; choose {known}")

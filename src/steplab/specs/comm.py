@@ -58,9 +58,9 @@ class CommSpec:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UserError(f"{name} '{getattr(self, name)}' is not known; choose one of {', '.join(known)}")
-        object.__setattr__(self, "device", self.device or _OWN_DEVICE[self.backend])
-        if self.device not in DEVICES:
-            raise UserError(f"device '{self.device}' is not known; choose one of {', '.join(DEVICES)}")
+        if self.device is None:
+            object.__setattr__(self, "device", _OWN_DEVICE[self.backend])
+        _refuse_unknown_device(str(self.device))
         if self.device not in _SERVES[self.backend]:
             raise UserError(f"{self.backend} moves no tensors of a {self.device}; use --backend gloo for those")
         if self.collective not in _DOES.get(self.backend, COLLECTIVES):
@@ -157,6 +157,8 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; valid are {', '.join(FIELDS)}")
     texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
+    for name in texts.get("device", ()):  # each: a backend passes over those that it does not serve
+        _refuse_unknown_device(name)
     worlds = [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells = []
@@ -173,6 +175,11 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
                 fields = {"collective": collective, "backend": backend, "device": device, "dtype": dtype}
                 cells.append(CommSpec(**fields, size_bytes=size_bytes, world_size=world))  # type: ignore[arg-type]
     return tuple(cells)
+
+
+def _refuse_unknown_device(name: str) -> None:
+    if name not in DEVICES:
+        raise UserError(f"device '{name}' is not known; choose one of {', '.join(DEVICES)}")
 
 
 def _least_bytes(world_size: int) -> int:

@@ -1,7 +1,7 @@
 """The data-parallel study: one step, and the ways of keeping ranks together that are set side by side on it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from steplab.errors import UserError
@@ -27,7 +27,6 @@ BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
 """For the tiny model, whose gradients are 3 MB."""
-BlockCompile = Literal["off", "block"]
 _WORDS = {
     "none": "no communication",
     "naive": "naive",
@@ -41,8 +40,8 @@ _WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """One way of keeping ranks together."""
+class Variant:
+    """One way in which data-parallel ranks average their gradients."""
 
     kind: Kind
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
@@ -54,7 +53,7 @@ class Contender:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UserError(f"contender '{self.kind}' is not known; choose some of {', '.join(KINDS)}")
+            raise UserError(f"variant '{self.kind}' is not known; choose some of {', '.join(KINDS)}")
         if self.kind not in WITH_BUCKETS:
             if self.bucket_size_mb is not None:
                 raise UserError(f"{self.kind} has no bucket size; those that have are {', '.join(WITH_BUCKETS)}")
@@ -91,17 +90,17 @@ class DdpStudy:
     """What is set side by side, and how it is measured."""
 
     step: StepSpec
-    """The step of each rank: `batch` sequences a rank; `warmup` and `steps` are those of each contender."""
+    """The step of each rank: `batch` sequences a rank; `warmup` and `steps` are those of each variant."""
     processes: int = 2
     """Ranks."""
-    compile: BlockCompile = "off"
-    """off, or block: each block of the model is compiled by itself, so that gradients appear as backward proceeds."""
-    contenders: tuple[Contender, ...]
+    compile: Literal["off", "block"] = "off"
+    """Read from records of before a step's own `compile` could be block, and put there."""
+    contenders: tuple[Variant, ...]
     """In the order they are measured, without duplicates; `none`, which they are compared with, is put first."""
     turn: int = 5
-    """Steps of a contender before it is the baseline's turn again."""
+    """Steps of a variant before it is the baseline's turn again."""
     profiled_steps: int = 2
-    """Steps more of each contender under a profiler, once it is timed; 0: no traces and no pictures of them."""
+    """Steps more of each variant under a profiler, once it is timed; 0: no traces and no pictures of them."""
     repeats: int = 10
     """How often its communication is timed by itself."""
 
@@ -109,54 +108,56 @@ class DdpStudy:
         for name, least in (("processes", 2), ("turn", 1), ("profiled_steps", 0), ("repeats", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"{name.replace('_', ' ')} must be at least {least}, not {getattr(self, name)}")
-        if self.compile not in get_args(BlockCompile):
+        if self.compile != "off":
+            object.__setattr__(self, "step", replace(self.step, compile=self.compile))
+            object.__setattr__(self, "compile", "off")
+        if self.step.compile not in ("off", "block"):
             raise UserError(
-                f"compile '{self.compile}' is not known here; choose one of {', '.join(get_args(BlockCompile))}"
+                f"compile '{self.step.compile}' is not compared here, for a model compiled as a whole gives all its "
+                "gradients at the end; choose one of off, block"
             )
-        if self.step.compile != "off":
-            raise UserError("a model compiled as a whole gives all its gradients at the end; use --compile block")
         if self.step.pass_name != "train":
             raise UserError(f"pass '{self.step.pass_name}' has no gradients to send and no optimizer; use --pass train")
         if self.step.layout != SINGLE:
             raise UserError("the study itself spreads the step over ranks; leave --layout out")
         if self.step.precision == "fp16":
             raise UserError("precision fp16 needs a gradient scaler, which this study has not; use --precision bf16")
-        baseline = Contender(kind="none")
+        baseline = Variant(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
 
     def trace_name(self, number: int) -> str:
-        """The file name of a contender's trace: 1_bucketed_25_MB.json."""
+        """The file name of a variant's trace: 1_bucketed_25_MB.json."""
         return f"{number}_{self.contenders[number].label.replace(', ', '_').replace(' ', '_')}.json"
 
     @property
     def tokens(self) -> int:
         """Tokens of one step of all ranks."""
-        return self.step.tokens * self.processes
+        return self.step.tokens_of_all * self.processes
 
 
 def refuse_what_none_uses(
     names: Sequence[str], bucket_sizes_mb: Sequence[float] | None, transports: Sequence[str] | None
 ) -> None:
-    """Raise UserError for sizes or transports that are given and that none of the contenders has a use for."""
+    """Raise UserError for sizes or transports that are given and that none of the variants has a use for."""
     kinds, whose = [name.strip().partition(":")[0] for name in names], ", ".join(map(str.strip, names))
     if bucket_sizes_mb is not None and not any(name.strip() in _SIZED for name in names):
         raise UserError(
-            f"bucket sizes have no say in {whose}; leave --bucket-sizes out, or add {' or '.join(_SIZED)} to "
+            f"bucket sizes have no effect on {whose}; leave --bucket-sizes out, or add {' or '.join(_SIZED)} to "
             "--contenders"
         )
     if transports is not None and "bucketed" not in kinds:
-        raise UserError(f"a transport has no say in {whose}; leave --transport out, or add bucketed to --contenders")
+        raise UserError(f"a transport has no effect on {whose}; leave --transport out, or add bucketed to --contenders")
 
 
-def contenders_of(
+def variants_of(
     names: Sequence[str], bucket_sizes_mb: Sequence[float], transports: Sequence[str] = (COLLECTIVES,)
-) -> tuple[Contender, ...]:
-    """The contenders of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
+) -> tuple[Variant, ...]:
+    """The variants of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
     `bucketed` once for each transport too; `sharded` with 25 MB unless it names another size.
 
     Raises UserError for a name that is none, or a size that is no number.
     """
-    found: dict[Contender, None] = {}
+    found: dict[Variant, None] = {}
     for name in names:
         kind, _, size = name.strip().partition(":")
         if size:
@@ -167,7 +168,7 @@ def contenders_of(
             sizes = [None]
         for size_mb in sizes:
             for transport in transports if kind == "bucketed" else [None]:
-                found[Contender(kind=kind, bucket_size_mb=size_mb, transport=transport)] = None  # type: ignore[arg-type]
+                found[Variant(kind=kind, bucket_size_mb=size_mb, transport=transport)] = None  # type: ignore[arg-type]
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from steplab.errors import UserError
+from steplab.specs.device import check_device
 
 MOST_PROCESSES = 1 << 20
 
@@ -65,6 +66,7 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
     do not go together.
     """
     given = dict(fields)
+    check_device(str(given.get("device", "auto")))
     if gpus is None and processes is None:
         return given
     count, device = process_count(gpus, processes, str(given.get("device", "auto")))

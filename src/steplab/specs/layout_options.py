@@ -1,4 +1,4 @@
-"""Why the fields that say how a step is spread over processes have no effect on some steps, and what would give it."""
+"""Why some fields, most of them of several processes, have no effect on some steps, and what to type instead."""
 
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,13 @@ def no_buckets(spec: "StepSpec") -> str | None:
     if spec.strategy is None or spec.bucket_mb is not None:
         return no_strategy(spec)
     return f"data_parallel {spec.data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
+
+
+def no_gradients(spec: "StepSpec") -> str | None:
+    """Why there are no gradients to accumulate; None where there are."""
+    if spec.pass_name != "forward":
+        return None
+    return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
 
 
 def no_shards(spec: "StepSpec") -> str | None:

@@ -7,14 +7,15 @@ from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
+from steplab.specs.device import DEVICES_TOLD, check_device
 from steplab.specs.layout import SINGLE, Layout, parse_layout
-from steplab.specs.layout_fit import num_microbatches, refuse_what_does_not_fit
+from steplab.specs.layout_fit import refuse_uneven_pipeline, refuse_uneven_split, refuse_unserved_layout
 from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
 
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
-CompileMode = Literal["off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
@@ -22,13 +23,6 @@ Reshard = Literal["auto", "always", "never"]
 
 DEFAULT_MODEL = "tiny"
 _MODELS = ", ".join(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
-
-
-def _check_device(name: str) -> None:
-    kind, _, index = name.partition(":")
-    has_index = kind == "cuda" and index.isascii() and index.isdecimal()
-    if kind not in ("auto", "cpu", "mps", "cuda") or (":" in name) != has_index:
-        raise UserError(f"device '{name}' is not known; choose one of auto, cpu, mps, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +43,7 @@ class StepSpec:
     batch: Annotated[
         int,
         Declared(
-            help="Sequences per step, in each of several processes",
+            help="Sequences in a micro-step, on each data-parallel rank",
             least=1,
             said="batch {}",
             rank=1,
@@ -91,10 +85,10 @@ class StepSpec:
     compile: Annotated[
         CompileMode,
         Declared(
-            help="Mode of torch.compile",
-            meanings={"off": "eager"},
+            help="What is compiled: each block by itself, or the whole model in a mode of torch.compile",
+            meanings={"off": "eager", "block": "each block, in the default mode"},
             said="compiled ({})",
-            words={"off": "eager", "default": "compiled"},
+            words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
             rank=1,
             panel=5,
             baseline="off",
@@ -150,6 +144,20 @@ class StepSpec:
             baseline="adamw_loop",
         ),
     ] = "adamw_fused"
+    accumulation: Annotated[
+        int,
+        Declared(
+            help="Micro-steps in a step, whose gradients are averaged before the update; tokens in a step = batch x "
+            "context x accumulation x data-parallel ranks",
+            least=1,
+            unused=layout_options.no_gradients,
+            header="micro-steps",
+            axis_name="accum.",
+            said="{} micro-step{s}",
+            quiet=True,
+            rank=4,
+        ),
+    ] = 1
     warmup: Annotated[
         int,
         Declared(
@@ -177,8 +185,8 @@ class StepSpec:
     device: Annotated[
         str,
         Declared(
-            help="Device: auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N",
-            check=_check_device,
+            help=f"Device: {DEVICES_TOLD}",
+            check=check_device,
             column="requested_device",
             header="requested",
             said="device {}",
@@ -269,7 +277,7 @@ class StepSpec:
             group="processes",
             least=1,
             unused=layout_options.no_pipeline,
-            shown=num_microbatches,
+            shown=lambda spec: spec.num_microbatches,
             axis_name="microb.",
             said="{} microbatch{es}",
             rank=2,
@@ -284,7 +292,7 @@ class StepSpec:
                 f"device {self.device} is one device, and layout {self.layout} takes {self.layout.world_size}; "
                 "use --device cuda or cpu"
             )
-        refuse_what_does_not_fit(self)
+        self._check_layout()
         limit = self.model.max_context
         if limit is not None and self.context > limit:
             raise UserError(
@@ -292,15 +300,47 @@ class StepSpec:
                 f"use --context {limit} or less, or raise max_position_embeddings in the configuration"
             )
 
+    def _check_layout(self) -> None:
+        refuse_unserved_layout(
+            self.layout,
+            self.model,
+            pass_name=self.pass_name,
+            precision=self.precision,
+            compile=self.compile,
+            accumulation=self.accumulation,
+        )
+        shape, name = self.model.shape, self.model.name
+        if self.layout.tp > 1 and shape is not None:
+            refuse_uneven_split(self.layout, shape, model_name=name, context=self.context)
+        if self.layout.pp > 1 and shape is not None:
+            refuse_uneven_pipeline(
+                self.layout,
+                model_name=name,
+                num_layers=shape.num_layers,
+                schedule=self.pipeline_schedule,
+                batch=self.batch,
+                microbatches=self.num_microbatches,
+            )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts into which a pipeline cuts the batch: as many as asked for, or as it has sequences."""
+        return self.microbatches or self.batch
+
     @property
     def tokens(self) -> int:
-        """Tokens a step of one process: batch x context."""
+        """Tokens in a micro-step of one process: batch x context."""
         return self.batch * self.context
 
     @property
+    def micro_steps(self) -> int:
+        """Micro-steps in a step: `accumulation`, and one where there are no gradients to accumulate."""
+        return 1 if self.pass_name == "forward" else self.accumulation
+
+    @property
     def tokens_of_all(self) -> int:
-        """Tokens a step of all processes together; those that share a batch count it once."""
-        return self.tokens * self.layout.data_ranks
+        """Tokens in a step of all processes together: batch x context x micro-steps x data-parallel ranks."""
+        return self.tokens * self.micro_steps * self.layout.data_ranks
 
     @property
     def strategy(self) -> str | None:

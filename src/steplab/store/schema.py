@@ -61,6 +61,11 @@ def is_blank(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
 
 
+def is_store_header(beginning: bytes) -> bool:
+    """Whether a file that begins so is a store; https://sqlite.org/fileformat.html#application_id says where it is."""
+    return beginning.startswith(b"SQLite format 3\0") and beginning[68:72] == APPLICATION_ID.to_bytes(4, "big")
+
+
 def is_ours(connection: sqlite3.Connection) -> bool:
     """Whether steplab made the file."""
     return _pragma(connection, "application_id") == APPLICATION_ID

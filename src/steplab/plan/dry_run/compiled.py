@@ -40,6 +40,8 @@ class CompiledTransformer:
         self.parameters = Parameters(m)
         """As in the eager model."""
         self._kept: list[list[Tensor]] = []
+        self._left: list[tuple[Parameter, Tensor]] = []
+        """Gradients that the compiled backward pass gives when it is over."""
 
     def forward(self) -> Tensor:
         """The loss, while what backward needs gathers; without a backward pass there are passing tensors alone."""
@@ -77,6 +79,10 @@ class CompiledTransformer:
         m.where = "embedding"
         self._leave_gradients(self.parameters.of_embedding)
         del gradient
+        for parameter, made in self._left:
+            if parameter.slot.gradient is None:
+                parameter.slot.gradient = made  # else it is added in place to what is there
+        self._left.clear()
 
     def _is_checkpointed(self, index: int) -> bool:
         return self._spec.checkpointing == "selective" or is_recomputed(self._spec.checkpointing, index)
@@ -87,10 +93,14 @@ class CompiledTransformer:
 
     def _leave_gradients(self, parameters: list[Parameter]) -> None:
         for parameter in parameters:
-            tensor = parameter.tensor
-            parameter.slot.gradient = self._machine.new(
-                tensor.count, tensor.dtype, f"gradient of {parameter.name}", "gradients"
+            tensor, is_first = parameter.tensor, parameter.slot.gradient is None
+            made = self._machine.new(
+                tensor.count,
+                tensor.dtype,
+                f"gradient of {parameter.name}",
+                "gradients" if is_first else "temporaries",
             )
+            self._left.append((parameter, made))
 
     def _of_block(self, *, checkpointed: bool = False) -> list[_Kind]:
         """What a block keeps."""

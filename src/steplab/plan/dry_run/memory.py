@@ -44,7 +44,8 @@ class Ledger:
             self._log.append((event.piece, False))
         elif isinstance(event, Began):
             self._phase = event.phase
-            self.phase_peaks[event.phase] = self._allocator.allocated_bytes
+            before = self.phase_peaks.get(event.phase, 0)  # a phase may begin several times in a step
+            self.phase_peaks[event.phase] = max(before, self._allocator.allocated_bytes)
 
     def _allocate(self, piece: Piece) -> None:
         self._alive[id(piece)] = piece, self._allocator.allocate(piece.num_bytes)

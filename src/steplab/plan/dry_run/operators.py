@@ -129,6 +129,18 @@ def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
     return loss
 
 
+def divided(m: Machine, loss: Tensor) -> Tensor:
+    """A loss over a number. Keeps nothing."""
+    like = (loss.count, loss.dtype)
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
+        return (m.run("div", (gradient,), *like, "gradient of the loss"),)
+
+    output = m.run("div", (loss,), *like, "loss, divided by the micro-steps")
+    m.node((loss.slot,), (), backward).gives(output)
+    return output
+
+
 def _log_softmax(m: Machine, logits: Tensor) -> Tensor:
     like = (logits.count, logits.dtype)
 

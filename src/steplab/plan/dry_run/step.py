@@ -7,6 +7,7 @@ from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.fused_attention import attention_of
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.memory import Ledger
+from steplab.plan.dry_run.operators import divided
 from steplab.plan.dry_run.optimizers import Optimizer
 from steplab.plan.dry_run.sizes import INT64, Count, Sizes
 from steplab.plan.dry_run.transformer import Transformer
@@ -68,16 +69,20 @@ class _Step:
 
     def run(self) -> None:
         m, pass_name = self._machine, self._spec.pass_name
-        m.begin("forward")
-        with m.forward_pass(gradients=pass_name != "forward"):
-            loss = self._model.forward()
-        if pass_name == "forward":
-            return
-        m.begin("backward")
-        self._model.backward(loss)
-        del loss
+        for _ in range(self._spec.micro_steps):
+            self._micro_step(gradients=pass_name != "forward")
         if pass_name == "train":
             m.begin("optimizer")
             self._optimizer.step()
         for parameter in self._parameters:
             parameter.slot.gradient = None
+
+    def _micro_step(self, *, gradients: bool) -> None:
+        """Both passes. Gradients of the micro-steps before are there, and what comes is added to them."""
+        m = self._machine
+        m.begin("forward")
+        with m.forward_pass(gradients=gradients):
+            loss = self._model.forward()
+        if gradients:
+            m.begin("backward")
+            self._model.backward(loss if self._spec.micro_steps == 1 else divided(m, loss))

@@ -95,5 +95,5 @@ def _gather(slot: Slot, gradient: Tensor, machine: Engine) -> None:
         slot.gradient = machine.copy(gradient, slot.dtype, added_to=slot.gradient)
     else:
         machine.ran("add", (slot.gradient, gradient), (slot.gradient,))
-    if slot.is_leaf:
+    if slot.is_leaf and slot.gradient is gradient:
         gradient.storage.piece.category = "gradients"

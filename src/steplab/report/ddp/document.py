@@ -122,6 +122,8 @@ def _time(rows: Sequence[Row]) -> Table:
             " Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
             "communication slows the computation beside it by more than is hidden."
         )
+    if any(row["wire_bytes"] is not None for row in rows):
+        caption += " Messages is the sum of their sizes, and on the wire that of each size times nccl-tests' factor."
     if any(row["traced_exposed_s"] is not None for row in rows):
         caption += " Exposed in trace is the time of messages with no computation beside them, under a profiler."
     if any(row["host_lead_s"] is not None for row in rows):
@@ -143,7 +145,8 @@ def _time(rows: Sequence[Row]) -> Table:
             Column(key="hidden", header="hidden", quantity=SHARE, rank=2),
             Column(key="traced_exposed_s", header="exposed in trace", quantity=TIME, rank=3),
             Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
-            Column(key="sent_bytes", header="sent", quantity=BYTES, rank=4),
+            Column(key="sent_bytes", header="messages", quantity=BYTES, rank=4),
+            Column(key="wire_bytes", header="on the wire", quantity=BYTES, rank=4),
             *(
                 Column(key=f"{name.replace(' ', '_')}_s", header=headers.get(name, name), quantity=TIME, rank=5)
                 for name in PHASES

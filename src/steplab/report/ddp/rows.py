@@ -28,6 +28,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "num_ranks": len(cell.ranks) or None,
         "steps": len(cell.ranks[0].samples("step")) if cell.ranks else None,
         "num_calls": cell.num_calls,
+        "wire_bytes": cell.wire_bytes,
         "sent_bytes": sum(messages.total_bytes for messages in cell.messages) or None,
         "step_s": step_s,
         "baseline_s": figures.baseline_s(cell),

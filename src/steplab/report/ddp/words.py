@@ -15,10 +15,11 @@ _STEADY = 1.05
 
 
 def asked(run: DdpRun) -> str:
-    """The step: model, context, batch per rank, precision, compile."""
+    """The step: model, context, batch per rank, micro-steps, precision, compile."""
     step = run.study.step
     parts = [step.model.label, f"context {step.context}", f"batch {step.batch} per rank", step.precision]
-    parts += ["each block compiled"] if run.study.compile == "block" else []
+    parts += [f"{step.micro_steps} micro-steps"] if step.micro_steps > 1 else []
+    parts += ["each block compiled"] if step.compile == "block" else []
     return ", ".join(parts)
 
 

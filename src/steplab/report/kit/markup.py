@@ -6,6 +6,9 @@ from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, 
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import plain
 
+MARK = "<!-- written by steplab -->"
+"""Under the title of a Markdown document, unseen: an earlier output is known by it, and may be replaced."""
+
 
 def escape_markdown(text: str) -> str:
     """Text for a paragraph or a cell of Markdown: nothing in it ends the cell or the row, or is taken for HTML."""
@@ -42,7 +45,8 @@ def escape_latex(text: str) -> str:
 
 def to_markdown(document: Document) -> str:
     """The document in Markdown, with a heading of the first level, without a newline at the end."""
-    head = [_markdown_heading(document.title, 1) if document.title else "", escape_markdown(document.subtitle)]
+    head = [_markdown_heading(document.title, 1), MARK] if document.title else []
+    head.append(escape_markdown(document.subtitle))
     head += [escape_markdown(sentence) for sentence in document.verdict]
     parts = [part for section in document.sections for part in _sections(section, 2, _markdown_heading, _markdown)]
     return "\n\n".join(part for part in [*head, *parts] if part)

@@ -64,8 +64,8 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table | None:
         return None
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     rows = tuple(
-        {"phase": phase.name, "peak_bytes": phase.peak_bytes, "unwatched_bytes": counted.get(phase.name)}
-        for phase in profile.phases
+        {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
+        for phase, peak_bytes in profile.phase_peaks.items()
     )
     unwatched = "Unwatched is what the allocator counted over the timed steps, which nobody watched."
     return Table(

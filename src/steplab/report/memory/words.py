@@ -101,14 +101,15 @@ def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[s
 
 def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
     counts = {phase: memory.peak(phase) for phase in (phase.name for phase in profile.phases)} if memory else {}
-    pairs = [(phase, count.peak_allocated_bytes) for phase in profile.phases if (count := counts.get(phase.name))]
-    off = [(phase, size) for phase, size in pairs if size != phase.peak_bytes]
+    watched = profile.phase_peaks
+    pairs = [(phase, count.peak_allocated_bytes) for phase in watched if (count := counts.get(phase))]
+    off = [(phase, size) for phase, size in pairs if size != watched[phase]]
     if len(pairs) > 1 and not off:
         yield "Each phase's peak equals, to the byte, what the allocator counted over the steps timed phase by phase."
     for phase, size in off:
         yield (
-            f"In {phase.name} the watched peak was {units.format_bytes(phase.peak_bytes)}; over the steps timed "
-            f"phase by phase the allocator counted {_against(size, phase.peak_bytes)}."
+            f"In {phase} the peak was {units.format_bytes(watched[phase])} as watched; over the steps timed "
+            f"phase by phase the allocator counted {_against(size, watched[phase])}."
         )
 
 

@@ -1,0 +1,263 @@
+"""Every file that is written where the user says: it appears whole or not at all, and replaces nothing but its like.
+
+The store is never replaced. Another file is replaced where it is empty or, by its first bytes, an earlier output of the
+same kind; what else is there stays, unless it is forced. A device or a pipe is written to.
+"""
+
+import contextlib
+import gzip
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from steplab.errors import SteplabError, UserError
+from steplab.records.run import Run
+from steplab.store.location import default_path
+from steplab.store.schema import is_store_header
+
+_READ_BYTES = 4096
+_COMPANIONS = {
+    "": "the store",
+    "-wal": "the write-ahead log of the store",
+    "-shm": "the shared memory of the store",
+    "-journal": "the journal of the store",
+}
+"""What SQLite may keep beside a file, by what it adds to the name."""
+_DEVICES = Path("/dev")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kind:
+    """One thing that steplab writes, and how a file of it is known."""
+
+    what: str
+    """As a message calls it."""
+    opening: str | None = None
+    """A pattern of its first bytes; None: nothing in them tells whose it is, and it is replaced by force alone."""
+    endings: tuple[str, ...] = ()
+    """Asked of the file's name as well, where the opening is that of any program's; empty: the opening will do."""
+
+    def is_like(self, name: str, beginning: bytes) -> bool:
+        """Whether a file may be an earlier output of the kind."""
+        named = not self.endings or name.removesuffix(".gz").endswith(self.endings)
+        return named and self.opening is not None and re.match(self.opening.encode(), beginning, re.DOTALL) is not None
+
+
+_RECORD = r'\{("failure":(null|\{"kind":"\w+".*\}),)?("schema":"steplab\.[^"]*",)?"id":"[^"]*","created_utc":'
+_JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study)":|\{\s*"\w+": \[\s*\{\s*")'
+"""Rows; findings, a prediction or tiles; tables by their names."""
+_MARKDOWN_TABLE = r"\| [^\n]* \|\n\|( -+:? \|)+\n"
+_MARKDOWN_TEXT = r"# [^\n]+\n\n<!-- written by steplab -->\n"
+KINDS: dict[str, _Kind] = {
+    "html": _Kind(
+        what="a page written by steplab", opening=r'<!doctype html>.*<meta name="generator" content="steplab">'
+    ),
+    "json": _Kind(what="a list of figures in JSON", opening=f"{_JSON}|{_RECORD}", endings=(".json",)),
+    "jsonl": _Kind(what="an export of records", opening=_RECORD),
+    "csv": _Kind(what="a table of figures in CSV", opening=r"[a-z][\w.]*(,[a-z][\w.]*)+\n", endings=(".csv",)),
+    "md": _Kind(what="a table of figures in Markdown", opening=f"{_MARKDOWN_TABLE}|{_MARKDOWN_TEXT}", endings=(".md",)),
+    "latex": _Kind(what="a table in LaTeX", opening=r"(% [^\n]*\n|\n)*% needs \\usepackage\{booktabs\}\n"),
+    "table": _Kind(what="plain text"),
+    "perfetto": _Kind(
+        what="a timeline written by steplab", opening=r'\{"displayTimeUnit": "ms", "otherData": \{"tool": "steplab '
+    ),
+    "trace": _Kind(what="a trace of torch.profiler", opening=r'\s*\{\s*"schemaVersion":'),
+    "nsys": _Kind(what="an export of Nsight Systems"),
+    "snapshot": _Kind(what="a memory snapshot", opening=r"\x80.{0,32}(segments|device_traces)"),
+    "marks": _Kind(what="the marks of a memory snapshot", opening=r'\{"device_index":\d+,"source":'),
+    "tiles": _Kind(what="a table of tiles", opening=r"(\s|#[^\n]*\n)*\[\[tiles\]\]"),
+}
+"""Whatever is written where the user says, by what `--format` or its option calls it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Destination:
+    """Where a file is to go."""
+
+    path: Path
+    """As the user gave it."""
+    kind: str
+    """One of KINDS."""
+    store: Path | str | None = None
+    """The store that the command has; None: the one it has by default."""
+    force: bool = False
+    """Whether a file is replaced that is no earlier output of this kind. The store never is."""
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether it is a device or a pipe, which is written to; a file is replaced."""
+        in_devices = self.path.parent in (_DEVICES, _DEVICES / "fd")
+        return in_devices or (self.path.exists() and not self.path.is_file())
+
+    def check(self) -> None:
+        """Raise UserError, before the work begins, for what must not be replaced, and SteplabError for what cannot."""
+        if self.path.is_dir():
+            raise UserError(f"cannot write to the folder {self.path}; name a file in it")
+        self._refuse_the_store()
+        if self.is_written_to:
+            return
+        folder = self._target.parent
+        if not os.access(folder, os.W_OK):
+            why = "its folder is not writable" if folder.is_dir() else f"there is no folder {self.path.parent}"
+            raise SteplabError(f"cannot write {self.path}: {why}")
+        self._refuse_another_kind()
+
+    def write(self, content: bytes) -> None:
+        """Make the file, or replace it; a device gets the content. Raises what `check` does."""
+        self.check()
+        with self._errors():
+            if self.is_written_to:
+                with self.path.open("ab") as device:
+                    device.write(content)
+                return
+            handle, temporary = tempfile.mkstemp(dir=self._target.parent, prefix=f".{self.path.name}.")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(content)
+                self._put(temporary)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+
+    def take(self, written: Path) -> Path:
+        """Move a finished file here, and give where it lies then; a device gets a copy. Raises what `check` does."""
+        self.check()
+        with self._errors():
+            if self.is_written_to:
+                with written.open("rb") as source, self.path.open("ab") as device:
+                    shutil.copyfileobj(source, device)
+                return written
+            self._put(written)
+        return self.path
+
+    @property
+    def _target(self) -> Path:
+        """The file itself, where the path is a link."""
+        return _real(self.path)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise SteplabError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _put(self, temporary: Path | str) -> None:
+        target = self._target
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_file_mode())
+        os.replace(temporary, target)
+
+    def _refuse_the_store(self) -> None:
+        try:
+            store = Path(self.store) if self.store else default_path()
+        except SteplabError:  # there is no place for one
+            return
+        for end, what in _COMPANIONS.items():
+            if any(_is_same(self.path, Path(f"{base}{end}")) for base in (store, _real(store))):
+                raise UserError(f"cannot write to {self.path}: it is {what} {store}; name another file")
+
+    def _refuse_another_kind(self) -> None:
+        if not self._target.exists():
+            return
+        with self._errors():
+            beginning = _beginning(self._target)
+        if is_store_header(beginning):
+            raise UserError(f"cannot replace {self.path}: it is a steplab store; name another file")
+        kind = KINDS[self.kind]
+        if self.force or not beginning.strip() or kind.is_like(self._target.name, beginning):
+            return
+        if kind.opening is None:
+            why = f"exists, and nothing in {kind.what} says whether steplab wrote it"
+        else:
+            found = _described(self._target.name, beginning)
+            why = f"exists and is {f'{found}, ' if found else ''}not {kind.what}"
+        raise UserError(f"{self.path} {why}; name another file, or add --force to replace this one")
+
+
+@contextmanager
+def folder_for(target: Destination | None) -> Iterator[Path]:
+    """A folder for a file under way, on the disk that it is to stay on; what is left in it goes.
+
+    target: where the file is to stay; None: nowhere. Raises what `check` does, before anything is measured.
+    """
+    if target:
+        target.check()
+    beside = _real(target.path).parent if target and not target.is_written_to else None
+    try:
+        made = tempfile.TemporaryDirectory(dir=beside, prefix=".steplab-")
+    except OSError as error:
+        raise SteplabError(f"cannot write {target.path if target else 'temporary files'}: {error.strerror}") from error
+    with made as folder:
+        yield Path(folder)
+
+
+def refuse_the_same(*paths: Path | None) -> None:
+    """Raise UserError where two files that one command is to write are one."""
+    given = [path for path in paths if path is not None]
+    for number, path in enumerate(given):
+        if any(_is_same(path, other) for other in given[:number]):
+            raise UserError(f"two outputs would go to {path}, and the later replace the earlier; name two files")
+
+
+def unread(error: Exception, run: Run, what: str, *, kept: Path | None) -> SteplabError:
+    """What to say of a raw file that was not understood; kept: where it is."""
+    why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
+    where = f"the {what} is in {kept}" if kept else f"no folder would take the {what}"
+    return SteplabError(f"the {what} could not be read: {why}; {where}, the timing in record {run.id}")
+
+
+def rescue(written: Path, what: str, run_id: str) -> Path | None:
+    """Move a file out of the folder that is about to go; None if nothing takes it."""
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        try:
+            return Path(shutil.move(written, folder / f"steplab-{what}-{run_id}{written.suffix}"))
+        except OSError:
+            continue  # the next folder may be on another disk
+    return None
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Whether both are one file, whatever they are called; of what is not there yet, by what it will be called."""
+    with contextlib.suppress(OSError):
+        return os.path.samefile(path, other)
+    return _real(path) == _real(other)
+
+
+def _real(path: Path) -> Path:
+    """The path without links; unlike Path.resolve, of links in a circle too."""
+    return Path(os.path.realpath(path))
+
+
+def _beginning(path: Path) -> bytes:
+    """The first bytes of a file, decompressed."""
+    with path.open("rb") as file:
+        head = file.read(_READ_BYTES)
+    if head.startswith(b"\x1f\x8b"):
+        with contextlib.suppress(zlib.error):
+            return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16).decompress(head, _READ_BYTES)
+    return head
+
+
+def _described(name: str, beginning: bytes) -> str | None:
+    """What a file is, where its beginning tells."""
+    if beginning.startswith(b"SQLite format 3\0"):
+        return "an SQLite database"
+    return next((kind.what for kind in KINDS.values() if kind.is_like(name, beginning)), None)
+
+
+def compressed(content: bytes) -> bytes:
+    """The content as gzip writes it, the same each time."""
+    return gzip.compress(content, mtime=0)
+
+
+def _new_file_mode() -> int:
+    """What a file made here may be read by: mkstemp's are for their owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

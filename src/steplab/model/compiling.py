@@ -1,0 +1,36 @@
+"""What torch.compile is given: a model as a whole, or each of its repeated blocks by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from steplab.errors import Unsupported
+
+
+def compiled(function: Callable[..., Any], mode: str) -> Any:
+    """`function` compiled; `mode` is a StepSpec's `compile`, other than off."""
+    return torch.compile(function, mode=None if mode in ("default", "block") else mode)
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compile the forward pass of each repeated block in place, so that gradients appear as backward proceeds.
+
+    Hooks on a block stay outside of its compiled code. Raises Unsupported as repeated_blocks does.
+    """
+    for block in repeated_blocks(module):
+        block.forward = compiled(block.forward, "block")
+        block.compiled_within = True  # type: ignore[assignment]
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks: the modules of its largest nn.ModuleList.
+
+    Raises Unsupported where it has no such list.
+    """
+    lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
+    if not lists:
+        raise Unsupported("working block by block", "the model has no nn.ModuleList of blocks", "use another model")
+    largest = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
+    return list(largest)

@@ -1,0 +1,19 @@
+"""What a device may be called. Whether it is there is known only where it is opened (measurement.device)."""
+
+from collections.abc import Sequence
+
+from steplab.errors import UserError
+
+DEVICES_TOLD = "auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N"
+"""For the help of an option."""
+_KNOWN = "auto, cpu, mps, cuda or cuda:N"
+_PLAIN = ("auto", "cpu", "mps", "cuda")
+
+
+def check_device(name: str, there: Sequence[str] = ()) -> None:
+    """Raises UserError for a name that no device has, listing the devices that are `there`, where they are known."""
+    kind, colon, index = name.partition(":")
+    if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
+        return
+    has = f"; this machine has {', '.join(there)}" if there else ""
+    raise UserError(f"device '{name}' is not known; choose one of {_KNOWN}{has}")

@@ -1,0 +1,175 @@
+"""No file that a command writes takes the place of the store, or of what steplab did not write."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program, complaint, digests, tiny
+
+from steplab.specs.ddp import DdpStudy, variants_of
+from steplab.specs.resolve import resolve_step
+
+MEASURING = {
+    "run": ("run", *tiny()),
+    "sweep": ("sweep", *tiny()),
+    "profile": ("profile", *tiny()),
+    "memory": ("memory", *tiny()),
+    "precision": ("precision", *tiny(), "--only", "audit"),
+    "attention": ("attention", "--device", "cpu"),
+    "comm": ("comm", "--processes", "2"),
+    "ddp": ("ddp", "--processes", "2"),
+    "tune attention": ("tune", "attention"),
+    "explain --try": ("explain", "--try"),
+}
+READING = {
+    "report": ("report",),
+    "list": ("list",),
+    "export": ("export",),
+    "explain": ("explain",),
+    "plan memory": ("plan", "memory"),
+    "import-trace": ("import-trace", "missing.json"),
+    "import-snapshot": ("import-snapshot", "missing.pickle"),
+}
+EVERY = MEASURING | READING
+
+
+@pytest.fixture
+def guarded(filled: Program) -> Iterator[Program]:
+    """The program with a measured store, which must be the same after the test, byte for byte."""
+    before = digests(filled.store.parent)
+    yield filled
+    assert digests(filled.store.parent) == before
+
+
+def _format(command: str) -> tuple[str, ...]:
+    """One that the command writes."""
+    return ("--format", "md" if command.startswith("explain") else "csv")
+
+
+def _link(program: Program, name: str) -> Path:
+    """Another name of the store, in the working folder."""
+    (program.cwd / name).symlink_to(program.store)
+    return program.cwd / name
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_no_output_is_the_store(guarded: Program, command: str) -> None:
+    said = complaint(guarded(*EVERY[command], *_format(command), "--output", guarded.store, "--force"), 2)
+    assert said == f"steplab: cannot write to {guarded.store}: it is the store {guarded.store}; name another file"
+
+
+def test_no_page_is_the_store(guarded: Program) -> None:
+    assert "it is the store" in complaint(guarded("report", "--output", _link(guarded, "page.html")), 2)
+
+
+@pytest.mark.parametrize("command", ["run", "report", "list", "export", "sweep"])
+def test_no_output_is_a_store_that_the_command_is_about_to_make(steplab: Program, command: str) -> None:
+    given = ("--store", "new.csv", "--format", "csv", "--output", "./x/../new.csv")
+    assert "it is the store new.csv" in complaint(steplab(*EVERY[command], *given), 2)
+    assert list(steplab.cwd.iterdir()) == []
+
+
+def _traces(program: Program) -> tuple[str, ...]:
+    """The store under the name of a trace that the study writes."""
+    study = DdpStudy(step=resolve_step({}), processes=2, contenders=variants_of(["flat"], [1.0], ["collectives"]))
+    (program.cwd / "traces").mkdir()
+    _link(program, f"traces/{study.trace_name(1)}")
+    return ("ddp", "--processes", "2", "--contenders", "flat", "--traces", "traces")
+
+
+def _marks(program: Program) -> tuple[str, ...]:
+    _link(program, "kept.marks.json")
+    return ("memory", *tiny(), "--snapshot", "kept.pickle")
+
+
+RAW = {
+    "trace": lambda program: ("profile", *tiny(), "--trace", str(_link(program, "kept.json"))),
+    "nsys": lambda program: ("profile", *tiny(), "--nsys", "--trace", str(program.store)),
+    "snapshot": lambda program: ("memory", *tiny(), "--snapshot", str(_link(program, "kept.pickle"))),
+    "marks": _marks,
+    "tiles": lambda program: ("tune", "attention", "--tiles", str(program.store)),
+    "traces": _traces,
+}
+
+
+@pytest.mark.parametrize("option", RAW)
+def test_no_raw_file_is_the_store(guarded: Program, option: str) -> None:
+    said = complaint(guarded(*RAW[option](guarded), "--force"), 2)
+    assert f"it is the store {guarded.store}; name another file" in said
+    assert [path for path in guarded.cwd.rglob("*") if not path.is_symlink() and path.is_file()] == []
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> None:
+    mine = guarded.write("train.py", "import torch\n")
+    said = complaint(guarded(*EVERY[command], *_format(command), "--output", "train.py"), 2)
+    assert "train.py exists and is not a table of figures in " in said
+    assert said.endswith("name another file, or add --force to replace this one")
+    assert mine.read_text() == "import torch\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("package.json", ("profile", *tiny(), "--trace")),
+        ("weights.pickle", ("memory", *tiny(), "--snapshot")),
+        ("kept.marks.json", ("memory", *tiny(), "--snapshot", "kept.pickle", "--output", "text.txt")),
+        ("pyproject.toml", ("tune", "attention", "--tiles")),
+    ],
+)
+def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: str, arguments: Sequence[str]) -> None:
+    mine = guarded.write(name, '{"name": "mine"}\n')
+    said = complaint(guarded(*arguments, *([] if name == "kept.marks.json" else [name])), 2)
+    assert f"{name} exists and is not " in said
+    assert mine.read_text() == '{"name": "mine"}\n'
+
+
+def test_force_replaces_it(filled: Program) -> None:
+    notes = filled.write("notes.txt", "mine\n")
+    assert "nothing in plain text says whether steplab wrote it" in complaint(filled("list", "--output", notes), 2)
+    assert filled("list", "--output", notes, "--force").code == 0
+    assert notes.read_text().startswith("id ")
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("report", ("page.html", "rows.csv", "rows.json", "rows.md", "rows.tex")),
+        ("list", ("rows.csv", "rows.json", "rows.md", "rows.tex")),
+        ("export", ("records.jsonl", "rows.csv")),
+        ("plan memory", ("rows.csv", "rows.json", "rows.md", "rows.tex")),
+    ],
+)
+def test_an_earlier_output_is_replaced(guarded: Program, command: str, names: Sequence[str]) -> None:
+    for name in names:
+        for _ in range(2):
+            assert guarded(*EVERY[command], "--output", name).stderr == f"wrote {name}\n"
+
+
+def test_raw_files_replace_earlier_ones(steplab: Program) -> None:
+    for arguments in (("profile", "--trace", "step.json.gz"), ("memory", "--snapshot", "step.pickle")):
+        sizes = []
+        for _ in range(2):
+            assert steplab(arguments[0], *tiny(), *arguments[1:]).code == 0
+            sizes.append((steplab.cwd / arguments[2]).stat().st_ino)
+        assert sizes[0] != sizes[1]
+    assert sorted(path.name for path in steplab.cwd.iterdir()) == ["step.json.gz", "step.marks.json", "step.pickle"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("profile", *tiny(), "--trace", "both.json"),
+        ("memory", *tiny(), "--snapshot", "both.pickle", "--format", "json"),
+        ("memory", *tiny(), "--snapshot", "step.pickle"),
+    ],
+)
+def test_two_outputs_of_a_command_are_two_files(guarded: Program, arguments: Sequence[str]) -> None:
+    name = {"both.pickle": "both.pickle", "step.pickle": "step.marks.json"}.get(arguments[-1], "both.json")
+    name = "both.pickle" if "both.pickle" in arguments else name
+    assert "two outputs would go to" in complaint(guarded(*arguments, "--output", f"./{name}"), 2)
+
+
+def test_devices_are_written_to(guarded: Program) -> None:
+    assert guarded("list", "--output", "/dev/null").stderr == "wrote /dev/null\n"
+    assert guarded("list", "--output", "/dev/stdout").stdout == guarded("list").stdout
