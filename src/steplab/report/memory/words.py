@@ -108,7 +108,7 @@ def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]
         yield "Each phase's peak equals, to the byte, what the allocator counted over the steps timed phase by phase."
     for phase, size in off:
         yield (
-            f"In {phase} the peak was {units.format_bytes(watched[phase])} as watched; over the steps timed "
+            f"In {phase} the watched peak was {units.format_bytes(watched[phase])}; over the steps timed "
             f"phase by phase the allocator counted {_against(size, watched[phase])}."
         )
 
