@@ -261,13 +261,14 @@ assert {{"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-rang
          "--force-overwrite=true"}} <= set(options), options
 assert command[1:3] == ["-m", "steplab.measurement.child"], command
 request = json.loads(sys.stdin.readline())
-assert (request["profiled_steps"], request["trace"]) == (2, None), request
+task = request["task"]
+assert (task["profiled_steps"], task["trace"]) == (2, None), request
 with open("record.json") as file:
     record = json.load(file)
 if os.path.exists("export"):
     shutil.copy("export", report + ".sqlite")
 with os.fdopen(int(command[3]), "wb") as pipe:
-    pipe.write(json.dumps({{"kind": "record", "value": record}}).encode() + b"\\n")
+    pipe.write(json.dumps({{"kind": "result", "value": record}}).encode() + b"\\n")
 '''
 
 

@@ -8,8 +8,7 @@ as torch calls them: float32, bfloat16.
 from dataclasses import dataclass
 from typing import Literal
 
-from steplab.records.record import Record
-from steplab.specs.step import StepSpec
+from steplab.records.record import StepRecord
 
 NUMERICS_SCHEMA = "steplab.numerics/1"
 
@@ -191,26 +190,12 @@ class Accumulation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numerics(Record):
+class Numerics(StepRecord):
     """What `steplab precision` saw of one step in one precision, and of sums on that device."""
 
-    study: str | None = None
-    """Identity of the sweep that timed the same step in several precisions."""
-    spec: StepSpec | None = None
-    """The step that was audited; None: sums alone."""
     audit: Audit | None = None
     """What was seen of the step; None without one, or for a failure."""
     accumulations: tuple[Accumulation, ...] = ()
     """The accumulation study."""
     schema: str = NUMERICS_SCHEMA
     """Format of this record."""
-
-    @property
-    def sweep_id(self) -> str | None:
-        """Identity of the sweep that the record belongs to; None for a record of its own."""
-        return self.study
-
-    @property
-    def cell(self) -> StepSpec | None:
-        """The step whose cell of that sweep this is; None: none."""
-        return self.spec

@@ -46,6 +46,26 @@ class Record(Outcome):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord(Record):
+    """A record of one step, which may be a cell of a sweep."""
+
+    study: str | None = None
+    """Identity of the sweep that it belongs to; None: none."""
+    spec: StepSpec | None = None
+    """What was asked; None for a user's own loop, or for sums on a device alone."""
+
+    @property
+    def sweep_id(self) -> str | None:
+        """Identity of the sweep that the record belongs to; None for a record of its own."""
+        return self.study
+
+    @property
+    def cell(self) -> StepSpec | None:
+        """The step whose cell of that sweep this is; None: none."""
+        return self.spec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark(Record, Generic[Cell]):
     """A record of several cells that were measured together, each with raw samples or a failure."""
 

@@ -7,9 +7,8 @@ from steplab.records.memory import Memory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.profile import Profile
 from steplab.records.ranks import RankSamples
-from steplab.records.record import Record
+from steplab.records.record import StepRecord
 from steplab.records.timing import Timing
-from steplab.specs.step import StepSpec
 
 RUN_SCHEMA = "steplab.run/1"
 
@@ -54,13 +53,9 @@ class Utilization:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run(Record):
+class Run(StepRecord):
     """A measurement of one step."""
 
-    study: str | None = None
-    """Identity of the sweep it belongs to."""
-    spec: StepSpec | None = None
-    """What was asked; None for a user's own loop."""
     tokens_per_step: int | None = None
     """Tokens of one step, of all processes together; None if the user's loop did not say."""
     model: ModelFacts | None = None
@@ -79,16 +74,6 @@ class Run(Record):
     """MFU under each convention that applies, and HFU."""
     schema: str = RUN_SCHEMA
     """Format of this record."""
-
-    @property
-    def sweep_id(self) -> str | None:
-        """Identity of the sweep that the record belongs to; None for a record of its own."""
-        return self.study
-
-    @property
-    def cell(self) -> StepSpec | None:
-        """The step whose cell of that sweep this is; None: none."""
-        return self.spec
 
     @property
     def device_name(self) -> str | None:
