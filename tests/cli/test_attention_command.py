@@ -34,7 +34,7 @@ TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "--devi
         ),
         (("--hardware", "H200 SXM"), "--hardware is for --derive"),
         (("--derive", "--hardware", "abacus"), "unknown hardware 'abacus'"),
-        (("--derive", "--format", "csv"), "this command does not write csv; choose one of table"),
+        (("--derive", "--output", "page.html"), "this command does not write html; choose one of table, json, csv"),
         (
             ("--implementation", "plain", "--against", "sdpa"),
             "--against 'sdpa' is not measured here; choose one of plain",
