@@ -88,8 +88,11 @@ def warmup_chapter(cells: Sequence[Cell]) -> Section | None:
     curves = warmup_curves(cells)
     if curves is None:
         return None
-    counted = ", ".join(f"{words} in {units.counted(count, 'run')}" for words, count in settling(cells))
-    told = Sentences(texts=(f"Step time: {counted}.",)) if counted else None
+    counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
+    steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
+    restless = [f"The step time did not settle in {runs}." for words, runs in counts if not words.startswith("from")]
+    sentences = ([f"The step time is steady {steady}."] if steady else []) + restless
+    told = Sentences(texts=tuple(sentences)) if sentences else None
     table = warmup_table(cells)
     return chapter("Warm-up", "warmup", told, curves, named_section("Fewer warm-up steps", table) if table else None)
 
