@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import mean, median
 
 from steplab.records.codec import decode
-from steplab.records.rows import utilization
 from steplab.records.run import Run
+from steplab.records.run_figures import utilization
 from steplab.units import GIB
 
 SIZES = ("small", "medium", "large", "xl", "2.7b")

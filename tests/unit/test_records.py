@@ -19,8 +19,9 @@ from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.registry import kind_of
-from steplab.records.rows import run_row, utilization
+from steplab.records.rows import run_row
 from steplab.records.run import RUN_SCHEMA, ModelFacts, Run, Utilization
+from steplab.records.run_figures import utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step

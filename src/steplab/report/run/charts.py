@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from steplab import stats, units
-from steplab.records.rows import utilization
+from steplab.records.run_figures import utilization
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.axes import Layout

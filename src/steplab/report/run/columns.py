@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from steplab import units
 from steplab.records.rows import Row, Scalar
+from steplab.records.run_figures import RUN_FIGURES, RunFigure, Unit
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table
-from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, LABEL, SHARE, TIME, Quantity
+from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, LABEL, SHARE, TEXT, TIME, Quantity
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
@@ -24,8 +25,21 @@ def _unsaid(value: Scalar) -> str:
     return ""
 
 
-def _figure(key: str, header: str, quantity: Quantity, rank: int) -> Column:
-    return Column(key=key, header=header, quantity=quantity, rank=rank)
+_QUANTITIES: dict[Unit, Quantity] = {
+    "s": TIME,
+    "tokens/s": TOKENS_PER_S,
+    "share": SHARE,
+    "FLOP/s": FLOPS_PER_S,
+    "bytes": BYTES,
+    "text": TEXT,
+}
+
+
+def _figure_column(figure: RunFigure) -> Column | None:
+    if figure.header is None:
+        return None
+    quantity = _QUANTITIES[figure.unit]
+    return Column(key=figure.key, header=figure.header, quantity=quantity, shared=figure.shared, rank=figure.rank)
 
 
 def _field_column(field: StepField) -> Column:
@@ -43,32 +57,18 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="id", header="id"),
     Column(key="name", header="name", shared="{}", rank=1),
     Column(key="description", header="description", shared="{}", rank=3),
-    _figure("num_ranks", "ranks", LABEL, 0),
+    Column(key="num_ranks", header="ranks", quantity=LABEL),
     Column(key="backend", header="backend", shared="{}", rank=1),
     Column(key="collectives", header="collectives", shared="collectives: {}", rank=1, wraps_from=16),
     Column(key="contenders", header="contenders", shared="contenders: {}", rank=1, wraps_from=20),
-    _figure("num_cells", "cells", LABEL, 0),
-    _figure("num_ok", "ok", LABEL, 0),
-    _figure("num_failed", "failed", LABEL, 0),
+    Column(key="num_cells", header="cells", quantity=LABEL),
+    Column(key="num_ok", header="ok", quantity=LABEL),
+    Column(key="num_failed", header="failed", quantity=LABEL),
     Column(key="created_utc", header="measured", quantity=_DAY, shared="measured {}", rank=9),
     # How a step was measured stands behind what it computes.
     *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
     Column(key="device", header="device", shared="{}", rank=6),
-    _figure("step_time_s", "step", TIME, 0),
-    _figure("forward_s", "forward", TIME, 5),
-    _figure("backward_s", "backward", TIME, 5),
-    _figure("gradient_sync_s", "sync", TIME, 5),
-    _figure("optimizer_s", "opt. step", TIME, 5),
-    _figure("compile_s", "compile time", TIME, 6),
-    _figure("tokens_per_s", "tokens/s", TOKENS_PER_S, 3),
-    _figure("mfu", "MFU", SHARE, 1),
-    Column(key="mfu_convention", header="convention", rank=4),
-    _figure("hfu", "HFU", SHARE, 4),
-    Column(key="peak_flops_per_s", header="dense peak", quantity=FLOPS_PER_S, shared="dense peak {}", rank=10),
-    Column(key="peak_source", header="source of the peak", shared="source of the peak: {}", rank=11),
-    _figure("peak_allocated_bytes", "allocated", BYTES, 2),
-    _figure("peak_reserved_bytes", "reserved", BYTES, 5),
-    _figure("host_peak_bytes", "host peak", BYTES, 7),
+    *(column for figure in RUN_FIGURES if (column := _figure_column(figure))),
     replace(RESULT, wraps_from=30),
 )
 """Every column a table for people can have, of runs and of studies, in its order. `status` is told together with

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from steplab import stats, units
-from steplab.records.rows import Scalar, utilization
+from steplab.records.rows import Scalar
+from steplab.records.run_figures import utilization
 from steplab.records.timing import HARDLY_AHEAD
 from steplab.report.kit.document import Fact
 from steplab.report.run.cells import COMPARED, Cell, label, said, varying

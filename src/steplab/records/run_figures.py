@@ -1,0 +1,154 @@
+"""The figures of a run, each declared once: how it is found in the record, and how a table shows it.
+
+A run's flat row and the columns of every table of runs are made of these; a new figure is one entry here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from steplab.records.memory import PeakMemory
+from steplab.records.memory_profile import MemoryProfile
+from steplab.records.run import Run, Utilization
+from steplab.records.timing import find_phase
+from steplab.specs.step_fields import Scalar
+
+Unit = Literal["s", "tokens/s", "share", "FLOP/s", "bytes", "text"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFigure:
+    """One figure of a run."""
+
+    key: str
+    """Name in rows, JSON and CSV; ends in the unit."""
+    header: str | None
+    """Heading of its column; None: programs alone get it."""
+    unit: Unit
+    """What it is counted in; share: a part of one."""
+    find: Callable[[Run], Scalar]
+    """Its value in a record; None: absent."""
+    rank: int = 0
+    """0: in every table; else the higher, the sooner a narrow terminal leaves it out."""
+    shared: str = ""
+    """How a caption says a value that all rows share, with {} for it; empty: it stays a column."""
+
+
+def utilization(run: Run, kind: str, convention: str) -> Utilization | None:
+    """The stored utilization of a kind under a convention; the rule of thumb `params` where causal is unknown."""
+    of_kind = [u for u in run.utilizations if u.kind == kind]
+    exact = [u for u in of_kind if u.convention == convention]
+    return next(iter(exact or of_kind), None)
+
+
+def _phase(name: str) -> Callable[[Run], float | None]:
+    """Median of a phase of steps that ran back to back."""
+
+    def found(run: Run) -> float | None:
+        samples = find_phase(run.timing.back_to_back, name) if run.timing else None
+        return median(samples.best_s) if samples and samples.best_s else None
+
+    return found
+
+
+_step_s = _phase("step")
+
+
+def _compile_s(run: Run) -> float | None:
+    first_s, step_s = run.timing.first_step_s if run.timing else None, _step_s(run)
+    return first_s - step_s if first_s and step_s else None
+
+
+def _tokens_per_s(run: Run) -> float | None:
+    step_s = _step_s(run)
+    return run.tokens_per_step / step_s if run.tokens_per_step and step_s else None
+
+
+def _mfu(run: Run) -> Utilization | None:
+    return utilization(run, "mfu", "causal")
+
+
+def _hfu(run: Run) -> Utilization | None:
+    return utilization(run, "hfu", "as_executed")
+
+
+def _used(run: Run) -> Utilization | None:
+    """MFU and HFU are shares of one peak; a factory's model has HFU alone."""
+    return _mfu(run) or _hfu(run)
+
+
+def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization], Scalar]) -> Callable[[Run], Scalar]:
+    """What is read off a utilization that a run may have."""
+    return lambda run: read(used) if (used := find(run)) else None
+
+
+def _peak(run: Run) -> PeakMemory | None:
+    return run.memory.peak("step") if run.memory else None
+
+
+def _seen(run: Run) -> MemoryProfile | None:
+    """An imported snapshot was measured by nobody here: its peak is the one that its history shows."""
+    return run.memory_profile if run.memory is None else None
+
+
+def _allocated_bytes(run: Run) -> int | None:
+    peak, seen = _peak(run), _seen(run)
+    return peak.peak_allocated_bytes if peak else seen.peak_bytes if seen else None
+
+
+def _reserved_bytes(run: Run) -> int | None:
+    peak, seen = _peak(run), _seen(run)
+    return peak.peak_reserved_bytes if peak else seen.reserved_bytes if seen else None
+
+
+RUN_FIGURES: tuple[RunFigure, ...] = (
+    RunFigure(key="step_time_s", header="step", unit="s", find=_step_s),
+    RunFigure(key="forward_s", header="forward", unit="s", find=_phase("forward"), rank=5),
+    RunFigure(key="backward_s", header="backward", unit="s", find=_phase("backward"), rank=5),
+    RunFigure(key="gradient_sync_s", header="sync", unit="s", find=_phase("gradient sync"), rank=5),
+    RunFigure(key="optimizer_s", header="opt. step", unit="s", find=_phase("optimizer"), rank=5),
+    RunFigure(key="compile_s", header="compile time", unit="s", find=_compile_s, rank=6),
+    RunFigure(key="tokens_per_s", header="tokens/s", unit="tokens/s", find=_tokens_per_s, rank=3),
+    RunFigure(key="mfu", header="MFU", unit="share", find=_of(_mfu, lambda used: used.value), rank=1),
+    RunFigure(
+        key="mfu_convention",
+        header="convention",
+        unit="text",
+        find=_of(_mfu, lambda used: used.convention),
+        rank=4,
+    ),
+    RunFigure(key="hfu", header="HFU", unit="share", find=_of(_hfu, lambda used: used.value), rank=4),
+    RunFigure(
+        key="peak_flops_per_s",
+        header="dense peak",
+        unit="FLOP/s",
+        find=_of(_used, lambda used: used.peak_flops_per_s),
+        rank=10,
+        shared="dense peak {}",
+    ),
+    RunFigure(
+        key="peak_source",
+        header="source of the peak",
+        unit="text",
+        find=_of(_used, lambda used: used.peak_source),
+        rank=11,
+        shared="source of the peak: {}",
+    ),
+    RunFigure(key="peak_allocated_bytes", header="allocated", unit="bytes", find=_allocated_bytes, rank=2),
+    RunFigure(key="peak_reserved_bytes", header="reserved", unit="bytes", find=_reserved_bytes, rank=5),
+    RunFigure(
+        key="host_peak_bytes",
+        header="host peak",
+        unit="bytes",
+        find=lambda run: run.memory.host_peak_bytes if run.memory else None,
+        rank=7,
+    ),
+    RunFigure(
+        key="memory_source",
+        header=None,
+        unit="text",
+        find=lambda run: run.memory_profile.source if run.memory_profile else None,
+    ),
+)
+"""In the order of columns."""
