@@ -89,8 +89,10 @@ def render_page(
 def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section | None:
     """The chapter, known to be printable: a value that cannot be written fails here, where its record is left out."""
     section = part.make(records, context)
-    if section:
-        html.section_html(section)
+    if section is None:
+        return None
+    section = html.drawn(section)
+    html.section_html(section)
     return section
 
 

@@ -69,7 +69,7 @@ def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
     return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], lambda v: units.format_rate(v, "FLOP/s")), note)
 
 
-def memory_chart(cells: Sequence[AttentionCell], *, saved: bool) -> Chart | None:
+def memory_chart(cells: Sequence[AttentionCell], saved: bool) -> Chart | None:
     """Bytes saved for backward, or the peak of forward and backward; None where neither is known."""
 
     def figure(cell: AttentionCell) -> float | None:

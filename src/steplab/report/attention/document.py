@@ -20,6 +20,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    later,
     named_section,
     notes_section,
     record_section,
@@ -79,11 +80,9 @@ def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     if telling and (speeds := speed_table(run.cells, peer, telling)):
         yield named_section(f"Speed, {PASS_WORDS[telling]}", speeds)
     for name in PASSES:
-        if chart := rate_chart(run.cells, name):
-            yield named_section(f"FLOP/s, {PASS_WORDS[name]}", chart)
+        yield named_section(f"FLOP/s, {PASS_WORDS[name]}", later(rate_chart, run.cells, name))
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
-        if chart := memory_chart(run.cells, saved=saved):
-            yield named_section(title, chart)
+        yield named_section(title, later(memory_chart, run.cells, saved))
     yield from cell_tables(run.cells, peer)
     yield from notes_section([*run.notes, *notes_of(run.cells)])
 

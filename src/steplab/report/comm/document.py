@@ -15,6 +15,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    later,
     named_section,
     notes_section,
     record_section,
@@ -117,14 +118,9 @@ def _counted_devices(devices: list[str]) -> str:
 def _sections(run: CommRun) -> Iterator[Section]:
     if any(bus_bandwidth(cell) for cell in run.cells):
         yield named_section("Bus bandwidth", bandwidth_table(run.cells))
-    pictures = {
-        "Time over message size": time_over_size(run.cells, run.profile),
-        "Time over ranks": time_over_ranks(run.cells),
-        "Backends": backends_side_by_side(run.cells),
-    }
-    for title, chart in pictures.items():
-        if chart:
-            yield named_section(title, chart)
+    yield named_section("Time over message size", later(time_over_size, run.cells, run.profile))
+    yield named_section("Time over ranks", later(time_over_ranks, run.cells))
+    yield named_section("Backends", later(backends_side_by_side, run.cells))
     yield named_section("Every cell", _cells(run))
     if run.profile:
         yield named_section("Communication profile", _profile(run.profile))

@@ -19,6 +19,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    later,
     named_section,
     notes_section,
     record_section,
@@ -91,18 +92,14 @@ def ddp_cell_line(cell: DdpCell) -> str:
 
 
 def _sections(run: DdpRun) -> Iterator[Section]:
-    if bars := step_bars(run):
-        yield named_section("Time of a step", bars)
+    yield named_section("Time of a step", later(step_bars, run))
     rows = ddp_rows(run)
     yield named_section("Time and communication", _time(rows))
-    curve, model = bucket_curve(run), tuple(model_words(run))
-    if curve or model:
-        yield named_section("Bucket size", curve, Sentences(texts=model) if model else None)
-    memory, held = memory_bars(run), [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
-    if memory or held:
-        yield named_section("Memory per rank", memory, _memory(held) if held else None)
-    if drawn := timelines(run):
-        yield named_section("One step of each variant", drawn)
+    model = tuple(model_words(run))
+    yield named_section("Bucket size", later(bucket_curve, run), Sentences(texts=model) if model else None)
+    held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
+    yield named_section("Memory per rank", later(memory_bars, run), _memory(held) if held else None)
+    yield named_section("One step of each variant", later(timelines, run))
     yield from notes_section(notes_of(run))
 
 

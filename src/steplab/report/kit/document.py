@@ -6,7 +6,8 @@ A section of a report says here once what it has to say. The renderers beside th
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from steplab.records.rows import Scalar
 from steplab.report.kit.quantities import LABEL, TEXT, Quantity
@@ -134,6 +135,14 @@ class Chart:
     """How to read it, and what is not shown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A chart that is drawn where it is shown: drawing takes longer than all the rest of a report."""
+
+    draw: Callable[[], Chart | None]
+    """Gives the chart; None: there is nothing to draw."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
     """What stands under one heading."""
@@ -148,7 +157,7 @@ class Section:
     """Whether a page starts with it closed."""
 
 
-Block = Sentences | Facts | Table | Pairs | Chart | Section
+Block = Sentences | Facts | Table | Pairs | Chart | Deferred | Section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +179,11 @@ class Document:
 def named_section(title: str, *blocks: Block | None) -> Section:
     """A section of those blocks that there are."""
     return Section(title=title, blocks=tuple(block for block in blocks if block is not None))
+
+
+def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
+    """The chart that `draw` makes of the arguments, once it is to be shown."""
+    return Deferred(partial(draw, *arguments))
 
 
 def table_of_texts(

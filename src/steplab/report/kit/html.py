@@ -1,9 +1,10 @@
 """A document as one web page that needs nothing else: no network, no script, no second file."""
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.document import Chart, Column, Document, Facts, Section, Sentences, Table
+from steplab.report.kit.document import Block, Chart, Column, Deferred, Document, Facts, Section, Sentences, Table
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
 
@@ -14,15 +15,26 @@ _OPEN_ROWS = 24
 """Rows up to which a table starts open."""
 
 
+def drawn(section: Section) -> Section:
+    """The section with its charts drawn, without the sections in it that this leaves empty."""
+    blocks: list[Block] = []
+    for block in section.blocks:
+        made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
+        if made is not None and not (isinstance(made, Section) and not made.blocks):
+            blocks.append(made)
+    return replace(section, blocks=tuple(blocks))
+
+
 def section_html(section: Section, level: int = 2) -> str:
     """The section with everything in it as an HTML element, its heading one of `level`; safe to insert as it is."""
     macros = environment().get_template("blocks.html.j2").module
-    return str(macros.section(section, level))  # type: ignore[attr-defined]  # a macro of the template
+    return str(macros.section(drawn(section), level))  # type: ignore[attr-defined]  # a macro of the template
 
 
 def render_page(page: Document) -> str:
     """The document as a page that needs nothing else; sections with an anchor are linked at its top."""
-    return environment().get_template("page.html.j2").render(page=page)
+    whole = replace(page, sections=tuple(drawn(section) for section in page.sections))
+    return environment().get_template("page.html.j2").render(page=whole)
 
 
 @functools.cache

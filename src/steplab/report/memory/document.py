@@ -15,6 +15,7 @@ from steplab.report.kit.document import (
     Sentences,
     Table,
     chapter,
+    later,
     named_section,
     notes_section,
     record_section,
@@ -132,8 +133,7 @@ def _sections(
 ) -> Iterator[Section]:
     """`cells` and `references` are what the cell is compared with."""
     run, profile = cell.run, profile_of(cell)
-    if timeline := memory_timelines([_shown(cell, "")]):
-        yield named_section("Memory over time", timeline)
+    yield named_section("Memory over time", later(memory_timelines, [_shown(cell, "")]))
     predicted = _sentences(words.prediction_sentence(profile, prediction)) if prediction else None
     yield named_section("Peak by category", category_table(profile, prediction), predicted)
     if phases := phase_table(run, profile):

@@ -13,6 +13,7 @@ from steplab.report.kit.document import (
     Sentences,
     Table,
     chapter,
+    later,
     named_section,
     notes_section,
     record_section,
@@ -89,24 +90,22 @@ def _record(run: Run, profile: Profile, title: str) -> Section:
 def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield _section(
         f"{words.device_word(profile)} time by phase",
-        device_time(run, profile),
+        later(device_time, run, profile),
         phase_table(run, profile),
         words.overlap_note(run, profile),
     )
     told = [*words.matmul_sentences(run, profile), words.uncategorised_sentence(run, profile)]
-    yield _section("Categories", category_bars(run, profile), category_table(run, profile), *told)
+    yield _section("Categories", later(category_bars, run, profile), category_table(run, profile), *told)
     if profile.kernels:
         tops = Sentences(texts=tuple(words.top_kernel_sentences(profile)), role="finding")
-        yield _section(f"Top {words.kernels_word(profile)}", tops, kernel_bars(profile), kernel_table(profile))
+        yield _section(f"Top {words.kernels_word(profile)}", tops, later(kernel_bars, profile), kernel_table(profile))
     if rows := attention_rows(run, profile):
         notes = Sentences(texts=tuple(attention_notes(run, rows)), role="note")
         yield _section("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
-    if roofs := roofline(run, profile):
-        yield _section("Roofline", roofs)
+    yield _section("Roofline", later(roofline, run, profile))
     if talk := words.communication_sentence(run, profile):
         yield _section("Communication", talk)
-    if timeline := timeline_chart(profile):
-        yield _section("Timeline of one step", timeline)
+    yield _section("Timeline of one step", later(timeline_chart, profile))
     if profile.host_calls:
         yield _section("Host calls that wait or copy", host_call_table(profile))
     yield from notes_section(words.further_notes(profile))
