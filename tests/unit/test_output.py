@@ -6,6 +6,7 @@ import pickle
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,42 @@ def test_another_store_is_not_replaced_by_force_either(tmp_path: Path) -> None:
     assert other.read_bytes() == before
 
 
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("end", ["-wal", "-shm", "-journal"])
+def test_a_companion_of_another_store_is_not_written_by_force_either(tmp_path: Path, end: str, force: bool) -> None:
+    other, companion = tmp_path / "other.db", tmp_path / f"other.db{end}"
+    Store.open(other, write=True).close()
+    with pytest.raises(
+        UserError, match=rf"{companion.name}: it belongs to the database .*other\.db; name another file"
+    ):
+        emit("rows", to(companion, force=force), "json")
+    companion.write_bytes(b"records that are nowhere else")
+    with pytest.raises(
+        UserError, match=rf"{companion.name}: it belongs to the database .*other\.db; name another file"
+    ):
+        emit("rows", to(companion, force=force), "json")
+    assert companion.read_bytes() == b"records that are nowhere else"
+
+
+def test_a_link_that_is_changed_after_the_check_does_not_choose_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, harmless, precious = tmp_path / "page.csv", tmp_path / "harmless.csv", tmp_path / "precious"
+    precious.write_text("keep me")
+    link.symlink_to(harmless)
+    make = tempfile.mkstemp
+
+    def changed(*args: Any, **others: Any) -> tuple[int, str]:
+        link.unlink()
+        link.symlink_to(precious)
+        return make(*args, **others)
+
+    monkeypatch.setattr(tempfile, "mkstemp", changed)
+    emit("id,created_utc", to(link), "csv")
+    assert precious.read_text() == "keep me"
+    assert harmless.read_text() == "id,created_utc\n"
+
+
 def _database(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE bookmarks (url TEXT)")
@@ -228,6 +265,7 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "notes": ("notes.txt", lambda path: path.write_text("keep me")),
     "a paper": ("paper.tex", lambda path: path.write_text("\\documentclass{article}\n")),
     "compressed notes": ("notes.json.gz", lambda path: path.write_bytes(gzip.compress(b"keep me"))),
+    "events": ("events.json", lambda path: path.write_text('{"traceEvents": [\n  {"ph": "X"}]}\n')),
     "no real gzip": ("broken.gz", lambda path: path.write_bytes(b"\x1f\x8bnot gzip")),
 }
 

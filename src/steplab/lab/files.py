@@ -1,7 +1,8 @@
 """Every file that is written where the user says: it appears whole or not at all, and replaces nothing but its like.
 
-The store is never replaced. Another file is replaced where it is empty or, by its first bytes, an earlier output of the
-same kind; what else is there stays, unless it is forced. A device or a pipe is written to.
+No store is ever replaced. Another file is replaced where it is empty or, by its first bytes, an earlier output of the
+same kind; what else is there stays, unless it is forced. Tables in CSV, JSON and Markdown are known by their shape
+alone, so that another program's table of that shape is replaced too. A device or a pipe is written to.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ _COMPANIONS = {
     "-journal": "the journal of the store",
 }
 """What SQLite may keep beside a file, by what it adds to the name."""
+_SQLITE_MAGIC = b"SQLite format 3\0"
 _DEVICES = Path("/dev")
 
 
@@ -50,7 +52,7 @@ class _Kind:
 
 
 _RECORD = r'\{("failure":(null|\{"kind":"\w+".*\}),)?("schema":"steplab\.[^"]*",)?"id":"[^"]*","created_utc":'
-_JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study)":|\{\s*"\w+": \[\s*\{\s*")'
+_JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study)":|\{\s*"[a-z_]+": \[\s*\{\s*")'
 """Rows; findings, a prediction or tiles; tables by their names."""
 _MARKDOWN_TABLE = r"\| [^\n]* \|\n\|( -+:? \|)+\n"
 _MARKDOWN_TEXT = r"# [^\n]+\n\n<!-- written by steplab -->\n"
@@ -97,49 +99,55 @@ class Destination:
 
     def check(self) -> None:
         """Raise UserError, before the work begins, for what must not be replaced, and SteplabError for what cannot."""
-        if self.path.is_dir():
-            raise UserError(f"cannot write to the folder {self.path}; name a file in it")
-        self._refuse_the_store()
-        if self.is_written_to:
-            return
-        folder = self._target.parent
-        if not os.access(folder, os.W_OK):
-            why = "its folder is not writable" if folder.is_dir() else f"there is no folder {self.path.parent}"
-            raise SteplabError(f"cannot write {self.path}: {why}")
-        self._refuse_another_kind()
+        self._checked()
 
     def write(self, content: bytes) -> None:
         """Make the file, or replace it; a device gets the content. Raises what `check` does."""
-        self.check()
+        target = self._checked()
         with self._errors():
-            if self.is_written_to:
+            if target is None:
                 with self.path.open("ab") as device:
                     device.write(content)
                 return
-            handle, temporary = tempfile.mkstemp(dir=self._target.parent, prefix=f".{self.path.name}.")
+            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{self.path.name}.")
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(content)
-                self._put(temporary)
+                _put(temporary, target)
             except BaseException:
                 Path(temporary).unlink(missing_ok=True)
                 raise
 
     def take(self, written: Path) -> Path:
         """Move a finished file here, and give where it lies then; a device gets a copy. Raises what `check` does."""
-        self.check()
+        target = self._checked()
         with self._errors():
-            if self.is_written_to:
+            if target is None:
                 with written.open("rb") as source, self.path.open("ab") as device:
                     shutil.copyfileobj(source, device)
                 return written
-            self._put(written)
+            _put(written, target)
         return self.path
 
-    @property
-    def _target(self) -> Path:
-        """The file itself, where the path is a link."""
-        return _real(self.path)
+    def _checked(self) -> Path | None:
+        """The file itself, where the path is a link, once it may be replaced; None: it is written to.
+
+        Links are followed once: another user may change one in a shared folder after the check.
+        """
+        if self.path.is_dir():
+            raise UserError(f"cannot write to the folder {self.path}; name a file in it")
+        self._refuse_the_store()
+        if self.is_written_to:
+            return None
+        target = _real(self.path)
+        folder = target.parent
+        if not os.access(folder, os.W_OK):
+            why = "its folder is not writable" if folder.is_dir() else f"there is no folder {self.path.parent}"
+            raise SteplabError(f"cannot write {self.path}: {why}")
+        with self._errors():
+            self._refuse_another_store(target)
+            self._refuse_another_kind(target)
+        return target
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -147,11 +155,6 @@ class Destination:
             yield
         except OSError as error:
             raise SteplabError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _put(self, temporary: Path | str) -> None:
-        target = self._target
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_file_mode())
-        os.replace(temporary, target)
 
     def _refuse_the_store(self) -> None:
         try:
@@ -162,20 +165,28 @@ class Destination:
             if any(_is_same(self.path, Path(f"{base}{end}")) for base in (store, _real(store))):
                 raise UserError(f"cannot write to {self.path}: it is {what} {store}; name another file")
 
-    def _refuse_another_kind(self) -> None:
-        if not self._target.exists():
+    def _refuse_another_store(self, target: Path) -> None:
+        for end in _COMPANIONS:
+            other = Path(str(target).removesuffix(end))
+            if not str(target).endswith(end) or not other.is_file():
+                continue
+            beginning = _beginning(other)
+            if end and beginning.startswith(_SQLITE_MAGIC):
+                raise UserError(f"cannot write to {self.path}: it belongs to the database {other}; name another file")
+            if is_store_header(beginning):
+                raise UserError(f"cannot replace {self.path}: it is a steplab store; name another file")
+
+    def _refuse_another_kind(self, target: Path) -> None:
+        if not target.exists():
             return
-        with self._errors():
-            beginning = _beginning(self._target)
-        if is_store_header(beginning):
-            raise UserError(f"cannot replace {self.path}: it is a steplab store; name another file")
+        beginning = _beginning(target)
         kind = KINDS[self.kind]
-        if self.force or not beginning.strip() or kind.is_like(self._target.name, beginning):
+        if self.force or not beginning.strip() or kind.is_like(target.name, beginning):
             return
         if kind.opening is None:
             why = f"exists, and nothing in {kind.what} says whether steplab wrote it"
         else:
-            found = _described(self._target.name, beginning)
+            found = _described(target.name, beginning)
             why = f"exists and is {f'{found}, ' if found else ''}not {kind.what}"
         raise UserError(f"{self.path} {why}; name another file, or add --force to replace this one")
 
@@ -234,6 +245,11 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def _put(temporary: Path | str, target: Path) -> None:
+    os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_file_mode())
+    os.replace(temporary, target)
+
+
 def _beginning(path: Path) -> bytes:
     """The first bytes of a file, decompressed."""
     with path.open("rb") as file:
@@ -246,7 +262,7 @@ def _beginning(path: Path) -> bytes:
 
 def _described(name: str, beginning: bytes) -> str | None:
     """What a file is, where its beginning tells."""
-    if beginning.startswith(b"SQLite format 3\0"):
+    if beginning.startswith(_SQLITE_MAGIC):
         return "an SQLite database"
     return next((kind.what for kind in KINDS.values() if kind.is_like(name, beginning)), None)
 
