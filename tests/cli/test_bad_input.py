@@ -245,6 +245,12 @@ def test_a_read_only_store_can_be_read(read_only: Program) -> None:
         assert read_only(*arguments, prefix=privileges) == read_only(*arguments)
 
 
+def test_an_error_that_quotes_a_name_does_not_steer_the_terminal(steplab: Program) -> None:
+    said = complaint(steplab("list", "--store", "none\x1b[2J.db"), 1)
+    assert "\x1b" not in said
+    assert "none.db" in said
+
+
 def _garbage(store: Path) -> None:
     store.write_text("this was never a database\n" * 500)
 

@@ -173,11 +173,19 @@ def test_a_newer_major_format_is_refused_with_the_fix(kind: str) -> None:
         decode(json.dumps({"schema": f"steplab.{kind}/2", "id": "a"}))
 
 
-@pytest.mark.parametrize("schema", ["steplab.run/0", "steplab.run", "steplab.run/new", "other/1", ""])
+@pytest.mark.parametrize(
+    "schema", ["steplab.run/0", "steplab.run", "steplab.run/new", "steplab.run/²", "steplab.\x1b[2J/1", "other/1", ""]
+)
 def test_a_format_of_nobody_is_refused_by_name(schema: str) -> None:
     with pytest.raises(SteplabError, match="is not a record format") as error:
         decode(json.dumps({"schema": schema}))
-    assert repr(schema) in str(error.value)
+    assert ascii(schema) in str(error.value)
+
+
+def test_a_format_of_absurd_length_is_refused() -> None:
+    with pytest.raises(SteplabError, match="is not a record format") as error:
+        decode(json.dumps({"schema": "steplab.run/" + "9" * 5000}))
+    assert len(str(error.value)) < 200
 
 
 @pytest.mark.parametrize(

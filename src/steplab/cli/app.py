@@ -32,6 +32,7 @@ from steplab.cli.show import show
 from steplab.cli.sweep import sweep
 from steplab.cli.tune import tune
 from steplab.errors import LeftOut, SteplabError, UserError
+from steplab.report.kit.text import plain
 
 INTERRUPTED = 130
 
@@ -121,7 +122,7 @@ def _told_of_what_is_left_out(arguments: list[str]) -> Iterator[None]:
                 told.add(str(message))
                 if "--debug" in arguments:
                     traceback.print_exception(message.error)
-                print(f"steplab: {' '.join(str(message).split())}", file=sys.stderr)
+                print(_in_one_line(str(message)), file=sys.stderr)
             else:
                 usual(message, category, *where, **more)  # type: ignore[arg-type]
 
@@ -142,5 +143,10 @@ def _is_told_elsewhere() -> bool:
 def _fail(message: str, code: int, arguments: list[str]) -> int:
     if "--debug" in arguments:
         traceback.print_exc()
-    print(f"steplab: {' '.join(message.split())}", file=sys.stderr)
+    print(_in_one_line(message), file=sys.stderr)
     return code
+
+
+def _in_one_line(message: str) -> str:
+    """What an error or a warning prints; it may quote a file, which must not steer the terminal."""
+    return f"steplab: {plain(' '.join(message.split()))}"

@@ -52,8 +52,9 @@ def decode(text: bytes | str) -> Record:
 
 def _refusal(schema: str) -> str:
     kind, _, major = schema.partition("/")
+    is_number = major.isascii() and major.isdecimal() and len(major) < 10
     for known in _TYPES:
         known_kind, _, known_major = known.partition("/")
-        if kind == known_kind and major.isdigit() and int(major) > int(known_major):
+        if kind == known_kind and is_number and int(major) > int(known_major):
             return f"the record has format {schema}, newer than the {known} this version reads; upgrade steplab"
-    return f"'{schema}' is not a record format of steplab's"
+    return f"{schema[:64]!a} is not a record format of steplab's"
