@@ -156,8 +156,9 @@ class Collector:
         went_on = True
         for number, element in enumerate(elements):
             if text := bytes(element).strip():
-                event = decode_exact_event(text)
-                if event is None and (event := repair_event(text)):
+                is_object = text.startswith(b"{")  # else it is no event, and not worth the time of trying
+                event = decode_exact_event(text) if is_object else None
+                if is_object and event is None and (event := repair_event(text)):
                     self.num_repaired += 1
                 if event is not None:
                     events.append(event)
