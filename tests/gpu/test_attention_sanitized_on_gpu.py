@@ -23,8 +23,7 @@ SCRIPT = Path(__file__).with_name("sanitize_attention.py")
 ROOT = SCRIPT.parents[2]
 HOPPER_KERNELS = [
     ("triton_hopper_forward", "forward_kernel"),
-    ("triton_hopper_backward", "backward_kv_kernel"),
-    ("triton_hopper_backward", "backward_q_kernel"),
+    ("triton_hopper_backward", "backward_kernel"),
 ]
 
 

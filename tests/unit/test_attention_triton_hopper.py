@@ -1,10 +1,11 @@
-"""Which tiles the Hopper kernels visit, and which of them they mask: the kernels' own arithmetic, run as Python.
+"""Which tiles the Hopper kernels visit, which of them they mask, and in which order: their own arithmetic, as Python.
 
 Their products run on no CPU. What a kernel works out before it starts its warps are whole numbers.
 """
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -18,37 +19,45 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from steplab.ops.attention import triton_hopper_backward, triton_hopper_forward
+from steplab.ops.attention.triton_schedule import dealt, heads_a_group, lengths_of_tasks, task_table
 
-ROWS_OF_A_PROGRAM = 128
+KEYS = 128
+QUERIES = 64
 LENGTHS = [1, 64, 65, 127, 128, 200, 300]
 ANYTHING = MagicMock()
 
 
 @contextmanager
-def as_python(module: ModuleType, program: int, num_programs: int = 1) -> Iterator[list[Any]]:
+def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
     """Runs what the module's kernels do with whole numbers; gives what they start their warps with."""
     started: list[Any] = []
-    language = SimpleNamespace(
+    language = MagicMock(
         cdiv=lambda a, b: -(-a // b),
         maximum=max,
         minimum=min,
+        where=lambda condition, x, y: x if condition else y,
+        static_range=range,
         program_id=lambda axis: program,
-        num_programs=lambda axis: num_programs,
         warp_specialize=lambda workers, *rest: started.extend(workers),
     )
-    names = {"own_tiles", "barrier", "ring", "_numbers", "fence_async_shared"} & set(vars(module))
-    fakes: dict[str, Any] = dict.fromkeys(names, ANYTHING) | {"gl": language, "NUM_CONSUMERS": 2, "ROWS": 64}
+    fakes = {"gl": language, "mbarrier": ANYTHING, "fence_async_shared": ANYTHING, "barrier": ANYTHING}
+    fakes |= {"KEYS": KEYS, "ROWS": 64, "NUM_CONSUMERS": 2}
     with patch.multiple(module, **{name: fake for name, fake in fakes.items() if hasattr(module, name)}):
         yield started
 
 
-def numbers_of(kernel: Any, program: int, **given: Any) -> dict[str, Any]:
-    """What a kernel's program tells its consumers, by the names under which they take it."""
+def told_by(program: int, **given: Any) -> dict[str, Any]:
+    """What a program of the backward kernel tells its warps, by the names under which they take it."""
+    kernel = triton_hopper_backward.backward_kernel
     names = inspect.signature(kernel.fn).parameters
+    usual = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
+    usual |= {"M": QUERIES, "MAIN": 64, "REST": 0, "BOX": 64, "NUM_SLOTS": 2}
     with as_python(triton_hopper_backward, program) as started:
-        kernel.fn(**{name: given.get(name, ANYTHING) for name in names})
-    consumer, arguments = started[0]
-    return dict(zip(inspect.signature(consumer.fn).parameters, arguments, strict=False))
+        kernel.fn(**{name: (usual | given).get(name, ANYTHING) for name in names})
+    told: dict[str, Any] = {}
+    for worker, arguments in started:
+        told |= dict(zip(inspect.signature(worker.fn).parameters, arguments, strict=True))
+    return told
 
 
 def seen(num_queries: int, num_keys: int, *, causal: bool) -> torch.Tensor:
@@ -59,103 +68,133 @@ def seen(num_queries: int, num_keys: int, *, causal: bool) -> torch.Tensor:
     return pairs
 
 
-def assert_all_is_done_once(done: torch.Tensor, right: torch.Tensor, num_queries: int, case: object) -> None:
-    """Padded queries weigh nothing by themselves, and may be visited unmasked."""
-    assert torch.equal(done[:num_queries], right[:num_queries].int()), case
-
-
+@pytest.mark.parametrize("upwards", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("tile", [32, 64, 128])
-def test_keys_meet_every_query_that_sees_them_once(tile: int, causal: bool) -> None:
-    for num_queries in LENGTHS:
-        for num_keys in LENGTHS:
-            right = seen(num_queries, num_keys, causal=causal)
-            done = torch.zeros(right.shape, dtype=torch.int)
-            for program in range(-(-num_keys // ROWS_OF_A_PROGRAM)):
-                told = numbers_of(
-                    triton_hopper_backward.backward_kv_kernel,
-                    program,
-                    num_heads=1,
-                    sharing=1,
-                    num_queries=num_queries,
-                    num_keys=num_keys,
-                    CAUSAL=causal,
-                    M=tile,
-                )
-                keys = slice(told["first_key"], told["first_key"] + ROWS_OF_A_PROGRAM)
-                for t in range(told["num_tiles"]):
-                    first = told["first_query"] + t * tile
-                    visited = right[first : first + tile, keys]
-                    assert visited.any(), "a tile of which nothing is seen"
-                    done[first : first + tile, keys] += visited if t < told["num_masked"] else torch.tensor(1)
-            assert_all_is_done_once(done, right, num_queries, (num_queries, num_keys))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("tile", [32, 64, 128])
-def test_queries_meet_every_key_that_they_see_once(tile: int, causal: bool) -> None:
-    for num_queries in LENGTHS:
-        for num_keys in LENGTHS:
-            right = seen(num_queries, num_keys, causal=causal)
-            done = torch.zeros(right.shape, dtype=torch.int)
-            for program in range(-(-num_queries // ROWS_OF_A_PROGRAM)):
-                told = numbers_of(
-                    triton_hopper_backward.backward_q_kernel,
-                    program,
-                    num_heads=1,
-                    sharing=1,
-                    num_queries=num_queries,
-                    num_keys=num_keys,
-                    CAUSAL=causal,
-                    N=tile,
-                )
-                queries = slice(told["first_query"], told["first_query"] + ROWS_OF_A_PROGRAM)
-                for i in range(told["num_tiles"]):
-                    first = (told["num_tiles"] - 1 - i) * tile
-                    visited = right[queries, first : first + tile]
-                    assert first < num_keys
-                    done[queries, first : first + tile] += visited if i < told["num_masked"] else torch.tensor(1)
-            assert_all_is_done_once(done, right, num_queries, (num_queries, num_keys))
+def test_keys_meet_every_query_that_sees_them_once(causal: bool, upwards: bool) -> None:
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        right = seen(num_queries, num_keys, causal=causal)
+        done = torch.zeros(right.shape, dtype=torch.int)
+        for program in range(-(-num_keys // KEYS)):
+            sizes = {"num_queries": num_queries, "num_keys": num_keys, "CAUSAL": causal}
+            told = told_by(program, num_upwards=int(upwards), **sizes)
+            keys = slice(told["first_key"], told["first_key"] + KEYS)
+            num_tiles, num_masked, num_whole = told["num_tiles"], told["num_masked"], told["num_whole"]
+            for t in range(num_tiles):
+                first = told["first_query"] + t * QUERIES
+                visited = right[first : first + QUERIES, keys]
+                assert visited.any(), "a tile of which nothing is seen"
+                masked = t < num_masked or t >= max(num_masked, num_whole)
+                done[first : first + QUERIES, keys] += visited if masked else torch.tensor(1)
+        assert torch.equal(done, right.int()), (num_queries, num_keys)
 
 
 @pytest.mark.parametrize(("num_heads", "sharing"), [(1, 1), (4, 2), (6, 3)])
-def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int) -> None:
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, together: int) -> None:
     batch, length = 3, 300
-    tiles = -(-length // ROWS_OF_A_PROGRAM)
+    tiles, num_kv_heads = -(-length // KEYS), num_heads // sharing
     sizes = {"num_heads": num_heads, "sharing": sharing, "num_queries": length, "num_keys": length, "CAUSAL": True}
-    kernel = triton_hopper_backward.backward_q_kernel
-    told = [numbers_of(kernel, program, N=64, **sizes) for program in range(batch * num_heads * tiles)]
-    assert {(x["b"], x["head"], x["first_query"]) for x in told} == {
-        (b, head, ROWS_OF_A_PROGRAM * t) for b in range(batch) for head in range(num_heads) for t in range(tiles)
-    }
-    num_kv_heads = num_heads // sharing
-    kernel = triton_hopper_backward.backward_kv_kernel
-    told = [numbers_of(kernel, program, M=64, **sizes) for program in range(batch * num_kv_heads * tiles)]
-    assert {(x["b"], x["kv_head"], x["first_key"]) for x in told} == {
-        (b, head, ROWS_OF_A_PROGRAM * t) for b in range(batch) for head in range(num_kv_heads) for t in range(tiles)
-    }
+    sizes |= {"heads_in_all": batch * num_kv_heads, "heads_a_group": together, "num_upwards": num_kv_heads}
+    told = [told_by(program, **sizes) for program in range(batch * num_kv_heads * tiles)]
+    assert sorted((x["b"], x["kv_head"], x["first_key"]) for x in told) == [
+        (b, head, KEYS * t) for b in range(batch) for head in range(num_kv_heads) for t in range(tiles)
+    ]
 
 
-@pytest.mark.parametrize("num_programs", [1, 2, 4, 5, 8, 48])
 @pytest.mark.parametrize("causal", [False, True])
-def test_programs_of_the_forward_kernel_share_out_all_tasks(causal: bool, num_programs: int) -> None:
-    batch, num_heads, num_queries, num_keys, tile = 1, 3, 600, 500, 64
-    num_tasks = batch * num_heads * -(-num_queries // ROWS_OF_A_PROGRAM)
-    found = []
-    for program in range(min(num_programs, num_tasks)):
+@pytest.mark.parametrize("num_upwards", [0, 2, 100])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(600, 600), (200, 600), (600, 200), (1, 300), (129, 128)])
+def test_turns_come_to_all_and_wait_for_lower_programs_alone(
+    causal: bool, num_upwards: int, num_queries: int, num_keys: int
+) -> None:
+    """Whatever the number of programs that run at a time: if it is one, each finds its turns come."""
+    heads, num_padded = 3, -(-num_queries // KEYS) * KEYS
+    sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
+    sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}
+    turns = [0] * (heads * num_padded // KEYS)
+    first_of_tile: dict[int, list[bool]] = {}
+    for program in range(heads * -(-num_keys // KEYS)):
+        told = told_by(program, **sizes)
+        waits: list[tuple[int, int]] = []
+        engine = SimpleNamespace(
+            async_copy_shared_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(True),
+            store_wait=ANYTHING,
+        )
         with (
-            as_python(triton_hopper_forward, program, min(num_programs, num_tasks)),
-            patch.object(triton_hopper_forward, "TASK", ROWS_OF_A_PROGRAM),
+            as_python(triton_hopper_backward, program),
+            patch.multiple(
+                triton_hopper_backward,
+                tma=engine,
+                _tile=triton_hopper_backward._tile.fn,
+                _wait_for=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
+                _hand_on=lambda at: turns.__setitem__(at, turns[at] + 1),
+                _written=ANYTHING,
+                _add_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
+            ),
         ):
-            for number in range(triton_hopper_forward._tasks_of_program.fn(num_tasks)):
-                found.append(
-                    triton_hopper_forward._task.fn(number, num_tasks, num_heads, num_queries, num_keys, causal, tile)
-                )
+            worker = triton_hopper_backward._add_up.fn
+            worker(**{name: told[name] if name != "turns_ptr" else 0 for name in inspect.signature(worker).parameters})
+        assert all(turn == now for turn, now in waits), program
+    visible = range(-(-num_queries // KEYS))
+    of_blocks = [min(q, -(-num_keys // KEYS) - 1) + 1 if causal else -(-num_keys // KEYS) for q in visible]
+    assert turns == of_blocks * heads
+    # The first that comes to a tile stores, and all others add.
+    assert all(stored == [True] + [False] * (len(stored) - 1) for stored in first_of_tile.values())
+    assert len(first_of_tile) == heads * -(-num_queries // QUERIES) * 2
+
+
+# --- the forward kernel's tasks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5])
+@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tasks_are_all_queries_with_the_keys_that_they_see(causal: bool, rows: int, together: int) -> None:
+    batch, num_heads, num_queries, num_keys, tile = 2, 3, 600, 500, 64
+    tasks_a_head = -(-num_queries // rows)
+    num_tasks = batch * num_heads * tasks_a_head
+    with as_python(triton_hopper_forward):
+        found = [
+            triton_hopper_forward._task.fn(
+                task, num_tasks, together, num_heads, num_queries, num_keys, causal, tile, rows
+            )
+            for task in range(num_tasks)
+        ]
     right = seen(num_queries, num_keys, causal=causal)
     expected = []
-    for b in range(batch):
-        for head in range(num_heads):
-            for first in range(0, num_queries, ROWS_OF_A_PROGRAM):
-                keys = int(right[first : first + ROWS_OF_A_PROGRAM].any(0).sum())
-                expected.append((b, head, first, -(-keys // tile)))
-    assert sorted(found) == expected
+    for b, head, first in itertools.product(range(batch), range(num_heads), range(0, num_queries, rows)):
+        keys = int(right[first : first + rows].any(0).sum())
+        expected.append((b, head, first, -(-keys // tile)))
+    assert sorted(found) == sorted(expected)
+    lengths = lengths_of_tasks(
+        batch * num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal
+    )
+    assert lengths == [num_tiles for _, _, _, num_tiles in found], "what the host takes them to be"
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 7, 132])
+def test_each_task_is_dealt_once_and_none_waits_for_long(num_programs: int) -> None:
+    lengths = [8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1] * 20
+    rows = dealt(lengths, num_programs)
+    assert sorted(task for row in rows for task in row) == list(range(len(lengths)))
+    assert len(rows) == min(num_programs, len(lengths))
+    sums = [sum(lengths[task] + 0.6 for task in row) for row in rows]
+    assert max(sums) <= sum(sums) / len(rows) + max(lengths) + 0.6, "as list scheduling promises (Graham 1969)"
+    assert all(row == sorted(row) for row in rows), "in the order in which heads share the cache"
+
+
+def test_the_table_says_how_many_tasks_a_program_has_and_leaves_room_to_read_one_more() -> None:
+    table = task_table(
+        4, 600, 600, rows=128, tile=128, together=2, causal=True, num_programs=3, device=torch.device("cpu")
+    )
+    assert table.dtype == torch.int32
+    assert table.shape[0] == 3
+    found = [task for count, *row in table.tolist() for task in row[:count]]
+    assert sorted(found) == list(range(20))
+    assert all(count + 2 <= table.shape[1] for count in table[:, 0].tolist())
+
+
+def test_groups_of_heads_fit_the_cache_and_are_never_empty() -> None:
+    assert heads_a_group(2**20, 100) == 16
+    assert heads_a_group(2**20, 4) == 4
+    assert heads_a_group(2**30, 4) == 1

@@ -14,8 +14,13 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from steplab.ops.attention.triton_backward import _start_for_keys, _start_for_queries, _start_of_prepare
-from steplab.ops.attention.triton_forward import _start
+from steplab.ops.attention import triton_forward
+from steplab.ops.attention.triton_backward import (
+    _start_for_keys,
+    _start_for_queries,
+    _start_of_prepare,
+    _starts_of_one_sweep,
+)
 from steplab.ops.attention.triton_launch import Call, Form, Start
 from steplab.ops.attention.triton_tensors import columns
 from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant
@@ -86,21 +91,31 @@ def test_no_tensor_is_kept_between_calls() -> None:
     assert [x() for x in seen] == [None, None]
 
 
+Q_SHAPE, K_SHAPE = (1, 4, 50, 64), (1, 2, 70, 64)
+Q, K = (12800, 3200, 64, 1), (8960, 4480, 64, 1)
+CALL = Call(columns(64), torch.bfloat16, torch.device("cpu"), "ieee", True, 0.125)
+
+
+def tiles_of(kernel: Kernel, variant: Variant, queries: int = 128) -> Tiles:
+    return Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=queries, keys=128, stages=2)
+
+
 def starts(kernel: Kernel, variant: Variant) -> tuple[Start, int]:
     """A start of the kernel for some shape, and the number of its tensors."""
-    call = Call(columns(64), torch.bfloat16, torch.device("cpu"), "ieee", True, 0.125)
-    q_shape, k_shape = (1, 4, 50, 64), (1, 2, 70, 64)
-    q, k = ((12800, 3200, 64, 1), (8960, 4480, 64, 1))
-    tiles = Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=128, keys=64, stages=2)
+    tiles = tiles_of(kernel, variant)
     if kernel == "forward":
-        return _start.__wrapped__(tiles, call, q_shape, k_shape, (q, k, k, q)), 5
+        with patch.object(triton_forward, "num_multiprocessors", return_value=3):
+            start, more = triton_forward._start.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q))
+        return start, 5 + len(more)
     if kernel == "backward_kv":
-        return _start_for_keys.__wrapped__(tiles, call, q_shape, k_shape, (q, k, k, q, k, k)), 8
-    return _start_for_queries.__wrapped__(tiles, call, q_shape, k_shape, (q, k, k, q, q)), 7
+        return _start_for_keys.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K)), 8
+    return _start_for_queries.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, Q)), 7
 
 
-@pytest.mark.parametrize("variant", ["portable", "hopper"])
-@pytest.mark.parametrize("kernel", ["forward", "backward_kv", "backward_q"])
+@pytest.mark.parametrize(
+    ("kernel", "variant"),
+    [("forward", "portable"), ("forward", "hopper"), ("backward_kv", "portable"), ("backward_q", "portable")],
+)
 def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant) -> None:
     """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
     home = importlib.import_module(f"steplab.ops.attention.triton_{variant}_{kernel.split('_')[0]}")
@@ -110,12 +125,24 @@ def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: 
     check_both_starts(start, noted, num_tensors)
 
 
+def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None:
+    hopper = importlib.import_module("steplab.ops.attention.triton_hopper_backward")
+    portable = importlib.import_module("steplab.ops.attention.triton_portable_backward")
+    noted = [KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.backward_kernel, portable.finish_kernel)]
+    given = tiles_of("backward", "hopper", queries=64), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
+    with patch.object(hopper, "backward_kernel", noted[0]), patch.object(portable, "finish_kernel", noted[1]):
+        start, finish, num_sums = _starts_of_one_sweep.__wrapped__(*given)
+    check_both_starts(start, noted[0], 10)
+    check_both_starts(finish, noted[1], 2)
+    assert num_sums == 4 * 128 * 64, "of 50 queries filled up to 128"
+
+
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:
     home = importlib.import_module("steplab.ops.attention.triton_portable_backward")
     noted = KernelWithoutGpu(list(home.prepare_kernel.arg_names))
     shape, strides = (1, 4, 50, 64), (12800, 3200, 64, 1)
     with patch.object(home, "prepare_kernel", noted):
-        given = 64, torch.bfloat16, torch.device("cpu"), 0.125, shape, strides, strides
+        given = 64, torch.bfloat16, torch.device("cpu"), shape, strides, strides
         start = _start_of_prepare.__wrapped__(*given)
     check_both_starts(start, noted, 6)
 

@@ -14,7 +14,7 @@ from steplab.errors import Unsupported
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_launch import base_two, positive_scale
 from steplab.ops.attention.triton_tensors import columns, copy_back, readable, strides_of, writable
-from steplab.ops.attention.triton_tuning import WIDEST_TILE, Kernel, Tiles, tiles_for
+from steplab.ops.attention.triton_tuning import WIDEST_TILE, Kernel, Tiles, tiles_for, tiles_if_any
 
 BOXES = [16, 32, 64, 128, 256]
 
@@ -138,10 +138,12 @@ def tiles_on(
     bits: int = 16,
     box: int = 64,
 ) -> Tiles:
-    return triton_tuning._found(kernel, gpu, capability, bits, box, tokens)
+    found = triton_tuning._found(kernel, gpu, capability, bits, box, tokens)
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize("kernel", get_args(Kernel))
+@pytest.mark.parametrize("kernel", ["forward", "backward_kv", "backward_q"])
 @pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("box", BOXES)
 def test_the_table_has_portable_tiles_for_every_gpu(box: int, bits: int, kernel: Kernel) -> None:
@@ -156,15 +158,17 @@ def test_rows_of_the_table_are_ones_that_kernels_can_be_made_for() -> None:
         assert row.kernel in get_args(Kernel)
         assert row.box in BOXES
         for size in (row.queries, row.keys):
-            assert size in (16, 32, 64, 128), row
-        assert row.queries <= WIDEST_TILE
+            assert size in (16, 32, 64, 128) or (row.kernel, row.variant, size) == ("forward", "hopper", 192), row
+        assert row.kernel == "forward" or row.queries <= WIDEST_TILE
         assert row.warps in (1, 2, 4, 8)
         assert row.stages >= 1
         if row.variant == "hopper":
             assert row.bits == 16
             assert row.gpu not in ("any", "sm80", "sm89", "sm100")
-            rows_of_consumers = row.keys if row.kernel == "backward_kv" else row.queries
-            assert rows_of_consumers == 128, row  # two consumers of 64 each
+            if row.kernel == "backward":
+                assert (row.queries, row.keys) == (64, 128), row  # what its registers hold
+            else:
+                assert row.queries in ((128, 192) if row.box <= 64 else (128,)), row  # two consumers of 64, or three
             assert row.stages >= 2, row  # a tile is multiplied one round after the next one is asked for
 
 
@@ -228,8 +232,20 @@ def test_a_triton_without_our_gluon_gets_portable_kernels() -> None:
 
 
 def test_what_the_table_lacks_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"triton_tiles.toml has no forward for 16-bit tiles 512 wide"):
-        tiles_on("GPU A", (9, 0), box=512)
+    with pytest.raises(Unsupported, match=r"on cpu .*triton_tiles.toml has no forward for 16-bit tiles 512 wide"):
+        tiles_for("forward", torch.empty(1, dtype=torch.float16), 512, 100)
+    assert tiles_if_any("backward", torch.empty(1, dtype=torch.float16), 64, 100) is None, "in one sweep on a CPU"
+
+
+def test_gradients_are_made_in_one_sweep_where_the_gpu_and_its_triton_can() -> None:
+    with patch.object(triton_tuning, "hopper_kernels_run", return_value=True):
+        assert {tiles_on("NVIDIA H200", (9, 0), "backward", box=box).variant for box in (64, 128)} == {"hopper"}
+        assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 16, 256, 100) is None
+        assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 32, 64, 100) is None
+        assert triton_tuning._found("backward", "NVIDIA A100", (8, 0), 16, 64, 100) is None
+    triton_tuning._found.cache_clear()
+    with patch.object(triton_tuning, "hopper_kernels_run", return_value=False):
+        assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 16, 64, 100) is None
 
 
 def test_tensors_on_a_cpu_get_portable_tiles_of_their_width() -> None:

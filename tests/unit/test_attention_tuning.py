@@ -79,10 +79,11 @@ def test_a_box_is_that_of_the_kernels(head_dim: int) -> None:
 def test_every_kernel_has_candidates_that_the_table_can_hold(box: int, hopper: bool, bits: int) -> None:
     found = candidates(box, bits=bits, hopper=hopper, portable=False)
     assert len(set(found)) == len(found)
-    assert {candidate.kernel for candidate in found} == set(KERNELS)
+    in_one_sweep = hopper and bits == 16 and box < 256
+    assert {candidate.kernel for candidate in found} == ({"forward"} if in_one_sweep else set(KERNELS))
     for candidate in found:
-        tiles = Tiles(gpu="any", **dataclasses.asdict(candidate))
-        assert tiles.queries <= triton_tuning.WIDEST_TILE
+        tiles = Tiles(gpu="any", **candidate.row())
+        assert tiles.kernel == "forward" or tiles.queries <= triton_tuning.WIDEST_TILE
         assert tiles.bits == bits
         assert (hopper and bits == 16) or tiles.variant == "portable"
     more = candidates(box, bits=bits, hopper=hopper, portable=True)
@@ -95,7 +96,7 @@ def test_the_committed_tiles_of_32_bits_are_among_those_that_are_tried() -> None
     assert {row.box for row in rows} == {16, 32, 64, 128, 256}
     for row in rows:
         tried_there = candidates(row.box, bits=32, hopper=False, portable=False)
-        assert row in [Tiles(gpu=row.gpu, tokens=row.tokens, **dataclasses.asdict(c)) for c in tried_there]
+        assert row in [Tiles(gpu=row.gpu, tokens=row.tokens, **c.row()) for c in tried_there]
 
 
 @pytest.mark.parametrize(
@@ -430,8 +431,8 @@ def test_what_is_written_is_what_the_kernels_read(monkeypatch: pytest.MonkeyPatc
     kept = [row for row in read_table(before) if any(getattr(row, name) != value for name, value in mine.items())]
     short, long = read_table(text)[len(kept) :]
     assert list(read_table(text)[: len(kept)]) == kept
-    assert short == Tiles(**dataclasses.asdict(tile("forward", 2)), gpu="NVIDIA H200", tokens=2048)
-    assert long == Tiles(**dataclasses.asdict(tile("forward", 3)), gpu="NVIDIA H200")
+    assert short == Tiles(**tile("forward", 2).row(), gpu="NVIDIA H200", tokens=2048)
+    assert long == Tiles(**tile("forward", 3).row(), gpu="NVIDIA H200")
 
     monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
     monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: True)
@@ -467,7 +468,7 @@ def test_rows_of_32_bits_are_written_beside_those_of_16(monkeypatch: pytest.Monk
     assert list(read_table(text)[:-2]) == others
     monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
     read = triton_tuning._found.__wrapped__
-    assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2049) == Tiles(**dataclasses.asdict(wide), gpu="NVIDIA H200")
+    assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2049) == Tiles(**wide.row(), gpu="NVIDIA H200")
     assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2048).tokens == 2048
     assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2048).bits == 16
 
@@ -490,7 +491,7 @@ def test_a_table_without_new_rows_keeps_its_rows_and_its_head() -> None:
 
 
 def test_names_and_fields_survive_toml() -> None:
-    row = {**dataclasses.asdict(tile(persistent=True, warps=8)), "gpu": 'the "µ" \\ card', "tokens": 2048}
+    row = {**tile(warps=8).row(), "gpu": 'the "µ" \\ card', "tokens": 2048}
     assert read_table(rows_text([row])) == (Tiles(**row),)
 
 

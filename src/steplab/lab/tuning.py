@@ -18,8 +18,8 @@ SHORT_UP_TO = 2048
 mean."""
 TOLERATED = 1.02
 """A candidate this close to the fastest at both lengths saves a second row."""
-_FIELDS = ("kernel", "gpu", "bits", "box", "tokens", "variant", "queries", "keys", "stages", "warps", "persistent")
-_USUAL = {"tokens": None, "warps": 4, "persistent": False}
+_FIELDS = ("kernel", "gpu", "bits", "box", "tokens", "variant", "queries", "keys", "stages", "warps")
+_USUAL = {"tokens": None, "warps": 4}
 """Values that a row does not spell out."""
 _Row = Mapping[str, object]
 
@@ -37,9 +37,6 @@ def with_choice(tuning: AttentionTuning) -> AttentionTuning:
 
 def _choice(tuning: AttentionTuning, kernel: TunedKernel, box: int) -> Iterator[ChosenTiles]:
     short, long = (tuning.slowdowns(kernel, box, tokens) for tokens in tuning.study.lengths)
-    # Persistent programs are dealt their tasks beforehand, and how evenly depends on the number of heads: by up to half
-    # as much again for few heads of long sequences. Where tasks are short that matters little.
-    long = {candidate: slowdown for candidate, slowdown in long.items() if not candidate.persistent}
     if not short or not long:
         return  # nothing ran: the table's rows for other GPUs hold
     fastest = [min(found, key=lambda candidate: found[candidate]) for found in (short, long)]
@@ -84,9 +81,7 @@ def table_with(tuning: AttentionTuning, before: str) -> str:
 
 def rows_of(tuning: AttentionTuning) -> list[_Row]:
     """The chosen tiles as rows of the table."""
-    return [
-        {**dataclasses.asdict(chosen.candidate), "gpu": tuning.gpu, "tokens": chosen.tokens} for chosen in tuning.chosen
-    ]
+    return [{**chosen.candidate.row(), "gpu": tuning.gpu, "tokens": chosen.tokens} for chosen in tuning.chosen]
 
 
 def rows_text(rows: Sequence[_Row]) -> str:

@@ -5,7 +5,7 @@ Runs in the processes of workers.py, each function for a task; what several task
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
@@ -166,7 +166,7 @@ def _warm_up(call: Callable[[], object], device: Device) -> float:
 
 def launcher(candidate: TileCandidate, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
     """A function that starts the candidate, and gives what it writes: output and log-sum-exp, dK and dV, or dQ."""
-    tiles = Tiles(gpu="any", **asdict(candidate))
+    tiles = Tiles(gpu="any", **candidate.row())
     q, k, v, do = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.do
     causal, scale = shape.causal, float(shape.dim**-0.5)
     if candidate.kernel == "forward":

@@ -1,8 +1,8 @@
 """Which tiles of flash_triton's kernels are tried on a GPU, and on which shapes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import implementation
@@ -45,7 +45,12 @@ class TileCandidate:
     warps: int = 4
     """Warps of a program of the portable kernels."""
     persistent: bool = False
-    """Whether a program a multiprocessor takes one task after another (the Hopper kernels alone)."""
+    """In records of the Hopper kernels that could be started otherwise: whether a program a multiprocessor took one
+    task after another, which all do now."""
+
+    def row(self) -> dict[str, Any]:
+        """Its values in a row of triton_tiles.toml, which says of persistent programs nothing any more."""
+        return {name: value for name, value in asdict(self).items() if name != "persistent"}
 
     @property
     def label(self) -> str:
@@ -115,29 +120,18 @@ def candidates(box: int, *, bits: int = 16, hopper: bool, portable: bool) -> tup
     if bits == 32:
         return tuple(_of_32_bits(box))
     of_hopper = tuple(_of_hopper(box)) if hopper else ()
-    served = {candidate.kernel for candidate in of_hopper}
+    # Up to 128 columns the backward kernel for Hopper has one size, which its registers decide.
+    served = ({"forward"} if box >= WIDEST else set(KERNELS)) if hopper else set()
     others = tuple(candidate for candidate in _portable(box) if portable or candidate.kernel not in served)
     return of_hopper + others
 
 
 def _of_hopper(box: int) -> Iterator[TileCandidate]:
-    for stages in (2, 3, 4):
-        for keys in (64, 128):
-            for persistent in (False, True):
-                yield TileCandidate(
-                    kernel="forward",
-                    variant="hopper",
-                    box=box,
-                    queries=128,
-                    keys=keys,
-                    stages=stages,
-                    persistent=persistent,
-                )
-        if box < WIDEST:  # keys, values and both gradients 256 wide are more than a multiprocessor has room for
-            yield TileCandidate(kernel="backward_kv", variant="hopper", box=box, queries=64, keys=128, stages=stages)
+    for queries in (128, 192) if box <= 64 else (128,):  # three groups of warps have registers for narrow sums alone
+        for stages in (2, 3, 4):
             for keys in (64, 128):
                 yield TileCandidate(
-                    kernel="backward_q", variant="hopper", box=box, queries=128, keys=keys, stages=stages
+                    kernel="forward", variant="hopper", box=box, queries=queries, keys=keys, stages=stages
                 )
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from steplab.ops.attention.triton_launch import (
+    ROWS_OF_A_CONSUMER,
     Call,
     Start,
     base_two,
@@ -17,6 +18,7 @@ from steplab.ops.attention.triton_launch import (
     precision,
     tile_form,
 )
+from steplab.ops.attention.triton_schedule import heads_a_group, task_table
 from steplab.ops.attention.triton_tensors import Shape, columns, copy_back, readable, writable
 from steplab.ops.attention.triton_tuning import Tiles, tiles_for
 
@@ -41,9 +43,10 @@ def triton_forward(
     o = writable(o_BHSD)
     tiles = tiles or tiles_for("forward", q, parts.box, k.shape[2])
     strides = q.stride(), k.stride(), v.stride(), o.stride()
-    start = _start(tiles, Call(parts, q.dtype, q.device, products, causal, scale), q.shape, k.shape, strides)
     with on_device_of(q):
-        start(q, k, v, o, lse_BHS)
+        call = Call(parts, q.dtype, q.device, products, causal, scale)
+        start, more = _start(tiles, call, q.shape, k.shape, strides)
+        start(q, k, v, o, lse_BHS, *more)
     copy_back(o, o_BHSD)
     return o_BHSD, lse_BHS
 
@@ -51,18 +54,35 @@ def triton_forward(
 @lru_cache(maxsize=256)
 def _start(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
-) -> Start:
-    """The kernel for (q, k, v, o, lse), strides being those of the first four."""
-    batch, num_heads, num_queries, _ = q_shape
+) -> tuple[Start, tuple[Tensor, ...]]:
+    """The kernel for (q, k, v, o, lse), strides being those of the first four, and what it takes after these."""
+    batch, num_heads, num_queries, head_dim = q_shape
+    _, num_kv_heads, num_keys, _ = k_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads
-    numbers = [num_heads, num_heads // k_shape[1], num_queries, k_shape[2], base_two(call.scale)]
+    numbers = [num_heads, num_heads // num_kv_heads, num_queries, num_keys, base_two(call.scale)]
+    more: tuple[Tensor, ...] = ()
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_forward import forward_kernel
 
-        num_programs = min(num_tasks, num_multiprocessors(call.device)) if tiles.persistent else num_tasks
-        rows = 64  # of each of the two consumers
-        numbers = [num_tasks, *numbers]
-        options = hopper_options(tiles, call.parts) | {"N": tiles.keys}
+        sharing = num_heads // num_kv_heads
+        together = heads_a_group(2 * num_keys * head_dim * call.dtype.itemsize // sharing, batch * num_heads)
+        tasks = task_table(
+            batch * num_heads,
+            num_queries,
+            num_keys,
+            rows=tiles.queries,
+            tile=tiles.keys,
+            together=together,
+            causal=call.causal,
+            num_programs=num_multiprocessors(call.device),
+            device=call.device,
+        )
+        more = (tasks,)
+        num_programs, row_length = tasks.shape
+        rows = ROWS_OF_A_CONSUMER
+        numbers = [row_length, num_tasks, together, *numbers]
+        consumers = tiles.queries // rows
+        options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
         from steplab.ops.attention.triton_portable_forward import forward_kernel
 
@@ -71,8 +91,8 @@ def _start(
     shapes = q_shape, k_shape, k_shape, q_shape
     forms = [
         tile_form(tiles, call.dtype, shape, its_strides, its_rows)
-        for shape, its_strides, its_rows in zip(
-            shapes, strides, (tiles.queries, tiles.keys, tiles.keys, rows), strict=True
-        )
+        for shape, its_strides, its_rows in zip(shapes, strides, (rows, tiles.keys, tiles.keys, rows), strict=True)
     ]
-    return Start(forward_kernel, num_programs, [*forms, None], numbers, CAUSAL=call.causal, **options)
+    forms_of_numbers = [None] * (1 + len(more))
+    start = Start(forward_kernel, num_programs, [*forms, *forms_of_numbers], numbers, CAUSAL=call.causal, **options)
+    return start, more

@@ -1,327 +1,408 @@
-"""The backward kernels for Hopper GPUs in bf16 and fp16: the two sweeps of triton_portable_backward.py, divided among
-warps as triton_hopper_tiles.py says.
+"""The backward kernel for Hopper GPUs in bf16 and fp16: all three gradients in one sweep, five products a tile.
 
-Note "starting sums": the number that is to be subtracted from a sum of products, lse or D of the query, is where the
-sum starts, -lse / scale and -D, instead of zero. That saves an operation an element, and the registers that would hold
-a number for every column of a tile. In float32 it would cost accuracy: each step of the sum is rounded as a number of
-the size of its start. Sums of bf16 and fp16 products have digits to spare.
+A program has 128 keys of a head, 64 for each of two consumers, and goes over the queries that see them. A consumer
+keeps its keys' dK and dV in registers. What a tile of queries gets of dQ is a sum over all keys: both consumers put
+their part of dS into shared memory, each multiplies all of it with half the columns of the keys, and a warp of its own
+has the copy engine add the product to float32 sums in memory, which `finish_kernel` rounds.
 
-Shape suffixes: R rows of a consumer (keys in the first sweep, queries in the second), M queries of a tile, N keys of a
-tile, D columns of the head dimension.
+Note "turns": programs add to the same sums, and sums of floats depend on their order. So every 128 queries of a head
+have a counter, and a program waits until it says that it is its turn. Nobody waits for long: programs of a head visit
+the queries one behind the other. Programs start in the order of their numbers, and each waits for such alone as have
+lower ones, so that all of them come to an end. Whose turn is the first stores instead of adding: nothing needs zeroing.
+
+Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W those of dQ that a
+consumer makes.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from steplab.ops.attention.triton_hopper_tiles import (
     NUM_CONSUMERS,
     ROWS,
     barrier,
-    own_tiles,
+    meet,
+    pack,
     put,
-    ring,
+    scores,
     times,
-    times_transposed,
+    unpack,
+    where_before,
 )
 
+KEYS = gl.constexpr(128)
+"""Of a program; and queries whose sums are handed on together."""
+PART = gl.constexpr(32)
+"""Columns of the sums that lie together in memory, [64, 32] in a row: 128 bytes a query."""
+
+
+# --- what Gluon has no word for ------------------------------------------------------------------------------------
+
+
+@builtin
+def _add_to_global(tensor_desc, coord, src, _semantic=None):
+    """tma.async_copy_shared_to_global, but adding."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
 
 @gluon.jit
-def _numbers(M: gl.constexpr, num_slots: gl.constexpr):
-    """Room for a number a query of each tile in a ring."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return gl.allocate_shared_memory(gl.float32, [num_slots, M], layout)
-
-
-# --- first sweep: dK and dV ----------------------------------------------------------------------------------------
+def _now(turn_ptr):
+    """Whose turn it is; what was added before is seen after."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [turn_ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def _load_for_keys(q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
-                   first_key, first_query, num_tiles, num_padded, k_own, v_own, kv_arrived, q_ring, do_ring, start_s,
-                   minus_d, M: gl.constexpr):  # fmt: skip
-    mbarrier.expect(kv_arrived, NUM_CONSUMERS * (k_tiles.block_type.nbytes + v_tiles.block_type.nbytes))
-    for c in gl.static_range(NUM_CONSUMERS):
-        tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key + c * ROWS, 0], kv_arrived, k_own.index(c))
-        tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key + c * ROWS, 0], kv_arrived, v_own.index(c))
+def _wait_for(turn, turn_ptr):
+    now = _now(turn_ptr)
+    while now != turn:
+        now = _now(turn_ptr)
+    # The copy engine's additions come after what has been read.
+    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _written():
+    """Until all that this warp gave the copy engine is in memory. (tma.store_wait: until it has been read.)"""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; bar.warp.sync -1; mov.b32 $0, 0;",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _hand_on(turn_ptr):
+    """It is the next one's turn; by one thread of the warp."""
+    gl.inline_asm_elementwise(
+        """{
+            .reg .pred first;
+            .reg .b32 lane;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            @first red.release.gpu.global.add.s32 [$1], 1;
+            mov.b32 $0, 0;
+        }""",
+        "=r,l",
+        [turn_ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# --- the warps -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _tile(i, num_tiles, upwards):
+    """Which of a head's tiles of queries is visited i-th."""
+    return gl.where(upwards, i % num_tiles, num_tiles - 1 - i % num_tiles)
+
+
+@gluon.jit
+def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
+          first_key, first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,
+          M: gl.constexpr, NUM_SLOTS: gl.constexpr):  # fmt: skip
+    mbarrier.expect(kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key, 0], kv_arrived, kv.index(0))
+    tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key, 0], kv_arrived, kv.index(1))
     for i in range(sharing * num_tiles):
         head = kv_head * sharing + i // num_tiles
-        query = first_query + i % num_tiles * M
+        query = first_query + _tile(i, num_tiles, upwards) * M
         number = (b * num_heads + head) * num_padded + query
-        arrived = q_ring.room(i, q_tiles.block_type.nbytes + start_s_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_tiles, [b, head, query, 0], arrived, q_ring.slot(i))
-        tma.async_copy_global_to_shared(start_s_tiles, [number], arrived, start_s.index(i % q_ring.num_slots))
-        arrived = do_ring.room(i, do_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_tiles, [b, head, query, 0], arrived, do_ring.slot(i))
-        tma.async_copy_global_to_shared(minus_d_tiles, [number], arrived, minus_d.index(i % do_ring.num_slots))
+        slot = i % NUM_SLOTS
+        mbarrier.wait(empty.index(slot), ((i // NUM_SLOTS) & 1) ^ 1)
+        arrived = full.index(slot)
+        mbarrier.expect(arrived, 2 * (q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes))
+        tma.async_copy_global_to_shared(q_tiles, [b, head, query, 0], arrived, tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(minus_lse_tiles, [number], arrived, numbers.index(2 * slot))
+        tma.async_copy_global_to_shared(do_tiles, [b, head, query, 0], arrived, tiles.index(2 * slot + 1))
+        tma.async_copy_global_to_shared(minus_d_tiles, [number], arrived, numbers.index(2 * slot + 1))
 
 
 @gluon.jit
-def _round_of_keys(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s, minus_d,
-                   scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
-                   CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """What the consumer's keys get from the i-th tile of queries; of dK, what they get from the tile before."""
+def _add_up(sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num_key_tiles, first_query, num_tiles,
+            upwards, num_padded, dq_parts, dq_full, dq_empty, CAUSAL: gl.constexpr, M: gl.constexpr,
+            PARTS_0: gl.constexpr, PARTS_1: gl.constexpr):  # fmt: skip
+    """Add what the consumers made of dQ to the sums in memory, in turn."""
+    PARTS: gl.constexpr = PARTS_0 + PARTS_1
+    turn = 0
+    for i in range(sharing * num_tiles):
+        b_head = b * num_heads + kv_head * sharing + i // num_tiles
+        query = first_query + _tile(i, num_tiles, upwards) * M
+        turn_ptr = turns_ptr + b_head * (num_padded // KEYS) + query // KEYS
+        if (i % num_tiles == 0) | (query % KEYS == gl.where(upwards, 0, KEYS - M)):
+            turn = key_tile
+            if CAUSAL:  # upwards, programs have started with the last keys
+                last = gl.minimum(query // KEYS, num_key_tiles - 1)
+                turn = gl.where(upwards, last - key_tile, key_tile)
+            _wait_for(turn, turn_ptr)
+        row = (b_head * num_padded + query) * PARTS
+        for c in gl.static_range(NUM_CONSUMERS):
+            mbarrier.wait(dq_full.index(c), i & 1)
+            for part in gl.static_range(c * PARTS_0, PARTS_0 if c == 0 else PARTS):
+                if turn == 0:
+                    tma.async_copy_shared_to_global(sums_tiles, [row + part * ROWS, 0], dq_parts.index(part))
+                else:
+                    _add_to_global(sums_tiles, [row + part * ROWS, 0], dq_parts.index(part))
+        tma.store_wait(PARTS_1)
+        mbarrier.arrive(dq_empty.index(0))
+        tma.store_wait(0)
+        mbarrier.arrive(dq_empty.index(1))
+        if (i % num_tiles == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
+            _written()
+            _hand_on(turn_ptr)
+
+
+@gluon.jit
+def _times_keys(ds_NM, k_ND, FIRST: gl.constexpr, W: gl.constexpr):
+    """Start dS^T times some columns of the keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    zero = gl.zeros([ROWS, W], gl.float32, layout)
+    return warpgroup_mma(ds_NM.permute((1, 0)), k_ND.slice(FIRST, W, dim=1), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _keep(dq_MW, dq_parts, FIRST: gl.constexpr, W: gl.constexpr):
+    """Put dQ where the copy engine takes it from."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, W], gl.float32)
+    dq_parts.index(FIRST // PART)._reinterpret(gl.float32, [ROWS, W], layout).store(dq_MW)
+    fence_async_shared()
+
+
+@gluon.jit
+def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty, ds_parts, ds_full,
+           dq_parts, dq_full, dq_empty, scale_log2, first_key, first_query, num_queries, num_keys,
+           MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+           NUM_SLOTS: gl.constexpr, LATE: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+           W: gl.constexpr):  # fmt: skip
+    """What the consumer's keys get from the i-th tile of queries, and dQ of this one or, if LATE, of the one before."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     P: gl.constexpr = gl.DotOperandLayout(0, dk_RD.type.layout, 2)
+    dtype: gl.constexpr = kv.dtype
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
-    zero = gl.zeros([ROWS, M], gl.float32, S)
-    q_MD = q_ring.take(i)
-    start_M = start_s.index(i % q_ring.num_slots).load(gl.SliceLayout(0, S))
-    s_RM = times_transposed(k_RD, q_MD, start_M[None, :] + zero, MAIN, REST)
-    do_MD = do_ring.take(i)
-    start_M = minus_d.index(i % do_ring.num_slots).load(gl.SliceLayout(0, S))
-    dp_RM = times_transposed(v_RD, do_MD, start_M[None, :] + zero, MAIN, REST)
-    # Before the first tile there is none: ds is zero then, and any queries will do, so its own.
-    before = gl.maximum(i - 1, 0)
-    dk_RD, dk_rest_RD = times(ds_RM, q_ring.slot(before), dk_RD, dk_rest_RD, MAIN, REST)
-    s_RM = warpgroup_mma_wait(2 * NUM_STARTED, [s_RM])
-    p_RM = gl.exp2(s_RM * scale_log2)
+    NUM_BUFFERS: gl.constexpr = 3 if LATE else 2
+    slot = i % NUM_SLOTS
+    q_MD = tiles.index(2 * slot)
+    do_MD = tiles.index(2 * slot + 1)
+    mbarrier.wait(full.index(slot), (i // NUM_SLOTS) & 1)
+    s_RM = scores(k_RD, q_MD, S, MAIN, REST)
+    dp_RM = scores(v_RD, do_MD, S, MAIN, REST)
+    s_RM = warpgroup_mma_wait(NUM_STARTED, [s_RM])
+    p_RM = gl.exp2(s_RM * scale_log2 + numbers.index(2 * slot).load(OF_QUERIES)[None, :])
     if MASKED:
-        keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))[:, None]
-        queries = (first_query + gl.arange(0, M, gl.SliceLayout(0, S)))[None, :]
+        keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        queries = first_query + gl.arange(0, M, OF_QUERIES)
         # Queries beyond the last are zeros, which a key of infinities makes NaN of.
-        seen = (keys < num_keys) & (queries < num_queries)
+        end = num_keys
         if CAUSAL:
-            seen = seen & (keys <= queries)
-        p_RM = gl.where(seen, p_RM, 0.0)
-    weights_RM = gl.convert_layout(p_RM.to(q_MD.dtype), P)
-    dp_RM = warpgroup_mma_wait(NUM_STARTED, [dp_RM])
-    dv_RD, dv_rest_RD = times(weights_RM, do_MD, dv_RD, dv_rest_RD, MAIN, REST)
-    new_RM = gl.convert_layout((p_RM * dp_RM).to(q_MD.dtype), P)
+            end = gl.minimum(queries + 1, num_keys)
+        p_RM = where_before(p_RM, keys[:, None], gl.where(queries < num_queries, end, 0)[None, :], 0.0)
+    weights = pack(p_RM, dtype)
+    dp_RM = warpgroup_mma_wait(0, [dp_RM])
+    dv_RD, dv_rest_RD = times(unpack(weights, dtype, P), do_MD, dv_RD, dv_rest_RD, MAIN, REST)
+    ds = pack(p_RM * (dp_RM + numbers.index(2 * slot + 1).load(OF_QUERIES)[None, :]), dtype)
+    dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
+    of = i
+    if LATE:
+        # Before the first there is none, and what comes out is not kept.
+        of = gl.maximum(i - 1, 0)
+        mbarrier.wait(ds_full.index(of % NUM_BUFFERS), (of // NUM_BUFFERS) & 1, pred=i > 0)
+        dq_MW = _times_keys(ds_parts.index(of % NUM_BUFFERS), kv.index(0), FIRST, W)
+    ds_parts.index(i % NUM_BUFFERS).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, dtype, S))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(i % NUM_BUFFERS))
+    if not LATE:
+        mbarrier.wait(ds_full.index(of % NUM_BUFFERS), (of // NUM_BUFFERS) & 1)
+        dq_MW = _times_keys(ds_parts.index(of % NUM_BUFFERS), kv.index(0), FIRST, W)
+    mbarrier.wait(dq_empty.index(CONSUMER), (of & 1) ^ 1, pred=of > 0)
     if REST > 0:
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, weights_RM = warpgroup_mma_wait(
-            0, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, weights_RM]
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, dq_MW, weights, ds = warpgroup_mma_wait(
+            0, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, dq_MW, weights, ds]
         )
     else:
-        dk_RD, dv_RD, ds_RM, weights_RM = warpgroup_mma_wait(0, [dk_RD, dv_RD, ds_RM, weights_RM])
-    q_ring.release(before, pred=i > 0)
-    do_ring.release(i)
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, new_RM
+        dk_RD, dv_RD, dq_MW, weights, ds = warpgroup_mma_wait(0, [dk_RD, dv_RD, dq_MW, weights, ds])
+    mbarrier.arrive(empty.index(slot))
+    _keep(dq_MW, dq_parts, FIRST, W)
+    if LATE:
+        mbarrier.arrive(dq_full.index(CONSUMER), pred=i > 0)
+    else:
+        mbarrier.arrive(dq_full.index(CONSUMER))
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 
 @gluon.jit
-def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked, num_whole,
-                      num_queries, num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring, do_ring, start_s,
-                      minus_d, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
-                      REST: gl.constexpr):  # fmt: skip
+def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
+                      num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers,
+                      full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, CONSUMER: gl.constexpr,
+                      CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+                      NUM_SLOTS: gl.constexpr, LATE: gl.constexpr, FIRST: gl.constexpr,
+                      W: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
     first_key += CONSUMER * ROWS
-    k_RD = k_own.index(CONSUMER)
-    v_RD = v_own.index(CONSUMER)
+    k_own = kv.index(0).slice(CONSUMER * ROWS, ROWS, dim=0)
+    v_own = kv.index(1).slice(CONSUMER * ROWS, ROWS, dim=0)
     dk_RD = gl.zeros([ROWS, MAIN], gl.float32, G)
     dv_RD = gl.zeros([ROWS, MAIN], gl.float32, G)
     dk_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     dv_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
-    ds_RM = gl.zeros([ROWS, M], k_RD.dtype, gl.DotOperandLayout(0, G, 2))
     mbarrier.wait(kv_arrived, 0)
+    if LATE:  # there are registers for them, and shared memory is read enough
+        IN_REGISTERS: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
+        k_RD = k_own.load(IN_REGISTERS)
+        v_RD = v_own.load(IN_REGISTERS)
+    else:
+        k_RD = k_own
+        v_RD = v_own
+    # Tiles are masked at the diagonal and at the end of the queries, and visited from either.
+    num_ended = num_tiles - gl.maximum(num_masked, num_whole)
+    start = gl.where(upwards, first_query, first_query + (num_tiles - 1) * M)
+    step = gl.where(upwards, M, -M)
+    first_whole = gl.where(upwards, num_masked, num_ended)
+    end_whole = num_tiles - gl.where(upwards, num_ended, num_masked)
     for h in range(sharing):
-        for t in range(num_masked):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                minus_d, scale_log2, first_key, first_query + t * M, num_queries, num_keys, True, CAUSAL, M, MAIN,
-                REST,
+        for t in range(first_whole):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty,
+                ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
+                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, LATE, CONSUMER, FIRST, W,
             )  # fmt: skip
-        for t in range(num_masked, num_whole):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                minus_d, scale_log2, first_key, first_query + t * M, num_queries, num_keys, False, CAUSAL, M, MAIN,
-                REST,
+        for t in range(first_whole, end_whole):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty,
+                ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
+                num_keys, False, CAUSAL, M, MAIN, REST, NUM_SLOTS, LATE, CONSUMER, FIRST, W,
             )  # fmt: skip
-        for t in range(gl.maximum(num_masked, num_whole), num_tiles):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM = _round_of_keys(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, ds_RM, k_RD, v_RD, q_ring, do_ring, start_s,
-                minus_d, scale_log2, first_key, first_query + t * M, num_queries, num_keys, True, CAUSAL, M, MAIN,
-                REST,
+        for t in range(end_whole, num_tiles):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty,
+                ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
+                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, LATE, CONSUMER, FIRST, W,
             )  # fmt: skip
-    if num_tiles > 0:
-        last_MD = q_ring.slot(sharing * num_tiles - 1)
-        dk_RD, dk_rest_RD = times(ds_RM, last_MD, dk_RD, dk_rest_RD, MAIN, REST)
-        if REST > 0:
-            dk_rest_RD = warpgroup_mma_wait(0, [dk_rest_RD])
-        dk_RD, ds_RM = warpgroup_mma_wait(0, [dk_RD, ds_RM])
-    put(k_RD, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)  # the consumer's keys and values are done with
-    put(v_RD, dv_RD, dv_rest_RD, MAIN, REST)
-    tma.async_copy_shared_to_global(dk_tiles, [b, kv_head, first_key, 0], k_RD)
-    tma.async_copy_shared_to_global(dv_tiles, [b, kv_head, first_key, 0], v_RD)
+    last = sharing * num_tiles - 1
+    if LATE:
+        if last >= 0:
+            mbarrier.wait(ds_full.index(last % 3), (last // 3) & 1)
+            dq_MW = _times_keys(ds_parts.index(last % 3), kv.index(0), FIRST, W)
+            mbarrier.wait(dq_empty.index(CONSUMER), (last & 1) ^ 1, pred=last > 0)
+            dq_MW = warpgroup_mma_wait(0, [dq_MW])
+            _keep(dq_MW, dq_parts, FIRST, W)
+            mbarrier.arrive(dq_full.index(CONSUMER))
+    # dK and dV go where the keys and values were, of which dQ of both consumers is made.
+    BOTH_ARE_DONE: gl.constexpr = 0
+    meet(BOTH_ARE_DONE)
+    put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
+    put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
+    tma.async_copy_shared_to_global(dk_tiles, [b, kv_head, first_key, 0], k_own)
+    tma.async_copy_shared_to_global(dv_tiles, [b, kv_head, first_key, 0], v_own)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
-def backward_kv_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, start_s_tiles, minus_d_tiles,
-                       num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
-                       CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-                       BOX: gl.constexpr, NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                       LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """dK and dV of 128 keys, from all heads that share them."""
-    N: gl.constexpr = NUM_CONSUMERS * ROWS
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
-    ENOUGH: gl.constexpr = 2
-    num_columns = gl.cdiv(num_keys, N)
-    first_key = gl.program_id(0) % num_columns * N
-    num_kv_heads = num_heads // sharing
-    b = gl.program_id(0) // num_columns // num_kv_heads
-    kv_head = gl.program_id(0) // num_columns % num_kv_heads
+@gluon.jit(do_not_specialize=["heads_in_all", "heads_a_group", "num_upwards", "num_heads", "sharing", "num_queries",
+                              "num_keys", "num_padded"])  # fmt: skip
+def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
+                    minus_d_tiles, turns_ptr, heads_in_all, heads_a_group, num_upwards, num_heads, sharing,
+                    num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, M: gl.constexpr,
+                    MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
+                    CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
+    """dK and dV of 128 keys, from all heads that share them, and their part of these heads' dQ.
+
+    Heads of keys go in groups whose queries the L2 cache holds together. Under a causal mask the first programs of a
+    group have the last keys and visit the queries upwards, each a tile behind the program that it waits for. The last
+    group, from head num_upwards on, has the longest programs first instead, so that all end together, and visits the
+    queries downwards.
+    """
+    # With few columns a consumer has registers to make dQ a round late, and need not wait for the other's dS.
+    LATE: gl.constexpr = BOX <= 64
+    NUM_BUFFERS: gl.constexpr = 3 if LATE else 2
+    # Consumers halve the columns of dQ, or one has the main ones and the other the rest.
+    W_0: gl.constexpr = MAIN // 2 if REST == 0 else MAIN
+    W_1: gl.constexpr = MAIN // 2 if REST == 0 else 32
+    PARTS_0: gl.constexpr = W_0 // 32
+    PARTS_1: gl.constexpr = W_1 // 32
+    C0: gl.constexpr = 0
+    C1: gl.constexpr = 1
+    num_key_tiles = gl.cdiv(num_keys, KEYS)
+    programs_a_group = heads_a_group * num_key_tiles
+    first_head = gl.program_id(0) // programs_a_group * heads_a_group
+    heads = gl.minimum(heads_a_group, heads_in_all - first_head)  # the last group may have fewer
+    within = gl.program_id(0) % programs_a_group
+    b_kv_head = first_head + within % heads
+    b = b_kv_head // (num_heads // sharing)
+    kv_head = b_kv_head % (num_heads // sharing)
+    upwards = first_head < num_upwards
+    key_tile = within // heads
+    if CAUSAL:
+        key_tile = gl.where(upwards, num_key_tiles - 1 - key_tile, key_tile)
+    first_key = key_tile * KEYS
     first_query = 0
     num_tiles = gl.cdiv(num_queries, M)
     num_whole = num_queries // M
     num_masked = 0
     if CAUSAL:
-        first_query = first_key // M * M
+        first_query = first_key
         num_tiles = gl.maximum(num_tiles - first_key // M, 0)
         num_whole = gl.maximum(num_whole - first_key // M, 0)
-        num_masked = gl.minimum(num_tiles, gl.cdiv(first_key + N - 1 - first_query, M))
-    if first_key + N > num_keys:
+        num_masked = gl.minimum(num_tiles, KEYS // M)
+    if first_key + KEYS > num_keys:
         num_masked = num_tiles
-    k_own = own_tiles(k_tiles.dtype, BOX)
-    v_own = own_tiles(k_tiles.dtype, BOX)
+    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BOX], k_tiles.dtype)
+    kv = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, BOX], kv_layout)
     kv_arrived = barrier()
-    q_ring = ring(k_tiles.dtype, M, BOX, NUM_SLOTS)
-    do_ring = ring(k_tiles.dtype, M, BOX, ENOUGH)
-    start_s = _numbers(M, NUM_SLOTS)
-    minus_d = _numbers(M, ENOUGH)
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, BOX], k_tiles.dtype)
+    tiles = gl.allocate_shared_memory(k_tiles.dtype, [2 * NUM_SLOTS, M, BOX], tile_layout)
+    number_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * NUM_SLOTS, M], number_layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, M], k_tiles.dtype)
+    ds_parts = gl.allocate_shared_memory(k_tiles.dtype, [NUM_BUFFERS, KEYS, M], ds_layout)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 32], gl.float32)
+    dq_parts = gl.allocate_shared_memory(gl.float32, [PARTS_0 + PARTS_1, ROWS, 32], part_layout)
+    # Barriers that one allocation held would be taken for one by the compiler, which would put more between them.
+    full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], mbarrier.MBarrierLayout())
+    dq_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM_SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
+    for i in gl.static_range(NUM_BUFFERS):
+        mbarrier.init(ds_full.index(i), count=NUM_CONSUMERS)
+    for i in gl.static_range(NUM_CONSUMERS):
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
+    NONE: gl.constexpr = 0
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_whole, num_queries, num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring,
-                             do_ring, start_s, minus_d, FIRST, CAUSAL, M, MAIN, REST)),
+                             num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles,
+                             numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, C0, CAUSAL, M,
+                             MAIN, REST, NUM_SLOTS, LATE, NONE, W_0)),
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_whole, num_queries, num_keys, scale, scale_log2, k_own, v_own, kv_arrived, q_ring,
-                             do_ring, start_s, minus_d, SECOND, CAUSAL, M, MAIN, REST)),
-        (_load_for_keys, (q_tiles, k_tiles, v_tiles, do_tiles, start_s_tiles, minus_d_tiles, b, kv_head, num_heads,
-                          sharing, first_key, first_query, num_tiles, num_padded, k_own, v_own, kv_arrived, q_ring,
-                          do_ring, start_s, minus_d, M)),
-    ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
-
-
-# --- second sweep: dQ ----------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_for_queries(q_tiles, k_tiles, v_tiles, do_tiles, b, head, kv_head, first_query, num_tiles, q_own, do_own,
-                      q_arrived, k_ring, v_ring, N: gl.constexpr):  # fmt: skip
-    mbarrier.expect(q_arrived, NUM_CONSUMERS * (q_tiles.block_type.nbytes + do_tiles.block_type.nbytes))
-    for c in gl.static_range(NUM_CONSUMERS):
-        tma.async_copy_global_to_shared(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_own.index(c))
-        tma.async_copy_global_to_shared(do_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, do_own.index(c))
-    for i in range(num_tiles):
-        first_key = (num_tiles - 1 - i) * N
-        k_arrived = k_ring.room(i, k_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key, 0], k_arrived, k_ring.slot(i))
-        v_arrived = v_ring.room(i, v_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key, 0], v_arrived, v_ring.slot(i))
-
-
-@gluon.jit
-def _round_of_queries(i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2,
-                      first_query, first_key, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr,
-                      MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """dS of the i-th tile of keys, and what the consumer's queries get from the tile before."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, dq_RD.type.layout, 2)
-    NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
-    zero = gl.zeros([ROWS, N], gl.float32, S)
-    k_ND = k_ring.take(i)
-    s_RN = times_transposed(q_RD, k_ND, start_s_R[:, None] + zero, MAIN, REST)
-    dp_RN = times_transposed(do_RD, v_ring.take(i), minus_d_R[:, None] + zero, MAIN, REST)
-    # Before the first tile there is none: ds is zero then, and any keys will do, so its own.
-    before = gl.maximum(i - 1, 0)
-    dq_RD, rest_RD = times(ds_RN, k_ring.slot(before), dq_RD, rest_RD, MAIN, REST)
-    s_RN = warpgroup_mma_wait(2 * NUM_STARTED, [s_RN])
-    p_RN = gl.exp2(s_RN * scale_log2)
-    dp_RN = warpgroup_mma_wait(NUM_STARTED, [dp_RN])
-    v_ring.release(i)
-    new_RN = p_RN * dp_RN
-    if MASKED:
-        keys = first_key + gl.arange(0, N, gl.SliceLayout(0, S))[None, :]
-        seen = keys < num_keys
-        if CAUSAL:
-            seen = seen & (keys <= (first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S)))[:, None])
-        new_RN = gl.where(seen, new_RN, 0.0)
-    new_RN = gl.convert_layout(new_RN.to(k_ND.dtype), P)
-    if REST > 0:
-        dq_RD, rest_RD, ds_RN = warpgroup_mma_wait(0, [dq_RD, rest_RD, ds_RN])
-    else:
-        dq_RD, ds_RN = warpgroup_mma_wait(0, [dq_RD, ds_RN])
-    k_ring.release(before, pred=i > 0)
-    return dq_RD, rest_RD, new_RN
-
-
-@gluon.jit
-def _sum_over_keys(dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_query, num_tiles, num_masked, num_keys,
-                   num_padded, scale, scale_log2, q_own, do_own, q_arrived, k_ring, v_ring,
-                   CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr,
-                   REST: gl.constexpr):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
-    SOME: gl.constexpr = REST if REST > 0 else 16
-    REST_G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
-    first_query += CONSUMER * ROWS
-    q_RD = q_own.index(CONSUMER)
-    do_RD = do_own.index(CONSUMER)
-    queries = b_head.to(gl.int64) * num_padded + first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    start_s_R = gl.load(start_s_ptr + queries)
-    minus_d_R = gl.load(minus_d_ptr + queries)
-    dq_RD = gl.zeros([ROWS, MAIN], gl.float32, G)
-    rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
-    ds_RN = gl.zeros([ROWS, N], q_RD.dtype, gl.DotOperandLayout(0, G, 2))
-    mbarrier.wait(q_arrived, 0)
-    for i in range(num_masked):
-        dq_RD, rest_RD, ds_RN = _round_of_queries(
-            i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2, first_query,
-            (num_tiles - 1 - i) * N, num_keys, True, CAUSAL, N, MAIN, REST,
-        )  # fmt: skip
-    for i in range(num_masked, num_tiles):
-        dq_RD, rest_RD, ds_RN = _round_of_queries(
-            i, dq_RD, rest_RD, ds_RN, q_RD, do_RD, start_s_R, minus_d_R, k_ring, v_ring, scale_log2, first_query,
-            (num_tiles - 1 - i) * N, num_keys, False, CAUSAL, N, MAIN, REST,
-        )  # fmt: skip
-    dq_RD, rest_RD = times(ds_RN, k_ring.slot(num_tiles - 1), dq_RD, rest_RD, MAIN, REST)
-    if REST > 0:
-        rest_RD = warpgroup_mma_wait(0, [rest_RD])
-    dq_RD, ds_RN = warpgroup_mma_wait(0, [dq_RD, ds_RN])
-    put(q_RD, dq_RD * scale, rest_RD * scale, MAIN, REST)  # the consumer's queries are done with
-    tma.async_copy_shared_to_global(dq_tiles, [b, head, first_query, 0], q_RD)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
-def backward_q_kernel(q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, start_s_ptr, minus_d_ptr, num_heads, sharing,
-                      num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
-                      MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
-                      CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """dQ of 128 queries of a head; the longest rows of a head first."""
-    M: gl.constexpr = NUM_CONSUMERS * ROWS
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
-    ENOUGH: gl.constexpr = 2
-    num_rows = gl.cdiv(num_queries, M)
-    first_query = (num_rows - 1 - gl.program_id(0) % num_rows) * M
-    b_head = gl.program_id(0) // num_rows
-    b, head = b_head // num_heads, b_head % num_heads
-    kv_head = head // sharing
-    end = num_keys
-    num_whole = num_keys // N
-    if CAUSAL:
-        end = gl.minimum(num_keys, first_query + M)
-        num_whole = gl.minimum(num_whole, first_query // N)
-    num_tiles = gl.cdiv(end, N)
-    num_masked = num_tiles - num_whole
-    q_own = own_tiles(q_tiles.dtype, BOX)
-    do_own = own_tiles(q_tiles.dtype, BOX)
-    q_arrived = barrier()
-    k_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS)
-    v_ring = ring(q_tiles.dtype, N, BOX, ENOUGH)
-    fence_async_shared()
-    gl.warp_specialize([
-        (_sum_over_keys, (dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_query, num_tiles, num_masked,
-                          num_keys, num_padded, scale, scale_log2, q_own, do_own, q_arrived, k_ring, v_ring,
-                          FIRST, CAUSAL, N, MAIN, REST)),
-        (_sum_over_keys, (dq_tiles, start_s_ptr, minus_d_ptr, b, head, b_head, first_query, num_tiles, num_masked,
-                          num_keys, num_padded, scale, scale_log2, q_own, do_own, q_arrived, k_ring, v_ring,
-                          SECOND, CAUSAL, N, MAIN, REST)),
-        (_load_for_queries, (q_tiles, k_tiles, v_tiles, do_tiles, b, head, kv_head, first_query, num_tiles, q_own,
-                             do_own, q_arrived, k_ring, v_ring, N)),
-    ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+                             num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles,
+                             numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, C1, CAUSAL, M,
+                             MAIN, REST, NUM_SLOTS, LATE, W_0, W_1)),
+        (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
+                 first_key, first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,
+                 M, NUM_SLOTS)),
+        (_add_up, (sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num_key_tiles, first_query,
+                   num_tiles, upwards, num_padded, dq_parts, dq_full, dq_empty, CAUSAL, M, PARTS_0, PARTS_1)),
+    ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

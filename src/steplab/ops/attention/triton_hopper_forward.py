@@ -1,36 +1,46 @@
 """The forward kernel for Hopper GPUs in bf16 and fp16. See triton_hopper_tiles.py for how the work is divided.
 
-A task is 128 queries of one head. Its tiles of keys come from the last that they see to the first, so that the masked
-ones are done with first. A program takes one task after another: the tiles of the next are on their way while this one
-ends. Where tasks are long there are as many programs as tasks, and the GPU hands them out.
+A task is the queries of a head that the consumers have rows for, 64 each. Its tiles of keys come from the last that
+they see to the first, so that the masked ones are done with first. A program takes one task after another, by a list
+that the host made (see schedule.py): the tiles of the next are on their way while this one ends.
 
-Shape suffixes: M queries of a task, R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension.
+Consumers take turns at the tensor cores: each gives them both its products, lets the next consumer do so, and takes its
+exponentials meanwhile. Without that they fall into step, and the tensor cores rest while all take exponentials.
+
+Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from steplab.ops.attention.triton_hopper_tiles import NUM_CONSUMERS, ROWS, put, ring, times, times_transposed
-
-TASK = gl.constexpr(128)
-"""Queries of a task: the rows of both consumers."""
+from steplab.ops.attention.triton_hopper_tiles import (
+    ROWS,
+    let_pass,
+    meet,
+    pack,
+    put,
+    ring,
+    scores,
+    times,
+    unpack,
+    where_before,
+)
 
 
 @gluon.jit
-def _task(number, num_tasks, num_heads, num_queries, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr):
-    """Batch, head, first query and number of tiles of keys of a program's number-th task; the longest of a head first.
+def _task(task, num_tasks, heads_a_group, num_heads, num_queries, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr,
+          TASK: gl.constexpr):  # fmt: skip
+    """Batch, head, first query and number of tiles of keys of a task.
 
-    Every other round of tasks is dealt in reverse, so that who had a long one gets a short one.
+    Heads go in groups whose keys and values the L2 cache holds together; in a group the longest tasks are first.
     """
-    num_programs = gl.num_programs(0)
-    task = number * num_programs + gl.program_id(0)
-    if number % 2 == 1:
-        if (number + 1) * num_programs <= num_tasks:
-            task = (number + 1) * num_programs - 1 - gl.program_id(0)
     tasks_a_head = gl.cdiv(num_queries, TASK)
-    first_query = (tasks_a_head - 1 - task % tasks_a_head) * TASK
-    b_head = task // tasks_a_head
+    tasks_a_group = heads_a_group * tasks_a_head
+    first_head = task // tasks_a_group * heads_a_group
+    heads = gl.minimum(heads_a_group, num_tasks // tasks_a_head - first_head)  # the last group may have fewer
+    b_head = first_head + task % tasks_a_group % heads
+    first_query = (tasks_a_head - 1 - task % tasks_a_group // heads) * TASK
     end = num_keys
     if CAUSAL:
         end = gl.minimum(num_keys, first_query + TASK)
@@ -38,18 +48,18 @@ def _task(number, num_tasks, num_heads, num_queries, num_keys, CAUSAL: gl.conste
 
 
 @gluon.jit
-def _tasks_of_program(num_tasks):
-    return gl.cdiv(num_tasks - gl.program_id(0), gl.num_programs(0))
-
-
-@gluon.jit
-def _load(q_tiles, k_tiles, v_tiles, num_tasks, num_heads, sharing, num_queries, num_keys, q_ring, k_ring, v_ring,
-          CAUSAL: gl.constexpr, N: gl.constexpr):  # fmt: skip
+def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, sharing, num_queries,
+          num_keys, q_ring, k_ring, v_ring, CAUSAL: gl.constexpr, N: gl.constexpr,
+          NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     i = 0  # tiles of keys so far
-    for number in range(_tasks_of_program(num_tasks)):
-        b, head, first_query, num_tiles = _task(number, num_tasks, num_heads, num_queries, num_keys, CAUSAL, N)
-        q_arrived = q_ring.room(number, q_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_tiles, [b, head, first_query, 0], q_arrived, q_ring.slot(number))
+    row = tasks_ptr + gl.program_id(0) * row_length
+    for number in range(gl.load(row)):
+        b, head, first_query, num_tiles = _task(gl.load(row + 1 + number), num_tasks, heads_a_group, num_heads,
+                                                num_queries, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)  # fmt: skip
+        for c in gl.static_range(NUM_CONSUMERS):
+            n = number * NUM_CONSUMERS + c
+            q_arrived = q_ring.room(n, q_tiles.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_ring.slot(n))
         for t in range(num_tiles):
             first_key = (num_tiles - 1 - t) * N
             k_arrived = k_ring.room(i, k_tiles.block_type.nbytes)
@@ -64,12 +74,12 @@ def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_key
              MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr):  # fmt: skip
     """Exponentials of one more tile of scores, and by how much what was summed before shrinks."""
     if MASKED:
-        keys = first_key + gl.arange(0, N, gl.SliceLayout(0, s_RN.type.layout))[None, :]
-        seen = keys < num_keys
+        keys = first_key + gl.arange(0, N, gl.SliceLayout(0, s_RN.type.layout))
+        end = num_keys
         if CAUSAL:
             queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, s_RN.type.layout))
-            seen = seen & (keys <= queries[:, None])
-        s_RN = gl.where(seen, s_RN, float("-inf"))
+            end = gl.minimum(queries + 1, num_keys)[:, None]
+        s_RN = where_before(s_RN, keys[None, :], end, float("-inf"))
     # The largest is kept scaled: a product within a fused multiply-add is not rounded, and would differ from itself by
     # its rounding, so that what was summed shrank a little with every tile.
     new_largest_R = gl.maximum(largest_R, gl.max(s_RN, 1) * scale_log2)
@@ -81,77 +91,95 @@ def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_key
 
 
 @gluon.jit
-def _round(i, o_RD, rest_RD, p_RN, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
-           MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr,
-           REST: gl.constexpr):  # fmt: skip
-    """The scores of tile i, and under their exponentials the output of tile i - 1."""
+def _round(i, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
+           MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+           CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
+    """The scores of tile i, and under their exponentials the output of tile i - 1, whose packed weights are p."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
-    s_RN = times_transposed(q_RD, k_ring.take(i), gl.zeros([ROWS, N], gl.float32, S), MAIN, REST)
+    NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
+    k_ND = k_ring.take(i)
+    meet(CONSUMER)
+    s_RN = scores(q_RD, k_ND, S, MAIN, REST)
+    p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
     o_RD, rest_RD = times(p_RN, v_ring.take(i - 1), o_RD, rest_RD, MAIN, REST)
+    let_pass(NEXT)
     s_RN = warpgroup_mma_wait(NUM_STARTED, [s_RN])
     k_ring.release(i)
     e_RN, largest_R, sum_R, shrink_R = _softmax(
         s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_keys, MASKED, CAUSAL, N
     )
     if REST > 0:
-        o_RD, rest_RD, p_RN = warpgroup_mma_wait(0, [o_RD, rest_RD, p_RN])
+        o_RD, rest_RD, p = warpgroup_mma_wait(0, [o_RD, rest_RD, p])
         rest_RD = rest_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, rest_RD.type.layout))[:, None]
     else:
-        o_RD, p_RN = warpgroup_mma_wait(0, [o_RD, p_RN])
+        o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
     v_ring.release(i - 1)
     o_RD = o_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, O))[:, None]
-    p_RN = gl.convert_layout(e_RN.to(q_RD.dtype), gl.DotOperandLayout(0, O, 2))
-    return o_RD, rest_RD, p_RN, largest_R, sum_R
+    return o_RD, rest_RD, pack(e_RN, q_RD.dtype), largest_R, sum_R
 
 
 @gluon.jit
-def _attend(o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale_log2, q_ring, k_ring, v_ring, o_own,
-            CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-            APART: gl.constexpr):  # fmt: skip
+def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries, num_keys,
+            scale_log2, q_ring, k_ring, v_ring, o_own, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr,
+            MAIN: gl.constexpr, REST: gl.constexpr, APART: gl.constexpr,
+            NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
+    LAST: gl.constexpr = NUM_CONSUMERS - 1
+    FIRST: gl.constexpr = 0
+    if CONSUMER == LAST:
+        let_pass(FIRST)
     first_tile = 0
-    for number in range(_tasks_of_program(num_tasks)):
-        b, head, first_query, num_tiles = _task(number, num_tasks, num_heads, num_queries, num_keys, CAUSAL, N)
+    row = tasks_ptr + gl.program_id(0) * row_length
+    next_task = gl.load(row + 1)
+    for number in range(gl.load(row)):
+        task = next_task
+        next_task = gl.load(row + 2 + number)  # ahead of its use: it comes from memory
+        b, head, first_query, num_tiles = _task(task, num_tasks, heads_a_group, num_heads, num_queries, num_keys,
+                                                CAUSAL, N, NUM_CONSUMERS * ROWS)  # fmt: skip
         first_query += CONSUMER * ROWS
-        q_RD = q_ring.take(number).slice(CONSUMER * ROWS, ROWS, dim=0)
+        own = number * NUM_CONSUMERS + CONSUMER
+        q_RD = q_ring.take(own)
         largest_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         sum_R = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
         o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
         rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_O)
-        s_RN = times_transposed(q_RD, k_ring.take(first_tile), gl.zeros([ROWS, N], gl.float32, S), MAIN, REST)
+        s_RN = scores(q_RD, k_ring.take(first_tile), S, MAIN, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile)
         e_RN, largest_R, sum_R, _ = _softmax(
             s_RN, largest_R, sum_R, scale_log2, first_query, (num_tiles - 1) * N, num_keys, True, CAUSAL, N
         )
-        p_RN = gl.convert_layout(e_RN.to(q_RD.dtype), gl.DotOperandLayout(0, O, 2))
-        num_masked = 1
+        p = pack(e_RN, q_RD.dtype)
+        num_masked = 1  # which was that one
         if CAUSAL:
-            num_masked = gl.minimum(num_tiles, gl.cdiv(TASK, N) + 1)
+            num_masked = gl.maximum(1, num_tiles - gl.minimum(first_query + 1, num_keys) // N)
         for t in range(1, num_masked):
-            o_RD, rest_RD, p_RN, largest_R, sum_R = _round(
-                first_tile + t, o_RD, rest_RD, p_RN, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
-                (num_tiles - 1 - t) * N, num_keys, True, CAUSAL, N, MAIN, REST,
+            o_RD, rest_RD, p, largest_R, sum_R = _round(
+                first_tile + t, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
+                (num_tiles - 1 - t) * N, num_keys, True, CAUSAL, N, MAIN, REST, CONSUMER,
+                NUM_CONSUMERS,
             )  # fmt: skip
         for t in range(num_masked, num_tiles):
-            o_RD, rest_RD, p_RN, largest_R, sum_R = _round(
-                first_tile + t, o_RD, rest_RD, p_RN, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
-                (num_tiles - 1 - t) * N, num_keys, False, CAUSAL, N, MAIN, REST,
+            o_RD, rest_RD, p, largest_R, sum_R = _round(
+                first_tile + t, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
+                (num_tiles - 1 - t) * N, num_keys, False, CAUSAL, N, MAIN, REST, CONSUMER,
+                NUM_CONSUMERS,
             )  # fmt: skip
         if APART:
-            q_ring.release(number)
+            q_ring.release(own)
         first_tile += num_tiles
+        p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
         o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, MAIN, REST)
         part_R = 1 / gl.where(sum_R == 0, 1.0, sum_R)
         if REST > 0:
             rest_RD = warpgroup_mma_wait(0, [rest_RD])
             rest_RD = rest_RD * gl.convert_layout(part_R, gl.SliceLayout(1, REST_O))[:, None]
-        o_RD, p_RN = warpgroup_mma_wait(0, [o_RD, p_RN])
+        o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
         v_ring.release(first_tile - 1)
         o_RD = o_RD * gl.convert_layout(part_R, gl.SliceLayout(1, O))[:, None]
         if APART:
@@ -167,35 +195,58 @@ def _attend(o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale
         gl.store(lse_ptrs, lse_R, mask=queries < num_queries)
         if not APART:
             tma.store_wait(0)
-            q_ring.release(number)
+            q_ring.release(own)
     tma.store_wait(0)
+    if CONSUMER == FIRST:
+        meet(FIRST)  # which the last consumer let it pass once more
 
 
-@gluon.jit(do_not_specialize=["num_tasks", "num_heads", "sharing", "num_queries", "num_keys"])
-def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, num_tasks, num_heads, sharing, num_queries, num_keys,
-                   scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-                   BOX: gl.constexpr, NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+@gluon.jit(
+    do_not_specialize=["row_length", "num_tasks", "heads_a_group", "num_heads", "sharing", "num_queries", "num_keys"]
+)
+def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group,
+                   num_heads, sharing, num_queries, num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
+                   NUM_CONSUMERS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
+                   NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                    LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """Any number of programs up to num_tasks, which is that of tiles of 128 queries of all heads."""
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
+    """A program per row of tasks_ptr [programs, row_length], each row the number of its tasks and then these."""
+    C0: gl.constexpr = 0
+    C1: gl.constexpr = 1
+    C2: gl.constexpr = 2
     # Whether the output goes through shared memory of its own, where there is room, or through that of the queries.
     APART: gl.constexpr = BOX <= 128
     ONE: gl.constexpr = 1
-    q_ring = ring(q_tiles.dtype, TASK, BOX, ONE)
-    k_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS)
-    v_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS)
+    q_ring = ring(q_tiles.dtype, ROWS, BOX, NUM_CONSUMERS, ONE)  # a slot for each consumer
+    k_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS, NUM_CONSUMERS)
+    v_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS, NUM_CONSUMERS)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BOX], q_tiles.dtype)
     if APART:
         o_own = gl.allocate_shared_memory(q_tiles.dtype, [NUM_CONSUMERS, ROWS, BOX], layout)
     else:
         o_own = q_ring.tiles
     fence_async_shared()
-    gl.warp_specialize([
-        (_attend, (o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale_log2, q_ring, k_ring, v_ring,
-                   o_own, FIRST, CAUSAL, N, MAIN, REST, APART)),
-        (_attend, (o_tiles, lse_ptr, num_tasks, num_heads, num_queries, num_keys, scale_log2, q_ring, k_ring, v_ring,
-                   o_own, SECOND, CAUSAL, N, MAIN, REST, APART)),
-        (_load, (q_tiles, k_tiles, v_tiles, num_tasks, num_heads, sharing, num_queries, num_keys, q_ring, k_ring,
-                 v_ring, CAUSAL, N)),
-    ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    if NUM_CONSUMERS == 2:
+        gl.warp_specialize([
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
+                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART,
+                       NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
+                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART,
+                       NUM_CONSUMERS)),
+            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, sharing,
+                     num_queries, num_keys, q_ring, k_ring, v_ring, CAUSAL, N, NUM_CONSUMERS)),
+        ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
+                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART,
+                       NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
+                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART,
+                       NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
+                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C2, CAUSAL, N, MAIN, REST, APART,
+                       NUM_CONSUMERS)),
+            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, sharing,
+                     num_queries, num_keys, q_ring, k_ring, v_ring, CAUSAL, N, NUM_CONSUMERS)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

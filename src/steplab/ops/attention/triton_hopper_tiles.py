@@ -18,9 +18,9 @@ from triton.language.core import _aggregate as aggregate
 ROWS = gl.constexpr(64)
 """Rows of a consumer, as many as a product of one group of warps has."""
 NUM_CONSUMERS = gl.constexpr(2)
-"""As many groups as have registers for their sums beside the loading warp."""
-CONSUMER_REGISTERS = 240
-"""Registers a thread of a consumer, of 65,536 in all."""
+"""As many groups as have registers for their sums beside the loading warp; forward has three where sums are narrow."""
+CONSUMER_REGISTERS = {2: 240, 3: 160}
+"""Registers a thread of a consumer, of 65,536 in all, by the number of consumers."""
 LOADER_REGISTERS = 24
 """Registers a thread of the loading warps: they hold addresses alone."""
 
@@ -67,23 +67,22 @@ class Ring:
 
 
 @gluon.jit
-def ring(dtype: gl.constexpr, rows: gl.constexpr, box: gl.constexpr, num_slots: gl.constexpr):
-    """A ring for tiles [rows, box]."""
+def ring(
+    dtype: gl.constexpr,
+    rows: gl.constexpr,
+    box: gl.constexpr,
+    num_slots: gl.constexpr,
+    num_readers: gl.constexpr = NUM_CONSUMERS,
+):
+    """A ring for tiles [rows, box], each of which is free again when so many consumers have released it."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, box], dtype)
     tiles = gl.allocate_shared_memory(dtype, [num_slots, rows, box], layout)
     full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(num_slots):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
+        mbarrier.init(empty.index(i), count=num_readers)
     return Ring(tiles, full, empty, num_slots)
-
-
-@gluon.jit
-def own_tiles(dtype: gl.constexpr, box: gl.constexpr):
-    """Room for one tile [ROWS, box] a consumer."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, box], dtype)
-    return gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, ROWS, box], layout)
 
 
 @gluon.jit
@@ -95,11 +94,15 @@ def barrier():
 
 
 @gluon.jit
-def times_transposed(a_RD, b_CD, sums_RC, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start sums + a b^T over the columns that hold something."""
-    b_DC = b_CD.slice(0, MAIN, dim=1).permute((1, 0))
-    sums_RC = warpgroup_mma(a_RD.slice(0, MAIN, dim=1), b_DC, sums_RC, is_async=True)
-    if REST > 0:
+def scores(a_RD, b_CD, layout: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Start a b^T over the columns that hold something. Where REST is not zero, a is in shared memory."""
+    C: gl.constexpr = b_CD.shape[0]
+    zero = gl.zeros([ROWS, C], gl.float32, layout)
+    if REST == 0:
+        sums_RC = warpgroup_mma(a_RD, b_CD.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        b_DC = b_CD.slice(0, MAIN, dim=1).permute((1, 0))
+        sums_RC = warpgroup_mma(a_RD.slice(0, MAIN, dim=1), b_DC, zero, use_acc=False, is_async=True)
         b_DC = b_CD.slice(MAIN, REST, dim=1).permute((1, 0))
         sums_RC = warpgroup_mma(a_RD.slice(MAIN, REST, dim=1), b_DC, sums_RC, is_async=True)
     return sums_RC
@@ -121,3 +124,69 @@ def put(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
     if REST > 0:
         tile_RD.slice(MAIN, REST, dim=1).store(rest_RD.to(tile_RD.dtype))
     fence_async_shared()
+
+
+# --- what Gluon has no word for ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def pack(x_RC, dtype: gl.constexpr):
+    """Rounded to 16 bits, neighbours of a row in one register: [R, C / 2].
+
+    A loop that carries numbers of 16 bits has the assembler take them out of their registers and put them back.
+    """
+    first, second = x_RC.reshape([x_RC.shape[0], x_RC.shape[1] // 2, 2]).split()
+    KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    asm: gl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """What `pack` packed, in a layout in which each thread has what it has: no instruction at all."""
+    if dtype == gl.bfloat16:
+        first, second = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        first, second = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    whole = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(whole, layout, assert_trivial=True)
+
+
+@gluon.jit
+def where_before(x, position, end, otherwise):
+    """x where position < end. Of gl.where, LLVM gathers the comparisons in words, bit by bit, and takes them apart."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred before; setp.lt.s32 before, $2, $3; selp.f32 $0, $1, $4, before; }",
+        "=f,f,r,r,f",
+        [x, position, end, otherwise],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _instruction(text: gl.constexpr, operand):
+    """One that is there for what it does: with an operand, and no result."""
+    asm: gl.constexpr = text + " mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [operand], dtype=gl.int32, is_pure=False, pack=1)
+
+
+FIRST_NAME = gl.constexpr(8)
+"""Named barriers from here on are free: Triton numbers its own from zero, and has fewer."""
+
+
+@gluon.jit
+def meet(name: gl.constexpr):
+    """Wait at a named barrier for another group of four warps, which meets or passes it."""
+    _instruction("bar.sync $1, 256;", gl.to_tensor(FIRST_NAME + name))
+
+
+@gluon.jit
+def let_pass(name: gl.constexpr):
+    """Let the group that waits at a named barrier go on."""
+    _instruction("bar.arrive $1, 256;", gl.to_tensor(FIRST_NAME + name))

@@ -12,6 +12,10 @@ from torch import Tensor
 from steplab.ops.attention.triton_tensors import Columns, Shape, strides_of
 from steplab.ops.attention.triton_tuning import Tiles
 
+ROWS_OF_A_CONSUMER = 64
+"""Of a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
+SUMS_WIDTH = 32
+"""Columns of dQ that lie together in its sums: PART in triton_hopper_backward.py."""
 LEAST_SCALE = 1e-30
 """Taken for a scale of zero, by which nothing can be divided: all exponents are zero all the same."""
 
@@ -110,6 +114,17 @@ def number_form(count: int, rows: int) -> Form:
     return _form(TensorDescriptor, [count], [1], [rows], layout=layout)
 
 
+def sums_form(count: int) -> Form:
+    """Of float32 sums [count, SUMS_WIDTH], to 64 rows of which the backward kernel for Hopper adds at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    return _form(
+        TensorDescriptor, [count, SUMS_WIDTH], [SUMS_WIDTH, 1], [ROWS_OF_A_CONSUMER, SUMS_WIDTH], layout=layout
+    )
+
+
 def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape: list[int], **layout: Any) -> Form:
     fields = {"shape": list(shape), "strides": strides, "block_shape": block_shape, "padding": "zero"}
     return Form(kind, fields | layout)
@@ -144,7 +159,7 @@ class Start:
             self._compiled = compiled[self._grid]
 
 
-def hopper_options(tiles: Tiles, parts: Columns) -> dict[str, Any]:
+def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:
     """Keyword arguments that all Hopper kernels take."""
     from steplab.ops.attention.triton_hopper_tiles import CONSUMER_REGISTERS, LOADER_REGISTERS
 
@@ -153,7 +168,7 @@ def hopper_options(tiles: Tiles, parts: Columns) -> dict[str, Any]:
         "REST": parts.rest,
         "BOX": parts.box,
         "NUM_SLOTS": tiles.stages,
-        "CONSUMER_REGISTERS": CONSUMER_REGISTERS,
+        "CONSUMER_REGISTERS": CONSUMER_REGISTERS[consumers],
         "LOADER_REGISTERS": LOADER_REGISTERS,
         "num_warps": 4,
     }

@@ -3,7 +3,8 @@
 FlashAttention-2 (Dao 2023), algorithm 2, in two sweeps instead of one: a program of the first has a tile of keys, goes
 over the queries that see it and sums dK and dV; a program of the second has a tile of queries, goes over the keys that
 it sees and sums dQ. S and dP are made twice, seven products where five are needed. In return nothing is added up by
-several programs: no atomics, no sums in memory, and the same bits at every run.
+several programs: no atomics, no sums in memory, and the same bits at every run. The kernels before and after that of
+triton_hopper_backward.py are here too.
 
 Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dimension, filled up with zeros.
 """
@@ -16,13 +17,13 @@ from steplab.ops.attention.triton_portable_tiles import operand
 
 @triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "head_dim"])
 def prepare_kernel(
-    o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, start_s_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
-    num_heads, num_queries, num_padded, head_dim, scale, M: tl.constexpr, D: tl.constexpr,
+    o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, turns_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
+    num_heads, num_queries, num_padded, head_dim, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """What backward subtracts for each of M queries of a head, negated: lse in powers of two, and D = rowsum(dO o O).
 
-    And -lse / scale, with which sums of products may start instead (see triton_hopper_backward.py). Rows of padding get
-    -inf and 0, so that their weights are zero; so do queries that saw no key, whose lse is -inf.
+    Rows of padding get -inf and 0, so that their weights are zero; so do queries that saw no key, whose lse is -inf. A
+    zero is written for every M queries too: whose turn it is in triton_hopper_backward.py.
     """
     num_tiles = num_padded // M
     b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -35,11 +36,30 @@ def prepare_kernel(
     o_MD = tl.load(o_ptr + b * o_b + head * o_h + rows * o_s + columns, mask=inside, other=0.0).to(tl.float32)
     do_MD = tl.load(do_ptr + b * do_b + head * do_h + rows * do_s + columns, mask=inside, other=0.0).to(tl.float32)
     lse_M = tl.load(lse_ptr + b_head * num_queries + queries, mask=exist, other=float("-inf"))
-    nothing = lse_M == float("-inf")
     rows_of_head = b_head * num_padded + queries
-    tl.store(minus_lse_ptr + rows_of_head, tl.where(nothing, lse_M, -lse_M * 1.4426950408889634))  # log2(e)
-    tl.store(start_s_ptr + rows_of_head, tl.where(nothing, lse_M, -lse_M / scale))
+    tl.store(minus_lse_ptr + rows_of_head, tl.where(lse_M == float("-inf"), lse_M, -lse_M * 1.4426950408889634))
     tl.store(minus_d_ptr + rows_of_head, -tl.sum(o_MD * do_MD, 1))
+    tl.store(turns_ptr + tl.program_id(0), 0)
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "head_dim"])
+def finish_kernel(
+    sums_ptr, dq_ptr, dq_b, dq_h, dq_s, num_heads, num_queries, num_padded, head_dim, scale,
+    M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dQ of M queries of a head, from sums that lie in memory as [M, WIDTH] for each part of the columns."""
+    num_tiles = num_padded // M
+    b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, head = b_head // num_heads, b_head % num_heads
+    queries = tl.program_id(0) % num_tiles * M + tl.arange(0, M)
+    rows = dq_ptr + b * dq_b + head * dq_h + queries.to(tl.int64)[:, None] * dq_s
+    sums_ptr += tl.program_id(0).to(tl.int64) * (M * PARTS * WIDTH)
+    within = tl.arange(0, M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    for part in tl.static_range(PARTS):
+        columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        sums = tl.load(sums_ptr + part * (M * WIDTH) + within)
+        inside = (queries < num_queries)[:, None] & (columns < head_dim)
+        tl.store(rows + columns, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

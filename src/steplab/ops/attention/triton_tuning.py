@@ -15,7 +15,7 @@ import torch
 
 from steplab.errors import Unsupported
 
-Kernel = Literal["forward", "backward_kv", "backward_q"]
+Kernel = Literal["forward", "backward", "backward_kv", "backward_q"]
 Variant = Literal["hopper", "portable"]
 TABLE = "triton_tiles.toml"
 WIDEST_TILE = 128
@@ -27,7 +27,7 @@ class Tiles:
     """One row of the table."""
 
     kernel: Kernel
-    """Which of the three kernels."""
+    """Which kernel: backward is that which makes all gradients in one sweep, the others of them make them in two."""
     gpu: str
     """A GPU as torch names it, sm90 and the like, or any."""
     bits: int
@@ -45,26 +45,33 @@ class Tiles:
     stages: int
     """Tiles on their way at a time."""
     warps: int = 4
-    """Warps of a program; the Hopper kernels have nine in any case."""
-    persistent: bool = False
-    """Whether a program a multiprocessor takes one task after another (the Hopper kernels alone)."""
+    """Warps of a program; the Hopper kernels have as many as they have tasks for."""
 
 
 def tiles_for(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles:
     """The tiles of a kernel for tensors like x. Raises Unsupported where the table has none."""
-    name, capability = ("cpu", (0, 0))
-    if x.device.type == "cuda":
-        name, capability = _gpu(x.device.index)
-    return _found(kernel, name, capability, x.element_size() * 8, box, tokens)
+    found = tiles_if_any(kernel, x, box, tokens)
+    if found is None:
+        name, bits = _gpu(x.device)[0], x.element_size() * 8
+        why = f"{TABLE} has no {kernel} for {bits}-bit tiles {box} wide"
+        raise Unsupported(f"attention 'flash_triton' on {name}", why, "choose sdpa")
+    return found
+
+
+def tiles_if_any(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles | None:
+    """The same, or None."""
+    return _found(kernel, *_gpu(x.device), x.element_size() * 8, box, tokens)
 
 
 @cache
-def _gpu(index: int) -> tuple[str, tuple[int, int]]:
-    return torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
+    if device.type != "cuda":
+        return "cpu", (0, 0)
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
 @cache
-def _found(kernel: Kernel, name: str, capability: tuple[int, int], bits: int, box: int, tokens: int) -> Tiles:
+def _found(kernel: Kernel, name: str, capability: tuple[int, int], bits: int, box: int, tokens: int) -> Tiles | None:
     rows = [row for row in table() if (row.kernel, row.bits, row.box) == (kernel, bits, box)]
     rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
     if capability != (9, 0) or not hopper_kernels_run():
@@ -73,9 +80,7 @@ def _found(kernel: Kernel, name: str, capability: tuple[int, int], bits: int, bo
         of_gpu = [row for row in rows if row.gpu == gpu]
         if of_gpu:
             return min(of_gpu, key=lambda row: row.tokens or float("inf"))
-    raise Unsupported(
-        f"attention 'flash_triton' on {name}", f"{TABLE} has no {kernel} for {bits}-bit tiles {box} wide", "choose sdpa"
-    )
+    return None
 
 
 @cache
