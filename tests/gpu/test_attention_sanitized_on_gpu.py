@@ -86,7 +86,9 @@ def lines_of_handover() -> set[tuple[str, int]]:
     for file, name in HOPPER_KERNELS:
         module = importlib.import_module(f"steplab.ops.attention.{file}")
         source, first = inspect.getsourcelines(getattr(module, name).fn)
+        calls = [number for number, line in enumerate(source) if "gl.warp_specialize(" in line]
+        # One that depends on a condition is said to be where that is.
+        calls += [number - 1 for number in calls if source[number - 1].lstrip().startswith("if ")]
         head = next(number for number, line in enumerate(source) if line.startswith("def "))
-        call = next(number for number, line in enumerate(source) if "gl.warp_specialize(" in line)
-        lines |= {(file, first + head), (file, first + call)}
+        lines |= {(file, first + number) for number in (head, *calls)}
     return lines

@@ -40,7 +40,7 @@ def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
         program_id=lambda axis: program,
         warp_specialize=lambda workers, *rest: started.extend(workers),
     )
-    fakes = {"gl": language, "mbarrier": ANYTHING, "fence_async_shared": ANYTHING, "barrier": ANYTHING}
+    fakes: dict[str, Any] = {"gl": language, "mbarrier": ANYTHING, "fence_async_shared": ANYTHING, "barrier": ANYTHING}
     fakes |= {"KEYS": KEYS, "ROWS": 64, "NUM_CONSUMERS": 2}
     with patch.multiple(module, **{name: fake for name, fake in fakes.items() if hasattr(module, name)}):
         yield started
@@ -50,7 +50,7 @@ def told_by(program: int, **given: Any) -> dict[str, Any]:
     """What a program of the backward kernel tells its warps, by the names under which they take it."""
     kernel = triton_hopper_backward.backward_kernel
     names = inspect.signature(kernel.fn).parameters
-    usual = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
+    usual: dict[str, Any] = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
     usual |= {"M": QUERIES, "MAIN": 64, "REST": 0, "BOX": 64, "NUM_SLOTS": 2}
     with as_python(triton_hopper_backward, program) as started:
         kernel.fn(**{name: (usual | given).get(name, ANYTHING) for name in names})

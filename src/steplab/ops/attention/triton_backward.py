@@ -191,9 +191,8 @@ def _starts_of_one_sweep(
         **options,
     )
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale
-    finish = Start(
-        finish_kernel, num_rows // PREPARED, [None] * 2, of_dq, M=PREPARED, PARTS=num_parts, WIDTH=SUMS_WIDTH
-    )
+    sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": SUMS_WIDTH}
+    finish = Start(finish_kernel, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
     return start, finish, num_rows * num_parts * SUMS_WIDTH
 
 

@@ -218,7 +218,9 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbe
     dp_RM = warpgroup_mma_wait(0, [dp_RM])
     dv_RD, dv_rest_RD = times(unpack(weights, dtype, P), do_MD, dv_RD, dv_rest_RD, MAIN, REST)
     ds = pack(p_RM * (dp_RM + numbers.index(2 * slot + 1).load(OF_QUERIES)[None, :]), dtype)
-    dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
+    # The other consumer waits for dS, but with 128 columns this one's product is long, and better under way first.
+    if REST == 0:
+        dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
     of = i
     if LATE:
         # Before the first there is none, and what comes out is not kept.
@@ -228,6 +230,8 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbe
     ds_parts.index(i % NUM_BUFFERS).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, dtype, S))
     fence_async_shared()
     mbarrier.arrive(ds_full.index(i % NUM_BUFFERS))
+    if REST > 0:
+        dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
     if not LATE:
         mbarrier.wait(ds_full.index(of % NUM_BUFFERS), (of // NUM_BUFFERS) & 1)
         dq_MW = _times_keys(ds_parts.index(of % NUM_BUFFERS), kv.index(0), FIRST, W)

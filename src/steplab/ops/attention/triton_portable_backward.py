@@ -15,7 +15,8 @@ import triton.language as tl
 from steplab.ops.attention.triton_portable_tiles import operand
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "head_dim"])
+# Of the head dimension the compiler is told whether it is a multiple of 16: else it takes masked columns one by one.
+@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded"])
 def prepare_kernel(
     o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, turns_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
     num_heads, num_queries, num_padded, head_dim, M: tl.constexpr, D: tl.constexpr,
@@ -42,24 +43,24 @@ def prepare_kernel(
     tl.store(turns_ptr + tl.program_id(0), 0)
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "head_dim"])
+@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded"])
 def finish_kernel(
     sums_ptr, dq_ptr, dq_b, dq_h, dq_s, num_heads, num_queries, num_padded, head_dim, scale,
     M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dQ of M queries of a head, from sums that lie in memory as [M, WIDTH] for each part of the columns."""
+    """A part of the columns of dQ of M queries of a head, from sums that lie in memory as [M, WIDTH] for each part."""
     num_tiles = num_padded // M
-    b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    b_head = (tile // num_tiles).to(tl.int64)
     b, head = b_head // num_heads, b_head % num_heads
-    queries = tl.program_id(0) % num_tiles * M + tl.arange(0, M)
-    rows = dq_ptr + b * dq_b + head * dq_h + queries.to(tl.int64)[:, None] * dq_s
-    sums_ptr += tl.program_id(0).to(tl.int64) * (M * PARTS * WIDTH)
-    within = tl.arange(0, M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    for part in tl.static_range(PARTS):
-        columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        sums = tl.load(sums_ptr + part * (M * WIDTH) + within)
-        inside = (queries < num_queries)[:, None] & (columns < head_dim)
-        tl.store(rows + columns, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    queries = tile % num_tiles * M + tl.arange(0, M)
+    columns = tl.arange(0, WIDTH)[None, :]
+    sums_ptr += tl.program_id(0).to(tl.int64) * (M * WIDTH)
+    sums = tl.load(sums_ptr + tl.arange(0, M)[:, None] * WIDTH + columns)
+    columns += part * WIDTH
+    inside = (queries < num_queries)[:, None] & (columns < head_dim)
+    dq_ptrs = dq_ptr + b * dq_b + head * dq_h + queries.to(tl.int64)[:, None] * dq_s + columns
+    tl.store(dq_ptrs, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
