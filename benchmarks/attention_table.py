@@ -59,7 +59,7 @@ Records: {ids}.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a pass of flash_triton executes; backward, five products would be enough."""
+    """What a pass of flash_triton executes on a Hopper GPU."""
 
     products: int
     """That it executes, of 2 B H D p FLOPs each, p being the pairs of a query and a key that it sees."""
@@ -71,7 +71,7 @@ class Work:
 
 WORK = {
     "forward": Work(products=2, exponentials=1, tensors_q=2),
-    "backward": Work(products=7, exponentials=2, tensors_q=4),
+    "backward": Work(products=5, exponentials=1, tensors_q=4),
 }
 
 
@@ -178,8 +178,8 @@ def bounds(cells: Sequence[AttentionCell]) -> Table | None:
         headers=("B×H×S×D", "pass", "measured", "products", "exponentials", "bytes", "bound by", "products' share"),
         rows=tuple(rows),
         numeric=(False, False, True, True, True, True, False, True),
-        caption=f"Milliseconds. Products that are executed (2 forward, 7 backward, where 5 are needed) at "
-        f"{MATMUL_FLOPS_PER_S / 1e12:.0f} TFLOP/s; exponentials (1 a pair forward, 2 backward) at 16 a clock and "
+        caption=f"Milliseconds. Products (2 forward, 5 backward) at "
+        f"{MATMUL_FLOPS_PER_S / 1e12:.0f} TFLOP/s; exponentials (1 a pair in each pass) at 16 a clock and "
         f"multiprocessor, {CLOCKS_HZ[1] / 1e9:.2f} to {CLOCKS_HZ[0] / 1e9:.3f} GHz; each tensor once at "
         f"{COPY_BYTES_PER_S / 1e12:.1f} TB/s; pairs as the mask leaves them. Bound by products: they alone need over "
         f"{100 * MOST:.0f} % of the measured time; by products and exponentials: these do, one after the other, at "

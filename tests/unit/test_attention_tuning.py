@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -436,7 +437,7 @@ def test_what_is_written_is_what_the_kernels_read(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
     monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: True)
-    read: Callable[..., Tiles] = triton_tuning._found.__wrapped__
+    read: Any = triton_tuning._found.__wrapped__
     assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2048) == short
     assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2049) == long
     assert read("forward", "NVIDIA H100", (9, 0), 16, 128, 2048).gpu == "sm90"
@@ -467,7 +468,7 @@ def test_rows_of_32_bits_are_written_beside_those_of_16(monkeypatch: pytest.Monk
     others = [row for row in read_table(before) if (row.gpu, row.bits, row.box, row.kernel) != mine]
     assert list(read_table(text)[:-2]) == others
     monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
-    read: Callable[..., Tiles] = triton_tuning._found.__wrapped__
+    read: Any = triton_tuning._found.__wrapped__
     assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2049) == Tiles(**wide.row(), gpu="NVIDIA H200")
     assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2048).tokens == 2048
     assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2048).bits == 16

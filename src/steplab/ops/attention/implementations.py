@@ -30,6 +30,14 @@ class Workspace:
     """Tokens are rounded up to a multiple of this."""
     width: int | None = None
     """The head dimension is rounded up to a multiple of this; None: one number a row."""
+    least_width: int = 0
+    """And to this, where it is less."""
+    halves_up_to: int | None = None
+    """It is taken for bf16 and fp16 alone, and head dimensions up to this; None: for all."""
+
+    def taken(self, number_bytes: int, head_dim: int) -> bool:
+        """Whether it is, for tensors of such numbers."""
+        return self.halves_up_to is None or (number_bytes == 2 and head_dim <= self.halves_up_to)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,12 +241,19 @@ TABLE = (
         dtypes=(FP32, BF16, FP16),
         widest=256,
         copies_below=16,  # what the stride from token to token must be a multiple of for the GPU's copy engine
-        # ops/attention/triton_backward.py
-        workspaces=tuple(
-            Workspace(what=f"{what}, within the kernels", tokens=128)
-            for what in ("log-sum-exp in powers of two", "row sums", "log-sum-exp over the scale")
+        # ops/attention/triton_backward.py, but for a counter for every 64 rows
+        workspaces=(
+            Workspace(what="log-sum-exp in powers of two, within the kernels", tokens=128),
+            Workspace(what="row sums, within the kernels", tokens=128),
+            Workspace(
+                what="gradient of the rotated query, summed within the kernels",
+                tokens=128,
+                width=32,
+                least_width=64,
+                halves_up_to=128,
+            ),
         ),
-        memory_estimate="its workspace is as its source says, three numbers a row of scores",
+        memory_estimate="its workspace is as its source says, on a Hopper GPU; elsewhere it takes no sums",
         benchmarked_on=("cuda",),
         operators=_own("flash_triton"),
     ),

@@ -59,7 +59,8 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
         gradients = tuple(m.new(*like) for like in likes)
         gradients[2].heads_together = True
         _copies = [m.new(padded, dtype, f"{what}, padded") for what in _OF_BACKWARD] if padded else []
-        _within = [m.new(_of_workspace(m.sizes, taken), FP32, taken.what) for taken in row.workspaces]
+        own = [each for each in row.workspaces if each.taken(dtype.num_bytes, m.sizes.shape.head_dim)]
+        _within = [m.new(_of_workspace(m.sizes, each), FP32, each.what) for each in own]
         m.ran(f"{row.name}_backward", (gradient, *kept), gradients, product=scores, fused_flops=BACKWARD_FLOPS * flops)
         return gradients
 
@@ -70,10 +71,10 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
 
 
 def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
-    return _rounded(sizes, taken.tokens, taken.width)
+    return _rounded(sizes, taken.tokens, taken.width, taken.least_width)
 
 
-def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None) -> Count:
+def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None, least_width: int = 0) -> Count:
     """Elements of [batch, heads, tokens] or [batch, heads, tokens, head dimension], both rounded up."""
     if tokens_multiple == 1 and width_multiple in (None, 1):
         return sizes.rows if width_multiple is None else sizes.residual
@@ -81,7 +82,7 @@ def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None) -> 
     rows = Count(sizes.batch * sizes.shape.num_heads * tokens, f"B h {tokens}")
     if width_multiple is None:
         return rows
-    width = _up(sizes.shape.head_dim, width_multiple)
+    width = max(_up(sizes.shape.head_dim, width_multiple), least_width)
     return Count(rows.value * width, f"{rows.symbols} {width}")
 
 
