@@ -114,6 +114,18 @@ def test_every_part_of_the_package_has_its_arrows() -> None:
     assert {part_of(path) for path in FILES} == set(ARROWS)
 
 
+STUDIES = ("attention", "comm", "ddp", "precision", "memory")
+"""What is measured besides a step: files of measurement are called after it."""
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_studies_do_not_import_each_other(study: str) -> None:
+    others = tuple(f"steplab.measurement.{other}_" for other in STUDIES if other != study)
+    files = [path for path in FILES if part_of(path) == "measurement" and path.stem.startswith(f"{study}_")]
+    assert files
+    assert [name for path in files for _, name in imports(path) if name.startswith(others)] == []
+
+
 def test_the_table_of_attention_imports_nothing_of_steplab() -> None:
     assert list(imports(SOURCE.joinpath(*FACTS_OF_ATTENTION.split(".")[1:]).with_suffix(".py"))) == []
 

@@ -1,17 +1,16 @@
 """Why some fields, most of them of several processes, have no effect on some steps, and what to type instead."""
 
-from typing import TYPE_CHECKING
-
 from steplab.specs.layout import Layout
 
-if TYPE_CHECKING:
-    from steplab.specs.step import StepSpec
+
+def averages_gradients(layout: Layout) -> bool:
+    """Whether steplab's own data parallelism averages the gradients: alone on its axis; beside others FSDP2 does."""
+    return layout.world_size == layout.dp > 1
 
 
-def no_strategy(spec: "StepSpec") -> str | None:
+def no_strategy(layout: Layout) -> str | None:
     """Why steplab's own data parallelism averages no gradients; None where it does."""
-    layout = spec.layout
-    if spec.strategy is not None:
+    if averages_gradients(layout):
         return None
     if layout.world_size == 1:
         return (
@@ -22,28 +21,28 @@ def no_strategy(spec: "StepSpec") -> str | None:
     return f"{whose} the gradients of layout {layout}; leave it out, or use --layout dp={layout.world_size}"
 
 
-def no_buckets(spec: "StepSpec") -> str | None:
+def no_buckets(layout: Layout, data_parallel: str) -> str | None:
     """Why gradients are not averaged in buckets; None where they are."""
-    if spec.strategy is None or spec.bucket_mb is not None:
-        return no_strategy(spec)
-    return f"data_parallel {spec.data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
+    if not averages_gradients(layout) or data_parallel == "bucketed":
+        return no_strategy(layout)
+    return f"data_parallel {data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
 
 
-def no_gradients(spec: "StepSpec") -> str | None:
+def no_gradients(pass_name: str) -> str | None:
     """Why there are no gradients to accumulate; None where there are."""
-    if spec.pass_name != "forward":
+    if pass_name != "forward":
         return None
     return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
 
 
-def no_shards(spec: "StepSpec") -> str | None:
+def no_shards(layout: Layout) -> str | None:
     """Why no parameters are sharded; None where they are."""
-    return _no_axis(spec.layout, "fsdp", "frees no parameters")
+    return _no_axis(layout, "fsdp", "frees no parameters")
 
 
-def no_pipeline(spec: "StepSpec") -> str | None:
+def no_pipeline(layout: Layout) -> str | None:
     """Why there is no pipeline; None where there is one."""
-    return _no_axis(spec.layout, "pp", "has no pipeline")
+    return _no_axis(layout, "pp", "has no pipeline")
 
 
 def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:

@@ -150,7 +150,7 @@ class StepSpec:
             help="Micro-steps in a step, whose gradients are averaged before the update; tokens in a step = batch x "
             "context x accumulation x data-parallel ranks",
             least=1,
-            unused=layout_options.no_gradients,
+            unused=lambda spec: layout_options.no_gradients(spec.pass_name),
             header="micro-steps",
             axis_name="accum.",
             said="{} micro-step{s}",
@@ -220,7 +220,7 @@ class StepSpec:
                 "bucketed": "in buckets, each as soon as it is ready",
             },
             group="processes",
-            unused=layout_options.no_strategy,
+            unused=lambda spec: layout_options.no_strategy(spec.layout),
             header="strategy",
             said="{} gradients",
             rank=1,
@@ -232,7 +232,7 @@ class StepSpec:
             help="Largest bucket of gradients, in units of 1e6 bytes",
             group="processes",
             above=0,
-            unused=layout_options.no_buckets,
+            unused=lambda spec: layout_options.no_buckets(spec.layout, spec.data_parallel),
             header="bucket",
             said="buckets of {}",
             unit="MB",
@@ -246,7 +246,7 @@ class StepSpec:
             "backward pass",
             meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
             group="processes",
-            unused=layout_options.no_shards,
+            unused=lambda spec: layout_options.no_shards(spec.layout),
             header="reshard",
             said="reshard after forward: {}",
             quiet=True,
@@ -263,7 +263,7 @@ class StepSpec:
                 "interleaved": "1f1b over two shorter stages per rank",
             },
             group="processes",
-            unused=layout_options.no_pipeline,
+            unused=lambda spec: layout_options.no_pipeline(spec.layout),
             header="schedule",
             said="{} schedule",
             rank=2,
@@ -276,7 +276,7 @@ class StepSpec:
             default_words="one per sequence",
             group="processes",
             least=1,
-            unused=layout_options.no_pipeline,
+            unused=lambda spec: layout_options.no_pipeline(spec.layout),
             shown=lambda spec: spec.num_microbatches,
             axis_name="microb.",
             said="{} microbatch{es}",
@@ -346,7 +346,7 @@ class StepSpec:
     def strategy(self) -> str | None:
         """How steplab's own data parallelism averages gradients; None without a `dp` axis, and beside other axes, where
         FSDP2 averages them."""
-        return self.data_parallel if self.layout.world_size == self.layout.dp > 1 else None
+        return self.data_parallel if layout_options.averages_gradients(self.layout) else None
 
     @property
     def bucket_mb(self) -> float | None:

@@ -12,12 +12,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from steplab.errors import UserError
 
-if TYPE_CHECKING:
-    from steplab.specs.step import StepSpec
+Spec = Any
+"""A specs.step.StepSpec, which is made of these declarations."""
 
 LARGEST = 2**63 - 1
 """No count is larger: it would fit neither a tensor's size nor a database."""
@@ -48,12 +48,12 @@ class Declared:
     """Raises UserError for a text that is not valid."""
     parse: Callable[[str], object] | None = None
     """Makes the value from text, which may then contain commas, where the type is none of text and numbers."""
-    applies: "Callable[[StepSpec], bool]" = lambda spec: True
+    applies: Callable[[Spec], bool] = lambda spec: True
     """Whether the field has an effect on a step; rows and labels leave it out where it has none."""
-    unused: "Callable[[StepSpec], str | None] | None" = None
+    unused: Callable[[Spec], str | None] | None = None
     """For a field that is refused where it has no effect: why it has none there and what to type, or None where it has
     one. In a grid, such a field is left out of the cells that it does not affect."""
-    shown: "Callable[[StepSpec], Scalar] | None" = None
+    shown: Callable[[Spec], Scalar] | None = None
     """The value as rows and labels show it; None: the field's own."""
     column: str | None = None
     """Name in a row; None: the field's own."""
@@ -100,7 +100,7 @@ class StepField:
     """Its value where it is left out; MISSING for a size, which the model decides."""
     about: Declared
     """The rest of the declaration."""
-    read: "Callable[[StepSpec], Any]"
+    read: Callable[[Spec], Any]
     """The value in a spec; None for a size of a model that has none of ours."""
 
     @property
@@ -128,11 +128,11 @@ class StepField:
             default = f"{self.default:g}" if self.type is float else str(self.default)
         return self.about.help + (f": {listed}" if listed else "") + (f" [default: {default}]" if default else "")
 
-    def unused(self, spec: "StepSpec") -> str | None:
+    def unused(self, spec: Spec) -> str | None:
         """Why the field, if it is given, is refused for this step; None where it is not."""
         return self.about.unused(spec) if self.about.unused else None
 
-    def value(self, spec: "StepSpec") -> Scalar:
+    def value(self, spec: Spec) -> Scalar:
         """The value as rows and labels show it; None where it has no effect."""
         if not self.about.applies(spec) or self.unused(spec):
             return None
@@ -178,7 +178,7 @@ class StepField:
             about.check(value)
 
 
-def declared_fields(cls: type, prefix: str = "", read: "Callable[[StepSpec], Any]" = lambda spec: spec) -> "Fields":
+def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
     """The fields of a dataclass of which each is declared. `read` finds the object that has them in a spec; what it
     has as `pass_name` is called `pass`, which Python does not allow."""
     found = []
@@ -212,7 +212,7 @@ def option_name(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def _reader(read: "Callable[[StepSpec], Any]", name: str) -> "Callable[[StepSpec], Any]":
+def _reader(read: Callable[[Spec], Any], name: str) -> Callable[[Spec], Any]:
     return lambda spec: getattr(read(spec), name, None)
 
 
