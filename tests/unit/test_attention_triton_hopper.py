@@ -40,7 +40,13 @@ def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
         program_id=lambda axis: program,
         warp_specialize=lambda workers, *rest: started.extend(workers),
     )
-    fakes: dict[str, Any] = {"gl": language, "mbarrier": ANYTHING, "fence_async_shared": ANYTHING, "barrier": ANYTHING}
+    fakes: dict[str, Any] = {
+        "gl": language,
+        "mbarrier": ANYTHING,
+        "fence_async_shared": ANYTHING,
+        "barrier": ANYTHING,
+        "_barriers": ANYTHING,
+    }
     fakes |= {"KEYS": KEYS, "ROWS": 64, "NUM_CONSUMERS": 2}
     with patch.multiple(module, **{name: fake for name, fake in fakes.items() if hasattr(module, name)}):
         yield started

@@ -320,6 +320,19 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
     tma.store_wait(0)
 
 
+@gluon.jit
+def _barriers(num: gl.constexpr, num_arrivals: gl.constexpr):
+    """Barriers, each completed by so many arrivals.
+
+    Those of different purposes are not allocated together: the compiler would take them for one, and have the warps of
+    a group meet between a wait for one and an arrival at another.
+    """
+    made = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(num):
+        mbarrier.init(made.index(i), count=num_arrivals)
+    return made
+
+
 @gluon.jit(do_not_specialize=["heads_in_all", "heads_a_group", "num_upwards", "num_heads", "sharing", "num_queries",
                               "num_keys", "num_padded"])  # fmt: skip
 def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
@@ -379,20 +392,11 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     ds_parts = gl.allocate_shared_memory(k_tiles.dtype, [NUM_BUFFERS, KEYS, M], ds_layout)
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 32], gl.float32)
     dq_parts = gl.allocate_shared_memory(gl.float32, [PARTS_0 + PARTS_1, ROWS, 32], part_layout)
-    # Barriers that one allocation held would be taken for one by the compiler, which would put more between them.
-    full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], mbarrier.MBarrierLayout())
-    dq_full = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], mbarrier.MBarrierLayout())
-    dq_empty = gl.allocate_shared_memory(gl.int64, [NUM_CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
-    for i in gl.static_range(NUM_BUFFERS):
-        mbarrier.init(ds_full.index(i), count=NUM_CONSUMERS)
-    for i in gl.static_range(NUM_CONSUMERS):
-        mbarrier.init(dq_full.index(i), count=1)
-        mbarrier.init(dq_empty.index(i), count=1)
+    full = _barriers(NUM_SLOTS, 1)
+    empty = _barriers(NUM_SLOTS, NUM_CONSUMERS)
+    ds_full = _barriers(NUM_BUFFERS, NUM_CONSUMERS)
+    dq_full = _barriers(NUM_CONSUMERS, 1)
+    dq_empty = _barriers(NUM_CONSUMERS, 1)
     fence_async_shared()
     NONE: gl.constexpr = 0
     gl.warp_specialize([
