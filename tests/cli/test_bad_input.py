@@ -89,7 +89,6 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a sweep with a bad cell": (("sweep", "--context", "8,x"), ("context", "'x'")),
     "a sweep with a hole": (("sweep", "--context", "8,"), ("context",)),
     "unknown study": (("sweep", "everything"), ("everything", "quick", "TOML")),
-    "rows of one record": (("show", "zzzz", "--format", "csv"), ("table", "json", "steplab report zzzz --format csv")),
     "no such run": (("show", "zzzz"), ("zzzz", "steplab list")),
     "no such run to report": (("report", "zzzz"), ("zzzz",)),
     "no such study to report": (("report", "--study", "zzzz"), ("zzzz",)),

@@ -51,7 +51,7 @@ def executed(spec: StepSpec) -> float:
     assert per_token is not None
     passes = 1 if spec.pass_name == "forward" else 3
     norms = passes * 2 * (2 * shape.num_layers + 1) * shape.d_model
-    return (per_token - norms) * spec.tokens
+    return (per_token - norms) * spec.tokens * spec.micro_steps
 
 
 # --- FLOPs against the closed form --------------------------------------------------------------------------------
