@@ -58,7 +58,8 @@ def test_an_unknown_peak_gives_no_mfu_but_the_reason_and_the_remedy(first_run: R
 def test_run_is_shown_in_the_format_asked_for(steplab: Program, format: str) -> None:
     result = steplab("run", *tiny(), "--pass", "forward", "--format", format)
     assert (result.code, result.stderr) == (0, "")
-    opening = {"table": "tiny · batch 1 · context 8", "md": "# tiny · batch 1 · context 8", "latex": "% needs \\usepackage{booktabs}\n"}
+    title = "tiny · batch 1 · context 8"
+    opening = {"table": title, "md": f"# {title}", "latex": "% needs \\usepackage{booktabs}\n"}
     assert result.stdout.startswith(opening[format])
     assert "\x1b" not in result.stdout
 

@@ -60,7 +60,7 @@ def executed(spec: StepSpec) -> float:
 @given(SERVED)
 def test_the_flops_are_those_of_hfu(fields: dict[str, Any]) -> None:
     spec = resolve_step(fields)
-    # The closed form takes `sdpa` for a fused kernel; for heads that none takes torch composes it, over the whole square.
+    # The closed form takes `sdpa` for a fused kernel; heads that none takes are composed, over the whole square.
     assume(spec.attention != "sdpa" or any(op.kind == "attention" for op in operators_of(spec)))
     assert computed(spec) == pytest.approx(executed(spec), rel=1e-12)
 
