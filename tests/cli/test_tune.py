@@ -30,7 +30,7 @@ def test_without_a_gpu_it_says_so(steplab: Program) -> None:
         (("--dim", "64,512"), "flash_triton has head dimensions from 1 to 256, not 512"),
         (("--tiles", __file__), "exists and is not a table of tiles; name another file, or add --force"),
         (("--tiles", "nowhere/tiles.toml"), "there is no folder nowhere"),
-        (("--output", "table.toml"), ".toml stands for no format"),
+        (("--output", "table.toml"), "the suffix .toml is not that of a format"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_one_line(
