@@ -36,9 +36,9 @@ TERMS = (
     ),
     (
         "exposed communication",
-        "Time that communication adds to a step: the step minus the same step without communication, measured in turns. "
-        "It includes the slowdown of the computation that runs beside communication. Its bounds are the differences of "
-        "opposite ends of both medians' 95 % intervals, which makes them wide.",
+        "Time that communication adds to a step: the step minus the same step without communication, measured in "
+        "turns. It includes the slowdown of the computation that runs beside communication. Its bounds are the "
+        "differences of opposite ends of both medians' 95 % intervals, which makes them wide.",
     ),
     (
         "alone, hidden",

@@ -140,8 +140,8 @@ def trials_table(findings: Findings) -> Table:
             Column(key="after_s", header="after", quantity=TIME, rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
-        caption="Before and after are median step times, both for the tokens of one step before. The error is predicted "
-        "minus measured savings, as a share of the step before.",
+        caption="Before and after are median step times, both for the tokens of one step before. The error is "
+        "predicted minus measured savings, as a share of the step before.",
     )
 
 
