@@ -490,7 +490,7 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
     told = " ".join(text.split())
     step = whole(LARGE, profile_of(LARGE))
     for shown in (
-        "read shares, kernels and gaps here. Step time is the unprofiled figure.",
+        "so only shares, kernels and gaps count here. Step time is measured without it.",
         "3 steps on NVIDIA H200, seen by torch.profiler",
         f"the GPU is busy {units.format_time(step.busy_s)} ({units.format_percent(step.busy_s / step.window_s)})",
         f"waits for the host {units.format_time(step.host_bound_s)}",

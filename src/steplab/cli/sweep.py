@@ -52,7 +52,7 @@ def sweep(
     if (
         layout := processes.as_layout()
     ):  # a study may list layouts, some of which the number of processes would contradict
-        raise UserError(f"`sweep` takes the number of processes from --layout; replace --processes by {layout}")
+        raise UserError(f"`sweep` takes the number of processes from --layout; give {layout}")
     grid = step.grid()
     if not study and not grid:
         raise UserError("no cells to measure; name a preset (`steplab sweep quick`) or values (`--context 128,256`)")

@@ -53,7 +53,7 @@ _NOTABLE = 1.005
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
     """The findings about a run, largest predicted gain first.
 
-    `ceilings` were measured by `steplab doctor` on the run's device; they are used where the catalogue lacks the device.
+    `ceilings` were measured by `steplab doctor` on the run's device; they are used where the catalogue lacks it.
     """
     if run.failure is not None:
         return []

@@ -11,7 +11,7 @@ from steplab.records.profile import Profile
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.20
-"""Least share of the step that does not grow with the batch: twice the batch then saves a tenth of the time per token."""
+"""Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
 
 FACTORS = (8, 4, 2)
 """Proposed batch sizes as multiples of the present one; the largest that fits is taken."""

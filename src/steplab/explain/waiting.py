@@ -22,7 +22,7 @@ def model_phases(profile: Profile) -> list[PhaseTime]:
 
 
 def profiled_wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds per step in which the next kernel was not launched yet; the profiler, which slows the host, adds to it."""
+    """Seconds per step in which the next kernel was not launched yet; the profiler slows the host, which adds to it."""
     return case.per_step(profile, sum(phase.host_bound_s for phase in phases))
 
 

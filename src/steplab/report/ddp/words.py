@@ -69,7 +69,7 @@ def verdict(run: DdpRun) -> Iterator[str]:
             f"{units.format_time(max(held))}, so that the host was ahead of them."
         )
     elif run.facts and run.facts.backend == "nccl":
-        yield "Whether the devices were held before each step, so that the host was ahead, is not recorded."
+        yield "Whether the host was ahead of the devices before each step is not recorded."
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
             f"Nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication there "
