@@ -491,7 +491,7 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
     step = whole(LARGE, profile_of(LARGE))
     for shown in (
         "so only shares, kernels and gaps count here. Step time is measured without it.",
-        "3 steps on NVIDIA H200, seen by torch.profiler",
+        "3 steps on NVIDIA H200, profiled with torch.profiler",
         f"the GPU is busy {units.format_time(step.busy_s)} ({units.format_percent(step.busy_s / step.window_s)})",
         f"waits for the host {units.format_time(step.host_bound_s)}",
         f"Uncategorised: {units.format_percent(step.share('uncategorised') or 0)} of the busy time",

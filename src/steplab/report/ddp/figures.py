@@ -123,7 +123,7 @@ def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
 
 def peak_bytes(cell: DdpCell) -> int | None:
     """Peak of allocated memory of the variant's step on any rank, without the baseline's memory; None if unknown."""
-    if any(rank.others_let_go for rank in cell.ranks):
+    if any(rank.baseline_freed for rank in cell.ranks):
         return None
     own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
     return max(own, default=None)

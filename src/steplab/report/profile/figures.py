@@ -124,7 +124,7 @@ class TopKernel:
 
 
 def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_phase: bool = True) -> list[TopKernel]:
-    """Kernels of these phases (None: all), most time first; else one entry per name, of phase 'step'."""
+    """Kernels of these phases (None: all), most time first; by_phase=False gives one entry per name, phase 'step'."""
     chosen = [k for k in profile.kernels if phases is None or k.phase in phases]
     total_s = sum(k.total_s for k in chosen) or 1.0
     groups: dict[tuple[str, str, str], list[KernelStats]] = {}
