@@ -505,7 +505,7 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
         assert f"\n  {title}\n" in text
     assert "Communication" not in text
     assert "Communication" in render_profile(IMPORTED, width=160)
-    assert "There is no unprofiled step time" in render_profile(IMPORTED, width=160)
+    assert "No step was timed without it" in render_profile(IMPORTED, width=160)
 
 
 def test_damage_stands_before_all_figures_and_once() -> None:
