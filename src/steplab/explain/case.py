@@ -67,7 +67,7 @@ class Case:
         return max(1.0, profile.window_s / profile.num_steps / self.step_s)
 
     def per_step(self, profile: Profile, total_s: float) -> float:
-        """A total of the profile as seconds a step, scaled to the step without the profiler."""
+        """A total of the profile as seconds per step, scaled to the step without the profiler."""
         return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:

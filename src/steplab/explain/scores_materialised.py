@@ -65,7 +65,7 @@ def scores_materialised(case: Case) -> Finding | None:
             f"{format_bytes(moved)} and compute {format_count(flops).rstrip()}FLOP in matmuls."
         ),
         why=(
-            "The scores have context x context entries a head, far more than queries, keys and values together, and "
+            "The scores have context x context entries per head, far more than queries, keys and values together, and "
             "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
             "and skips the half that a causal mask hides."
         ),
