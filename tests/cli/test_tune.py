@@ -73,7 +73,7 @@ def test_rows_are_shown_or_written(capsys: pytest.CaptureFixture[str], tmp_path:
     shown = capsys.readouterr()
     assert shown.out.count("chosen") == 2 * 3
     assert shown.err.count("[[tiles]]") == 3
-    assert f"these rows are for {lab.packaged_table()}; --tiles FILE writes them" in shown.err
+    assert f"--tiles FILE writes these rows to a copy of {lab.packaged_table()}" in shown.err
 
     path = tmp_path / "tiles.toml"
     for _ in range(2):  # a table of tiles is continued
