@@ -11,8 +11,8 @@ from tests.cli.program import Program, complaint, tiny
     [
         (("--precision", "fp8"), "precision 'fp8' is not known; choose one of fp32, tf32, bf16, fp16, bf16_pure"),
         (("--only", "weights"), 'Invalid value "weights" for --only'),
-        (("--format", "csv"), "csv holds one table; name the part with --only"),
-        (("--model", "toy,tiny"), "--model takes one value here"),
+        (("--format", "csv"), "--format csv holds one table; choose it with --only"),
+        (("--model", "toy,tiny"), "--model takes a single value here"),
         (("--model", "nowhere"), "choose one of tiny, small, medium, large, xl, 2.7b, 8b, xxl, toy,"),
     ],
 )
@@ -34,7 +34,7 @@ def test_sums_are_printed_as_torch_prints_them_and_kept(steplab: Program) -> Non
     assert [row["id"] for row in steplab("list", "--precision", "--format", "json").rows()] == [record_id]
     listed = steplab("list")
     assert listed.stdout == "no runs\n"
-    assert listed.stderr == "the store has other records; --precision lists them\n"
+    assert listed.stderr == "the store has records of other kinds; --precision lists them\n"
 
 
 def test_a_step_is_audited_and_timed_side_by_side(steplab: Program) -> None:

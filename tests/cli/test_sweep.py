@@ -109,7 +109,7 @@ def test_cells_that_cannot_be_served_are_rows_with_the_reason(mixed: Result) -> 
 def test_progress_away_from_a_terminal_is_a_line_a_cell(mixed: Result) -> None:
     *cells, summary = mixed.stderr.splitlines()
     assert [line.split("]")[0] for line in cells] == [f"[{n}/6" for n in range(1, 7)]
-    assert "a step" in cells[0]
+    assert "per step" in cells[0]
     assert "about" in cells[0]
     assert "left" in cells[0]
     assert "left" not in cells[-1]

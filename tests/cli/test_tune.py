@@ -30,7 +30,7 @@ def test_without_a_gpu_it_says_so(steplab: Program) -> None:
         (("--dim", "64,512"), "flash_triton has head dimensions from 1 to 256, not 512"),
         (("--tiles", __file__), "exists and is not a table of tiles; name another file, or add --force"),
         (("--tiles", "nowhere/tiles.toml"), "there is no folder nowhere"),
-        (("--output", "table.toml"), ".toml stands for no format"),
+        (("--output", "table.toml"), "the suffix .toml is not that of a format"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_one_line(
@@ -73,7 +73,7 @@ def test_rows_are_shown_or_written(capsys: pytest.CaptureFixture[str], tmp_path:
     shown = capsys.readouterr()
     assert shown.out.count("chosen") == 2 * 3
     assert shown.err.count("[[tiles]]") == 3
-    assert f"these rows are for {lab.packaged_table()}; --tiles FILE writes them" in shown.err
+    assert f"--tiles FILE writes these rows to a copy of {lab.packaged_table()}" in shown.err
 
     path = tmp_path / "tiles.toml"
     for _ in range(2):  # a table of tiles is continued

@@ -162,7 +162,7 @@ def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_
     assert "~" not in shown(steady)[1]
     text, caption = shown(waiting)
     assert text == "1.00 ms ~1.20 ms 0.83×"
-    assert "~ marks a median whose middle half of samples spreads over more than 20% of it" in caption
+    assert "~ marks a median whose interquartile range exceeds 20% of it" in caption
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
@@ -195,7 +195,7 @@ def test_the_terminal_names_what_failed_for_memory_and_what_was_asked(peers: Att
     assert text.count("out of memory: 64.0 GiB more for backward") == 2 * 6  # among times and among memory
     first = next(cell for cell in peers.cells if cell.spec.implementation == "flash_triton")
     assert f"{1e3 * median(first.samples('both')):.2f} ms" in text
-    assert "How many times as fast as sdpa_flash" in text
+    assert "Speed relative to sdpa_flash" in text
     assert max(map(len, render_attention(peers, width=80).splitlines())) <= 80
 
 

@@ -243,8 +243,8 @@ def test_times_that_are_not_those_of_the_profile_say_so(step_ms: float, shown: s
         run = own({"layout": "dp=2"}, dataclasses.replace(seen, device=device), timing(step_ms))
         (found,) = (finding for finding in explain(run) if finding.kind == "communication_exposed")
         scaled = device == "cpu" and shown is not None
-        assert f"for {4 / float(shown) if scaled and shown else 4:.2f} ms a step" in found.saw
-        how = f"Times are scaled to the step without the profiler: with it, it took {shown} times as long."
+        assert f"for {4 / float(shown) if scaled and shown else 4:.2f} ms per step" in found.saw
+        how = f"Times are scaled to the unprofiled step; the profiled one took {shown} times as long."
         assert found.saw.endswith(how) == scaled
         assert ("scaled" in found.saw) == scaled
 

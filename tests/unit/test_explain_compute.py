@@ -113,7 +113,7 @@ def test_a_chain_costs_its_dearest_call() -> None:
     assert "blocks.*.attention forward 5.20 ms" in found.saw
     by_name = {e.what: e.value for e in found.evidence}
     assert by_name["elementwise, normalisation, softmax, reduction and copy"] == pytest.approx(12.6 * MS)
-    assert by_name["kernels a step that fusing saves"] == 12 + 96 + 24
+    assert by_name["kernels per step that fusing saves"] == 12 + 96 + 24
 
 
 def test_a_launch_bound_step_lasts_as_long_as_its_launches() -> None:

@@ -116,8 +116,8 @@ def test_a_number_read_back_each_step_costs_the_idle_time_around_it() -> None:
     assert found is not None
     # The optimizer's own idle time and that of the next step's forward, which comes after it; not the backward's.
     assert found.saves_s == pytest.approx(2.25 * MS)
-    assert found.title == "The CPU waits for the GPU 1 times a step"
-    assert "cudaStreamSynchronize, 1 a step" in found.saw
+    assert found.title == "The CPU waits for the GPU 1 times per step"
+    assert "cudaStreamSynchronize, 1 per step" in found.saw
 
 
 @pytest.mark.parametrize(("calls", "said"), [(READ_BACK, True), ((), False)])
@@ -150,7 +150,7 @@ def test_the_hosts_time_in_each_call_is_told() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
     found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
     assert found is not None
-    assert "cudaStreamSynchronize, 1 a step, 7.00 ms on the host, most in optimizer" in found.saw
+    assert "cudaStreamSynchronize, 1 per step, 7.00 ms on the host, most in optimizer" in found.saw
 
 
 @pytest.mark.parametrize(("microseconds", "fires"), [(2.0, False), (9.9, False), (10.1, True)])

@@ -51,7 +51,7 @@ def tried(found: Findings) -> Findings:
 
 def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, found: Findings) -> None:
     text = render_findings(run, found, "table", width=90)
-    assert "It saves about 3.00 ms of 30.0 ms a step (10.0 %)." in text
+    assert "It saves about 3.00 ms of 30.0 ms per step (10.0 %)." in text
     assert "\n  steplab run --model small --precision bf16 --compile default\n" in text
     assert "every intermediate makes that journey twice" in " ".join(text.split())
     prose = [line for line in text.splitlines() if "  steplab run" not in line]
@@ -64,7 +64,7 @@ def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, fo
 def test_a_bound_is_not_told_as_an_estimate(run: Run, found: Findings, format: str) -> None:
     bound = dataclasses.replace(tried(found), findings=(dataclasses.replace(tried(found).findings[0], at_most=True),))
     text = render_findings(run, bound, format, width=120)
-    assert "saves at most 3.00 ms of 30.0 ms a step (10.0 %)" in text
+    assert "saves at most 3.00 ms of 30.0 ms per step (10.0 %)" in text
     assert "where at most 3.00 ms were predicted" in text
     assert "saves about" not in text
     assert msgspec.json.decode(render_findings(run, bound, "json"))[0]["at_most"] is True
@@ -72,7 +72,7 @@ def test_a_bound_is_not_told_as_an_estimate(run: Run, found: Findings, format: s
 
 def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
     text = render_findings(run, tried(found), "table", width=120)
-    assert "Predicted against measured" in text
+    assert "Time saved per step, predicted and measured" in text
     [row] = [line for line in text.splitlines() if "compile=default" in line]
     assert "3.00 ms" in row
     assert "4.00 ms" in row
@@ -84,7 +84,7 @@ def test_trials_end_in_a_table(run: Run, found: Findings) -> None:
 @pytest.mark.parametrize("width", [50, 60, 80])
 def test_a_narrow_table_of_trials_breaks_no_figure(run: Run, found: Findings, width: int) -> None:
     text = render_findings(run, tried(found), "table", width=width)
-    table = text[text.index("Predicted against measured") :]
+    table = text[text.index("Time saved per step, predicted and measured") :]
     assert "3.00 ms" in table
     assert "4.00 ms" in table
     assert max(map(len, table.splitlines())) <= width
@@ -133,7 +133,8 @@ def test_rows_have_a_finding_each(run: Run, found: Findings) -> None:
 @pytest.mark.parametrize("format", ["table", "md"])
 def test_a_run_with_nothing_to_mend_says_so(run: Run, found: Findings, format: str) -> None:
     nothing = dataclasses.replace(found, findings=(), not_looked_at=())
-    assert "Nothing found that is worth a change." in render_findings(run, nothing, format, width=80)
+    told = "No finding: no change is predicted to save a considerable share of the step."
+    assert told in render_findings(run, nothing, format, width=80)
 
 
 @pytest.mark.parametrize("format", ["table", "md"])

@@ -32,8 +32,8 @@ def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:
     [
         ((0.5, 0.4), None),
         ((0.011, 0.011), None),
-        ((0.4, 0.009), "At the end of backward Python was hardly ahead of the device (9.00 ms)"),
-        ((0.001, 0.002), "At the end of forward and backward Python was hardly ahead of the device (1.00 ms)"),
+        ((0.4, 0.009), "Nearly launch-bound: the host lead at the end of backward is 9.00 ms, under 1 % of the step"),
+        ((0.001, 0.002), "Nearly launch-bound: the host lead at the end of forward and backward is 1.00 ms, under 1 %"),
     ],
 )
 def test_a_lead_below_a_hundredth_of_the_step_is_told_with_its_phases(
@@ -57,8 +57,8 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     rows = {line.split()[0]: line for line in shown.splitlines() if line.split()}
     assert "250 ms" in rows["forward"]
     assert "2.00 ms" in rows["backward"]
-    assert "At the end of backward Python was hardly ahead" in shown
-    assert "hardly ahead" not in run_text(
+    assert "Nearly launch-bound: the host lead at the end of backward" in shown
+    assert "Nearly launch-bound" not in run_text(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
 

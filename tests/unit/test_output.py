@@ -105,8 +105,8 @@ def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_p
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("page.pdf", r"\.pdf stands for no format; give one with --format: table, json"),
-        ("rows.json.gz", r"\.gz stands for no format"),
+        ("page.pdf", r"the suffix \.pdf is not that of a format; choose one with --format: table, json"),
+        ("rows.json.gz", r"the suffix \.gz is not that of a format"),
         ("", "cannot write to the folder"),
     ],
 )

@@ -163,4 +163,4 @@ def test_export_refuses_in_one_line_what_has_no_timeline(
     said = capsys.readouterr()
     assert said.out == ""
     assert len(said.err.splitlines()) == 1
-    assert ("has no profile" if named == "unprofiled" else "a timeline is of one run") in said.err
+    assert ("has no profile" if named == "unprofiled" else "takes the id of one run") in said.err

@@ -220,8 +220,8 @@ def test_warmup_study_is_silent_where_the_curve_is_too_short() -> None:
     [
         ([9, 2, 1, 1, 1, 1, 1, 1], "steady from step 3 of 8"),
         ([1] * 6, "steady from step 1 of 6"),
-        ([1, 2, 3, 4, 5, 6, 7, 8], "not steady in 8 steps"),
-        ([1, 1], "too few steps to say"),
+        ([1, 2, 3, 4, 5, 6, 7, 8], "did not settle in 8 steps"),
+        ([1, 1], "too few steps to tell"),
     ],
 )
 def test_steadiness_in_words(samples: list[float], words: str) -> None:

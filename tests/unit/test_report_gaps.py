@@ -41,7 +41,7 @@ def test_an_unknown_peak_is_why_there_is_no_mfu() -> None:
 
 def test_a_factorys_model_says_why_it_has_no_mfu() -> None:
     (reason,) = [text for text in gaps(factory_run()) if text.startswith("MFU")]
-    assert reason == "MFU: what a factory's model needs is not known, only what it executes"
+    assert reason == "MFU: the FLOPs that a factory's model needs are not known, only those that it executes"
     uncounted = replace(factory_run(), utilizations=(), notes=("HFU: counting the FLOPs failed: why",))
     assert [text[:4] for text in gaps(uncounted)][:1] == ["HFU:"]
     assert sum(text.startswith("HFU") for text in gaps(uncounted)) == 1

@@ -151,6 +151,6 @@ def test_lines_do_not_break_between_a_figure_and_its_unit() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(UserError, match="format 'xml' is not known; choose one of table, json, csv, md, latex"):
+    with pytest.raises(UserError, match="there is no format 'xml'; choose one of table, json, csv, md, latex"):
         render(document(), "xml")
     assert FORMATS == ("table", "json", "csv", "md", "latex")

@@ -328,7 +328,7 @@ def test_the_largest_allocation_has_its_line_its_derivation_and_those_alike() ->
         in told
     )
     (told,) = largest_sentences(FP32, replace(profile_of(FP32), largest=(before,)))
-    assert told.endswith("96.0 MiB: workspaces, made before the recording.")
+    assert told.endswith("96.0 MiB: workspaces, allocated before the recording.")
     since = replace(before, category="during")
     (told,) = largest_sentences(IMPORTED, replace(profile_of(IMPORTED), largest=(since,)))
     assert told.endswith("allocated during the history, by code that the history does not name.")

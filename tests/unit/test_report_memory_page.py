@@ -145,7 +145,7 @@ def test_predictions_stand_beside_what_was_measured() -> None:
         assert f">{size:,}</td>" in section
     assert section.count(">+5.00 %</td>") == len(prediction.at_peak) + 1
     assert "What the peaks are made of" in section
-    assert "Hatched bars are what was predicted" in section
+    assert "Hatched bars are predictions" in section
     assert "Notes on the prediction" in section
     assert "attention is plain" in section
     assert "Hatched" not in render_page([run], title="x")

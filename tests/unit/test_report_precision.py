@@ -236,7 +236,7 @@ def test_the_sentences_say_what_the_record_says() -> None:
 @pytest.mark.parametrize(
     ("precision", "said"),
     [
-        ("tf32", "TF32 is not a type of tensors"),
+        ("tf32", "TF32 is not a dtype of tensors"),
         ("fp32", "Parameters are fp32; autocast is off."),
         ("bf16", "all within bf16's normal numbers, which begin at 2^-126"),
     ],

@@ -490,8 +490,8 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
     told = " ".join(text.split())
     step = whole(LARGE, profile_of(LARGE))
     for shown in (
-        "read shares, kernels and gaps here. Step time is the unprofiled figure.",
-        "3 steps on NVIDIA H200, seen by torch.profiler",
+        "so only shares, kernels and gaps count here. Step time is measured without it.",
+        "3 steps on NVIDIA H200, profiled with torch.profiler",
         f"the GPU is busy {units.format_time(step.busy_s)} ({units.format_percent(step.busy_s / step.window_s)})",
         f"waits for the host {units.format_time(step.host_bound_s)}",
         f"Uncategorised: {units.format_percent(step.share('uncategorised') or 0)} of the busy time",
@@ -505,7 +505,7 @@ def test_the_text_states_all_that_was_asked_of_it() -> None:
         assert f"\n  {title}\n" in text
     assert "Communication" not in text
     assert "Communication" in render_profile(IMPORTED, width=160)
-    assert "There is no unprofiled step time" in render_profile(IMPORTED, width=160)
+    assert "No step was timed without it" in render_profile(IMPORTED, width=160)
 
 
 def test_damage_stands_before_all_figures_and_once() -> None:

@@ -1,1 +1,1 @@
-"""The command line: one small file a command, each of which parses, calls lab, and hands the result to report."""
+"""The command line: one small file per command, which parses options, calls lab and passes the result to report."""

@@ -1,4 +1,4 @@
-"""The program: its commands, and the one place where errors become a line and an exit code."""
+"""The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
 import os
 import sys
@@ -38,7 +38,8 @@ INTERRUPTED = 130
 
 app = App(
     name="steplab",
-    help="A laboratory for the training step of Transformer language models: measure it, keep it, report it.",
+    help="A laboratory for the training step of Transformer language models: it measures steps, stores the records and "
+    "reports them.",
     version=__version__,
     help_epilogue="Begin with: steplab run",
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
@@ -73,20 +74,20 @@ def console() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code; every error is one line on standard error."""
+    """Run one command and return its exit code; every error is printed as one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         for argument in given:
             if not argument.isprintable() and any("\ud800" <= character <= "\udfff" for character in argument):
-                raise UserError(f"the argument {argument!r} is not text; records hold text only")
-        with _told_of_what_is_left_out(given):
+                raise UserError(f"the argument {argument!r} is not valid text; give arguments in UTF-8")
+        with _left_out_on_stderr(given):
             code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
     except UnusedCliTokensError as error:
         unexpected = " ".join(error.unused_tokens or ())
         return _fail(
-            f"unexpected '{unexpected}': options have names, as in --model tiny; `--help` lists them",
+            f"unexpected argument '{unexpected}'; every option has a name, as in --model tiny, and `--help` lists them",
             UserError.exit_code,
             given,
         )
@@ -97,27 +98,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
         return _fail(str(error), error.exit_code, given)
     except KeyboardInterrupt as error:
-        # What the user should know of it comes as its text.
+        # Its text says what the user should know, such as what has been stored.
         print("steplab: interrupted" + (f"; {error}" if str(error) else ""), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough; Python would complain once more when it flushes at exit.
+        # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # a defect of steplab's
-        return _fail(f"internal error: {type(error).__name__}: {error}; --debug shows where", 1, given)
+    except Exception as error:  # a defect in steplab
+        return _fail(
+            f"internal error: {type(error).__name__}: {error}; repeat the command with --debug to see the traceback",
+            1,
+            given,
+        )
 
 
 @contextmanager
-def _told_of_what_is_left_out(arguments: list[str]) -> Iterator[None]:
-    """Each record that is skipped is a line on standard error; every other warning is shown as ever."""
+def _left_out_on_stderr(arguments: list[str]) -> Iterator[None]:
+    """Print one line on standard error for each record that is skipped; show every other warning as usual."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", LeftOut)
         usual, told = warnings.showwarning, set[str]()
 
         def show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
             if isinstance(message, LeftOut):
-                if str(message) in told:  # a store is read more than once for some reports
+                if str(message) in told:  # some reports read a store more than once
                     return
                 told.add(str(message))
                 if "--debug" in arguments:
@@ -131,7 +136,7 @@ def _told_of_what_is_left_out(arguments: list[str]) -> Iterator[None]:
 
 
 def _is_told_elsewhere() -> bool:
-    """Whether the first of torchrun's processes has the same to say."""
+    """Whether the first of torchrun's processes reports the same error."""
     from steplab.lab.processes import is_first_rank
 
     try:

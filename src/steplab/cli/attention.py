@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 from steplab.cli.options import OutputOptions
 from steplab.specs.device import DEVICES_TOLD
 
-_CELLS = Group.create_ordered("What is measured: lists make a product")
+_CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
 
 
 def _cell(help: str, name: str | None = None) -> Parameter:
@@ -21,23 +21,24 @@ def _cell(help: str, name: str | None = None) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CellOptions:
-    """The shapes, and who computes them."""
+    """The shapes of attention and the implementations that compute them."""
 
     batch: Annotated[str | None, _cell("Sequences")] = None
     heads: Annotated[str | None, _cell("Query heads")] = None
-    kv_heads: Annotated[str | None, _cell("Heads of keys and values [default: as many]")] = None
-    sequence: Annotated[str | None, _cell("Positions of queries and keys alike: 1024,2048")] = None
-    queries: Annotated[str | None, _cell("Positions of queries")] = None
-    keys: Annotated[str | None, _cell("Positions of keys")] = None
-    dim: Annotated[str | None, _cell("Dimension of a head")] = None
-    causal: Annotated[bool | None, _cell("Hide keys after the query's own position [default: the grid's, else no]")] = (
-        None
-    )
-    dtype: Annotated[str | None, _cell("fp32, tf32, bf16, fp16")] = None
+    kv_heads: Annotated[str | None, _cell("Heads of keys and values [default: as many as --heads]")] = None
+    sequence: Annotated[str | None, _cell("Sequence length of both queries and keys: 1024,2048")] = None
+    queries: Annotated[str | None, _cell("Sequence length of the queries")] = None
+    keys: Annotated[str | None, _cell("Sequence length of the keys and values")] = None
+    dim: Annotated[str | None, _cell("Head dimension")] = None
+    causal: Annotated[bool | None, _cell("Apply the causal mask [default: as the grid says, else no]")] = None
+    dtype: Annotated[str | None, _cell("Number formats: fp32, tf32, bf16, fp16")] = None
     implementation: Annotated[
-        str | None, _cell("Names as of --attention: plain,sdpa_flash,... [default: those the device is good for]")
+        str | None,
+        _cell(
+            "Implementations, named as for --attention of `run`: plain,sdpa_flash [default: those that suit the device]"
+        ),
     ] = None
-    compile: Annotated[str | None, _cell("off, or a mode of torch.compile [default: off]")] = None
+    compile: Annotated[str | None, _cell("Modes of torch.compile, or off [default: off]")] = None
 
     def lists(self) -> dict[str, list[object]]:
         """The fields that were given, each as a list."""
@@ -51,7 +52,7 @@ class CellOptions:
 
 @contextmanager
 def _ended_as_interrupted() -> Iterator[None]:
-    """SIGTERM, which a time limit sends, is taken for Ctrl-C: what has been measured by then is stored."""
+    """Treat SIGTERM, which a time limit sends, as Ctrl-C, so that what has been measured by then is stored."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -67,36 +68,38 @@ def attention(
     *,
     grid: Annotated[
         str | None,
-        Parameter(help="peers, study, long, choice, tiny, or a TOML file [default: peers on a GPU, else tiny]"),
+        Parameter(help="Preset (peers, study, long, choice, tiny) or TOML file [default: peers on a GPU, else tiny]"),
     ] = None,
     cells: CellOptions = CellOptions(),
-    passes: Annotated[str, Parameter(name="--pass", help="Some of forward,backward,both")] = "forward,backward,both",
+    passes: Annotated[str, Parameter(name="--pass", help="Passes to time")] = "forward,backward,both",
     against: Annotated[
-        str | None, Parameter(help="Whom the others are compared with [default: sdpa_flash, else sdpa, else plain]")
+        str | None,
+        Parameter(help="Implementation that speeds are relative to [default: sdpa_flash, else sdpa, else plain]"),
     ] = None,
-    repeats: Annotated[
-        int | None, Parameter(help="How often each is timed [default: 10 to 100, by its length]")
-    ] = None,
-    errors: Annotated[bool, Parameter(help="Compare results with float64")] = True,
+    repeats: Annotated[int | None, Parameter(help="Samples of each pass [default: 10 to 100, by its duration]")] = None,
+    errors: Annotated[bool, Parameter(help="Measure the error of each result against float64")] = True,
     device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
-    seed: Annotated[int, Parameter(help="Of the random inputs")] = 0,
+    seed: Annotated[int, Parameter(help="Seed of the random inputs")] = 0,
     derive: Annotated[
         bool,
         Parameter(
-            help="Measure nothing; print what plain attention holds in memory, tensor by tensor, in the smallest cell "
-            "that ran out of it (of the newest benchmark in which one did), or with --hardware that would",
+            help="Measure nothing; print the tensors that plain attention holds in memory in the smallest cell that "
+            "ran out of memory in the newest such benchmark, or, with --hardware, that would on that GPU",
             negative="",
         ),
     ] = False,
-    hardware: Annotated[str | None, Parameter(help="A GPU of the catalogue, for --derive")] = None,
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Give a cell up after this time without a sign of it")] = "10min",
+    hardware: Annotated[str | None, Parameter(help="GPU in the catalogue whose memory --derive compares with")] = None,
+    name: Annotated[str, Parameter(help="Name of the benchmark in listings")] = "",
+    timeout: Annotated[
+        str, Parameter(help="Time without progress after which a cell is given up: 90s, 5min, 2h")
+    ] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Benchmark attention by itself: time, FLOP/s, memory kept and needed, error against float64.
+    """Benchmark attention by itself: time, FLOP/s, memory saved and peak memory, error against float64.
 
-    Forward, backward and both, implementations in turns, so that their ratios are fair. Out of memory is a row. With
-    lists, cells are their product; with --grid as well, they take the place of the grid's own.
+    Forward, backward and both are timed, with the implementations in turns, so that their ratios are fair. A cell that
+    runs out of memory is a row too. Every combination of the listed values is a cell; together with --grid, the listed
+    values replace those of the grid.
 
     For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
     """
@@ -111,7 +114,7 @@ def attention(
     chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
     color = stdout_color() and out.output is None
     if hardware is not None and not derive:
-        raise UserError("--hardware is for --derive: what is measured is measured on this machine")
+        raise UserError("--hardware needs --derive, because measurements are made on this machine; add --derive")
     study = attention_study(
         grid,
         cells.lists(),
@@ -127,7 +130,7 @@ def attention(
         return 0
     columns = list(dict.fromkeys(cell.column for cell in study.cells))
     if against is not None and against not in columns:
-        raise UserError(f"--against '{against}' is not measured here; choose one of {'; '.join(columns)}")
+        raise UserError(f"--against '{against}' is not among the implementations; choose one of {'; '.join(columns)}")
     with ProgressLine() as line, _ended_as_interrupted():
         run = measure_attention(
             study,

@@ -7,7 +7,7 @@ from cyclopts import Group, Parameter
 
 from steplab.cli.options import OutputOptions, ProcessOptions
 
-_CELLS = Group.create_ordered("What is measured: lists make a product")
+_CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
 
 
 def _cell(help: str) -> Parameter:
@@ -17,7 +17,7 @@ def _cell(help: str) -> Parameter:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CommOptions:
-    """What moves, how much of it, and who moves it."""
+    """The collectives, their message sizes, and the processes and backends that carry them out."""
 
     collective: Annotated[
         str | None,
@@ -25,18 +25,19 @@ class CommOptions:
     ] = None
     size: Annotated[
         str | None,
-        _cell("Of the message: 64kB,1MB [default: on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB]"),
+        _cell("Message sizes: 64kB,1MB [default: on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB]"),
     ] = None
     world_size: Annotated[
-        str | None, _cell("Ranks that take part [default: the powers of two among the processes, and all]")
+        str | None,
+        _cell("Numbers of ranks that take part [default: powers of two up to the number of processes, and all]"),
     ] = None
     backend: Annotated[
-        str | None, _cell("nccl, gloo, peer_copy (all_reduce only) [default: nccl, or gloo on a CPU]")
+        str | None, _cell("Backends: nccl, gloo, peer_copy (all_reduce only) [default: nccl, or gloo on a CPU]")
     ] = None
     device: Annotated[
-        str | None, _cell("Where the tensors are: cuda, cpu [default: where the backend is at home: cuda for nccl]")
+        str | None, _cell("Devices of the tensors: cuda, cpu [default: the backend's native device, cuda for nccl]")
     ] = None
-    dtype: Annotated[str | None, _cell("fp32, bf16, fp16 [default: fp32]")] = None
+    dtype: Annotated[str | None, _cell("Number formats: fp32, bf16, fp16 [default: fp32]")] = None
 
     def lists(self) -> dict[str, list[object]]:
         """The fields that were given, each as a list."""
@@ -51,21 +52,25 @@ def comm(
     repeats: Annotated[
         int | None,
         Parameter(
-            help="Samples of each cell, of short calls on a GPU means of many [default: 10 to 200, by its length]"
+            help="Samples of each cell; on a GPU a sample of short calls is the mean of many [default: 10 to 200, by "
+            "their duration]"
         ),
     ] = None,
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Give a cell up after this time without a sign of it")] = "5min",
+    name: Annotated[str, Parameter(help="Name of the benchmark in listings")] = "",
+    timeout: Annotated[
+        str, Parameter(help="Time without progress after which a cell is given up: 90s, 5min, 2h")
+    ] = "5min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Benchmark collectives: time, algorithm and bus bandwidth, over sizes, world sizes and backends.
+    """Benchmark collectives: time, algorithm and bus bandwidth by message size, world size and backend.
 
-    Every result is checked, and every rank's samples are kept. A line through the times, alpha + beta * bytes, is the
-    machine's communication profile. Without --gpus or --processes: on all GPUs, or with two processes on the CPU.
+    Every result is checked, and the samples of every rank are stored. The line alpha + beta * bytes, fitted to the
+    times, is the machine's communication profile. Without --gpus or --processes, all GPUs take part, or two processes
+    on the CPU.
 
     For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB,10MB
 
-    Or on many machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
+    On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
     """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine

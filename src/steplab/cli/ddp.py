@@ -20,8 +20,8 @@ _CHOSEN_BY_THE_STUDY = {field.key for field in FIELDS.values() if field.about.gr
     changed={
         "batch": "Sequences in a micro-step, on each rank [default: 4; on a CPU 2]",
         "context": "Tokens per sequence [default: 128; on a CPU 64]",
-        "compile": "off, or block: each block of the model is compiled by itself, so that gradients appear as the "
-        "backward pass proceeds [default: off]",
+        "compile": "What is compiled: off (eager), or block (each block by itself, so that gradients appear as the "
+        "backward pass proceeds) [default: off]",
     },
 )
 class RankStepOptions(GivenFields):
@@ -35,38 +35,39 @@ def ddp(
     contenders: Annotated[
         str,
         Parameter(
-            help="Variants to compare: some of naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 "
-            "is of one bucket size",
+            help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
+            "bucket size alone",
             group=_VARIANTS,
         ),
     ] = "naive,flat,overlap,bucketed,torch_ddp,sharded,fsdp2",
     bucket_sizes: Annotated[
         str | None,
         Parameter(
-            help="Bucket sizes of bucketed and torch_ddp, in 1e6 bytes [default: 1,10,100,1000; on a CPU 0.1,1,10]",
+            help="Bucket sizes of bucketed and torch_ddp, in units of 1e6 bytes [default: 1,10,100,1000; on a CPU "
+            "0.1,1,10]",
             group=_VARIANTS,
         ),
     ] = None,
     transport: Annotated[
         str | None,
         Parameter(
-            help="How the gradients of bucketed travel: collectives, peer_copy (between GPUs of one host), or both "
+            help="Transport of the gradients of bucketed: collectives, peer_copy (between GPUs of one host), or both "
             "[default: collectives]",
             group=_VARIANTS,
         ),
     ] = None,
     profiled_steps: Annotated[
-        int, Parameter(help="Steps of each variant that are traced for its timeline; 0: none")
+        int, Parameter(help="Number of steps of each variant that are traced for its timeline; 0 traces none")
     ] = 2,
-    traces: Annotated[Path | None, Parameter(help="Keep the traces in this folder, one file for each variant")] = None,
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Give a variant up after this time")] = "10min",
+    traces: Annotated[Path | None, Parameter(help="Folder in which to keep the traces, one file per variant")] = None,
+    name: Annotated[str, Parameter(help="Name of the study in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Time after which a variant is given up: 90s, 5min, 2h")] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
     """Compare variants of data parallelism on one step: time, communication exposed and alone, memory, timelines.
 
-    Each is measured in turns with the same step without communication, which is always measured. Without --gpus or
-    --processes: two processes on the CPU, or what torchrun started.
+    Each variant is measured in turns with the same step without communication, which is always measured. Without --gpus
+    or --processes, two processes on the CPU take part, or those that torchrun started.
 
     For example: steplab ddp --processes 2
     On GPUs: steplab ddp --gpus 2 --model xl --context 512 --precision bf16 --compile block
@@ -102,7 +103,7 @@ def ddp(
             on_cell=lambda number, cell: line.done(number + 1, len(study.contenders), ddp_cell_line(cell)),
         )
     if not is_first_rank():
-        return 0  # the first one says how it went
+        return 0  # the first rank reports the result
     emit(render(ddp_document(run), chosen, color=stdout_color() and out.output is None), out, chosen)
     say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -11,10 +11,10 @@ from steplab.specs.device import DEVICES_TOLD
 def doctor(
     *,
     device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
-    timeout: Annotated[str, Parameter(help="Give up after this time")] = "10min",
+    timeout: Annotated[str, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h")] = "10min",
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Look at this machine, and measure its ceilings: the peak that MFU needs where no data sheet serves."""
+    """Describe this machine and measure its ceilings, which MFU is relative to where no data sheet is known."""
     from steplab.cli.output import emit, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.machine import doctor as examine

@@ -10,22 +10,29 @@ from steplab.cli.options import FileOptions
 def explain(
     id: Annotated[
         str | None,
-        Parameter(help="The run's id, or the beginning of it [default: the newest run with a profile]"),
+        Parameter(help="Id of the run, or its beginning [default: the newest run with a profile]"),
     ] = None,
     /,
     *,
     try_: Annotated[
         bool,
-        Parameter(name="--try", help="Measure each change on this machine: predicted against measured", negative=""),
+        Parameter(
+            name="--try", help="Measure each proposed change on this machine, against its prediction", negative=""
+        ),
     ] = False,
-    timeout: Annotated[str, Parameter(help="Give one measurement of --try up after this time")] = "1h",
+    timeout: Annotated[
+        str, Parameter(help="Time after which a measurement of --try is given up: 90s, 5min, 2h")
+    ] = "1h",
     format: Annotated[
         Literal["table", "json", "csv", "md", "latex"] | None,
-        Parameter(help="json holds all of the findings, csv one row each [default: by --output's ending, else table]"),
+        Parameter(
+            help="Format of the output; json has whole findings, csv one row per finding [default: by the suffix of "
+            "--output, else table]"
+        ),
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> int:
-    """Say why a step takes as long as it does, what to change, and what that should save.
+    """Explain why a step takes as long as it does, what to change, and how much time that should save.
 
     For example: steplab explain --try
     """
@@ -58,5 +65,5 @@ def explain(
         emit(render(findings_document(run, findings), chosen, color=stdout_color() and out.output is None), out, chosen)
     tried = [finding.trial for finding in findings.findings if finding.trial]
     if try_ and not tried:
-        say("steplab: no finding proposes a change of the step's fields: nothing to try")
+        say("steplab: there is nothing to try, because no finding proposes a change to an option of the step")
     return 1 if tried and all(trial.after_s is None for trial in tried) else 0

@@ -8,20 +8,23 @@ from steplab.cli.options import FileOptions
 
 
 def export(
-    ids: Annotated[tuple[str, ...], Parameter(help="Records; all of them if none is named")] = (),
+    ids: Annotated[
+        tuple[str, ...],
+        Parameter(help="Ids of records, or their beginnings [default: all records]", show_default=False),
+    ] = (),
     /,
     *,
-    study: Annotated[str | None, Parameter(help="Only this study's")] = None,
+    study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
     format: Annotated[
         Literal["jsonl", "csv", "perfetto"] | None,
         Parameter(
-            help="jsonl: whole records, for import; csv: a row of figures a run; perfetto: the timeline of one "
-            "profiled run, which ui.perfetto.dev opens [default: by --output, else jsonl]"
+            help="Format: jsonl (whole records, for `steplab import`), csv (one row of figures per run) or perfetto "
+            "(the timeline of one profiled run, for ui.perfetto.dev) [default: by the suffix of --output, else jsonl]"
         ),
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
-    """Write records out, for another machine or another program.
+    """Export records for another machine or another program.
 
     For example: steplab export --format perfetto ID --output step.json
     """
@@ -48,27 +51,29 @@ def export(
             runs = [record for record in every if isinstance(record, Run)]
             if ids and len(runs) < len(every):
                 raise UserError(
-                    f"csv is a row a run, and {len(every) - len(runs)} of these records are none: `steplab report ID "
-                    "--format csv` has the figures of one; jsonl holds every kind"
+                    f"csv has one row per run, and {len(every) - len(runs)} of these records are not runs; take "
+                    "--format jsonl, which holds every kind, or `steplab report ID --format csv` for a single record"
                 )
             emit(render(rows_document([run_row(run) for run in runs]), "csv"), out, chosen)
 
 
 def _only(ids: tuple[str, ...]) -> str:
-    """The one id that is named."""
+    """The only id; raises UserError for none or several."""
     from steplab.errors import UserError
 
     if len(ids) != 1:
-        raise UserError(f"a timeline is of one run, not of {len(ids) or 'all'}: name its id; `steplab list` shows them")
+        raise UserError(
+            f"--format perfetto takes the id of one run, not {len(ids) or 'all records'}; `steplab list` shows the ids"
+        )
     return ids[0]
 
 
 def _timeline(record: object) -> str:
-    """The timeline of a run, as Perfetto reads it."""
+    """The timeline of a run in Perfetto's format."""
     from steplab.errors import UserError
     from steplab.records.run import Run
     from steplab.report.perfetto import chrome_trace
 
     if not isinstance(record, Run):
-        raise UserError("this record is no run and has no timeline; `steplab list` shows the runs")
+        raise UserError("this record is not a run, so it has no timeline; `steplab list` shows the runs")
     return chrome_trace(record)

@@ -12,20 +12,21 @@ def import_(
     files: Annotated[
         tuple[Path, ...],
         Parameter(
-            help="JSONL files written by export, also .gz or .xz; - is standard input", allow_leading_hyphen=True
+            help="JSONL files that `steplab export` wrote, also .gz or .xz; - is standard input",
+            allow_leading_hyphen=True,
         ),
     ],
     /,
     *,
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Add exported records to the store, all or none; those it has already are left alone.
+    """Add exported records to the store, either all or none; records that it already has are left unchanged.
 
-    A record that cannot be right is refused with its line and its field.
+    An invalid record is refused, and the error names its line and its field.
     """
     from steplab.cli.output import say
     from steplab.lab.importing import import_files
     from steplab.units import counted
 
     added, already = import_files(files, store.store)
-    say(f"{counted(added, 'record')} added, {already} {'was' if already == 1 else 'were'} there already")
+    say(f"{counted(added, 'record')} added, {already} {'was' if already == 1 else 'were'} already in the store")

@@ -11,17 +11,17 @@ from steplab.cli.options import OutputOptions
 def import_snapshot(
     file: Annotated[
         Path,
-        Parameter(help="A memory snapshot, as torch.cuda.memory._dump_snapshot writes it (.pickle, also .gz or .xz)"),
+        Parameter(help="Memory snapshot that torch.cuda.memory._dump_snapshot wrote (.pickle, also .gz or .xz)"),
     ],
     /,
     *,
-    name: Annotated[str | None, Parameter(help="What to call it in listings [default: the file's name]")] = None,
+    name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """Take a memory snapshot that anyone made into a record, and show where the memory went.
+    """Import a memory snapshot of any program as a record, and show where the memory went.
 
-    Reading the file executes nothing in it. Its categories are what was there before its history begins, and since; or
-    those of `memory`, where the marks that `memory --snapshot` keeps lie beside it (snapshot.marks.json).
+    No code in the file is executed. The categories are memory allocated before the history and during it; where the
+    marks that `memory --snapshot` writes lie beside the file (snapshot.marks.json), they are those of `memory`.
 
     For example: steplab import-snapshot snapshot.pickle
     """
@@ -38,4 +38,7 @@ def import_snapshot(
     say(next_step(record))
     marks = marks_beside(file)
     if not marks.exists():
-        say(f"steplab: whose memory it was is not known; if `memory --snapshot` made it, put its marks at {marks}")
+        say(
+            f"steplab: the categories of memory are not known; if `memory --snapshot` wrote this file, put its marks "
+            f"at {marks}"
+        )

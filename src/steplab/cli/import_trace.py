@@ -9,13 +9,13 @@ from steplab.cli.options import OutputOptions
 
 
 def import_trace(
-    file: Annotated[Path, Parameter(help="A Kineto trace (.json, .json.gz), or an nsys SQLite export")],
+    file: Annotated[Path, Parameter(help="Kineto trace (.json, .json.gz) or SQLite export of Nsight Systems")],
     /,
     *,
-    name: Annotated[str | None, Parameter(help="What to call it in listings [default: the file's name]")] = None,
+    name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """Take a trace that any profiler made into a record, and show where its time went.
+    """Import a trace of torch.profiler or Nsight Systems as a record, and show where its time went.
 
     For example: steplab import-trace trace.json.gz
     """

@@ -9,11 +9,11 @@ from steplab.cli.options import OutputOptions
 from steplab.records.registry import KINDS
 
 _SWITCHES = {kind.verb: kind.name for kind in KINDS.values() if kind.verb != "run"}
-"""The kinds of records that a switch lists in place of runs, by the name of the switch."""
+"""The kinds of records other than runs, by the name of the switch that lists them."""
 
 
 def _with_switches(options: type) -> type:
-    """Give a class, before it is made a dataclass, a switch for each kind of record."""
+    """Add a switch for each kind of record to a class that is about to become a dataclass."""
     options.__annotations__ = {}
     for verb, kind in _SWITCHES.items():
         text = f"List the {KINDS[kind].plural} instead of the runs"
@@ -26,19 +26,21 @@ def _with_switches(options: type) -> type:
 @dataclass(frozen=True, kw_only=True)
 @_with_switches
 class KindOptions:
-    """Which kind of record is listed in place of runs."""
+    """The kind of record that is listed instead of runs."""
 
 
 def list_(
     *,
-    study: Annotated[str | None, Parameter(help="Only this study's runs (the beginning of its id will do)")] = None,
-    name: Annotated[str | None, Parameter(help="Only runs of this name")] = None,
-    limit: Annotated[int, Parameter(help="List the newest N")] = 40,
+    study: Annotated[
+        str | None, Parameter(help="List the runs of this study alone, given by its id or the beginning of it")
+    ] = None,
+    name: Annotated[str | None, Parameter(help="List the runs of this name alone")] = None,
+    limit: Annotated[int, Parameter(help="Number of records to list, the newest first")] = 40,
     studies: Annotated[bool, Parameter(help="List the sweeps instead of the runs", negative="")] = False,
     kinds: KindOptions = KindOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """List stored runs, or with a switch other records, the newest first."""
+    """List the stored runs, newest first, or with a switch the records of another kind."""
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store
@@ -65,11 +67,11 @@ def list_(
                 elsewhere = [f"--{verb}" for verb, other in _SWITCHES.items() if store.rows(kind=other, limit=1)]
     emit(render(rows_document(rows), chosen, color=stdout_color() and out.output is None), out, chosen)
     if elsewhere:
-        say(f"the store has other records; {' or '.join(elsewhere)} lists them")
+        say(f"the store has records of other kinds; {' or '.join(elsewhere)} lists them")
     for record_id, unknown_kind in unknown:
         say(
             f"record {record_id} is of the kind '{plain(unknown_kind)}', which this version does not know; upgrade "
             f"steplab, or `steplab rm {record_id}` removes it"
         )
     if more:
-        say(f"the newest {limit}; --limit shows more")
+        say(f"showing the newest {limit}; --limit N shows more")

@@ -21,21 +21,24 @@ def memory(
     snapshot: Annotated[
         Path | None,
         Parameter(
-            help="Keep the raw history, which pytorch.org/memory_viz shows, in this file (.pickle), and beside it in "
-            "FILE.marks.json whose memory it is: import-snapshot reads both again"
+            help="File for the raw history (.pickle), which pytorch.org/memory_viz shows; FILE.marks.json beside it "
+            "gets the categories, and import-snapshot reads both"
         ),
     ] = None,
     predict: Annotated[
         bool,
-        Parameter(help="Set the peak against its prediction, as `plan memory` makes it, if it makes one", negative=""),
+        Parameter(help="Compare the peak with the prediction of `plan memory`, where there is one", negative=""),
     ] = False,
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
+    name: Annotated[str, Parameter(help="Name of the run in listings")] = "",
+    timeout: Annotated[
+        str | None, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h [default: none]")
+    ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Measure one training step, see what its memory is made of, and store the record.
+    """Measure one training step, break its peak memory down by category, and store the record.
 
-    The step is measured as `run` does, and only then one step more is watched. The parts of the peak sum to it.
+    The step is measured as `run` measures it; then the memory of one further step is recorded. The categories sum to
+    the peak.
 
     For example: steplab memory --model small --context 256 --precision bf16
     """
@@ -57,9 +60,9 @@ def memory(
     if predict:
         try:
             prediction = predicted_memory(spec)
-        except Unsupported as unsupported:  # said first; what can be measured is
+        except Unsupported as unsupported:  # reported first; the measurement goes on
             refuse_planning_only(spec.model)
-            say(f"steplab: no prediction, measured alone: {unsupported.why}")
+            say(f"steplab: the step is measured without a prediction: {unsupported.why}")
     with ProgressLine() as line:
         record = measure_and_watch(
             spec,
@@ -83,7 +86,7 @@ def memory(
 
 
 def next_step(record: "Run") -> str:
-    """Which record was stored, and what can be done with it."""
+    """Which record was stored, and the command that draws it."""
     return f"record {record.id}; `steplab report {record.id} --output page.html` draws it"
 
 
@@ -95,7 +98,7 @@ def show_memory(
     prediction: "MemoryPrediction | None" = None,
     references: "MemoryReferences | None" = None,
 ) -> None:
-    """Write what a run's memory profile says, or, for a run without one, what is said of any run."""
+    """Write the memory profile of a run, or, for a run without one, its ordinary report."""
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
     from steplab.report.memory.document import memory_document

@@ -1,7 +1,7 @@
 """The options that commands share, by the same names everywhere.
 
-Those of a step are made of the declarations in `specs.step`. Values stay text here; `specs.resolve` turns them into a
-spec, so that a study file, Python and the command line are checked by one code and answer with one message.
+The options of a step are made from the declarations in `specs.step`. Values stay text here; `specs.resolve` turns them
+into a spec, so that study files, Python and the command line share the same checks and messages.
 """
 
 import types
@@ -35,8 +35,10 @@ _Class = TypeVar("_Class", bound=type)
 def step_options(
     without: Collection[str] = (), changed: Mapping[str, str] = types.MappingProxyType({})
 ) -> Callable[[_Class], _Class]:
-    """Give a class, before it is made a dataclass, an option for each field of a step but those in `without`; `changed`
-    has other help texts than the declared ones, by the name of the field."""
+    """Add an option for each field of a step to a class that is about to become a dataclass.
+
+    The fields in `without` get none. `changed` replaces declared help texts, by the name of the field.
+    """
 
     def add(options: _Class) -> _Class:
         options.__annotations__ = {}
@@ -55,19 +57,19 @@ def step_options(
 
 
 class GivenFields:
-    """What was given of the options that step_options made; the rest is left to specs.resolve."""
+    """The options of a step that were given; specs.resolve decides the rest."""
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
-        """One value for each field but those in `without`, as resolve_step takes them."""
+        """One value per given field, without those in `without`, for resolve_step."""
         given = {field: value for field, value in self._given().items() if field.key not in without}
         for field, value in given.items():
             if "," in value and not field.about.parse:
                 name = option_name(field.key)
-                raise UserError(f"{name} takes one value here, not '{value}'; `steplab sweep` takes lists")
+                raise UserError(f"{name} takes a single value here, not '{value}'; `steplab sweep` takes lists")
         return {field.key: value for field, value in given.items()}
 
     def grid(self) -> "Grid":
-        """A list of values for each field, as studies take them."""
+        """A list of values per given field, for a study."""
         return {
             field.key: [value] if field.about.parse else [part.strip() for part in value.split(",")]
             for field, value in self._given().items()
@@ -82,7 +84,7 @@ class GivenFields:
 @dataclass(frozen=True, kw_only=True)
 @step_options()
 class StepOptions(GivenFields):
-    """What is measured. `sweep` takes a list for each: --context 128,256."""
+    """The step that is measured. `sweep` takes a list for each option: --context 128,256."""
 
 
 @Parameter(name="*")
@@ -108,7 +110,7 @@ class ProcessOptions:
     ] = None
 
     def as_layout(self) -> str | None:
-        """The options of a step that start as many processes; None where no number is given."""
+        """The options of a step that start as many processes on the CPU; None where --processes is not given."""
         if self.gpus is not None:
             return f"--layout dp={self.gpus}"
         return f"--layout dp={self.processes} --device cpu" if self.processes is not None else None

@@ -1,4 +1,4 @@
-"""Data to standard output or to a file, words about it to standard error."""
+"""Data is written to standard output or to a file, remarks about it to standard error."""
 
 import dataclasses
 import sys
@@ -22,25 +22,26 @@ _ENDINGS = {
 
 
 ROW_FORMATS = ("table", "json", "csv", "md", "latex")
-"""What a table of runs can be written as."""
+"""The formats of a table of runs."""
 
 
 def chosen_format(
     format: str | None, out: FileOptions, allowed: Sequence[str] = ROW_FORMATS, *, beside: Sequence[Path | None] = ()
 ) -> str:
-    """The format asked for; else the one the file's ending stands for; else the first allowed.
+    """The format that --format names, else the one of the suffix of --output, else the first allowed.
 
-    To be called before the work begins: raises UserError for a format the command does not write, a file that must not
-    be replaced, and one that the command is to write `beside` it as well; and SteplabError for a file that cannot be
-    made.
+    Call it before the work begins. It raises UserError for a format that the command does not write, and for a file,
+    the output or one of those `beside` it, that must not be replaced; SteplabError for a file that cannot be created.
     """
     output = out.output
     ending = _ENDINGS.get(output.suffix.lower()) if output else None
     if output and output.suffix and not ending and not format:
-        raise UserError(f"{output.suffix} stands for no format; give one with --format: {', '.join(allowed)}")
+        raise UserError(
+            f"the suffix {output.suffix} is not that of a format; choose one with --format: {', '.join(allowed)}"
+        )
     chosen = format or ending or allowed[0]
     if chosen not in allowed:
-        page = "; `steplab report` makes pages" if chosen == "html" else ""
+        page = "; `steplab report` writes pages" if chosen == "html" else ""
         raise UserError(f"this command does not write {chosen}; choose one of {', '.join(allowed)}{page}")
     if output:
         _destination(output, out, chosen).check()
@@ -49,10 +50,10 @@ def chosen_format(
 
 
 def emit(text: str, out: FileOptions | None = None, kind: str = "table") -> None:
-    """Print the text, or write it to the file that the options name: whole, or not at all; compressed where its name
-    ends in .gz.
+    """Print the text, or write it to the file that the options name, either whole or not at all.
 
-    kind: what it is, one of lab.files.KINDS. Raises what `chosen_format` does, and SteplabError where writing fails.
+    A file whose name ends in .gz is compressed. `kind` is one of lab.files.KINDS. Raises what `chosen_format` raises,
+    and SteplabError where writing fails.
     """
     if not text.endswith("\n"):
         text += "\n"
@@ -80,12 +81,12 @@ def _destination(path: Path, out: FileOptions, kind: str) -> Destination:
 
 
 def say(text: str) -> None:
-    """A remark for the person at the terminal."""
+    """Print a remark for the user on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def stdout_color() -> bool:
-    """Whether what goes to standard output may be coloured."""
+    """Whether text on standard output may be coloured."""
     from steplab.report.kit.terminal import wants_color
 
     return wants_color(sys.stdout)

@@ -1,4 +1,4 @@
-"""steplab plan: predictions"""
+"""steplab plan: predictions."""
 
 from cyclopts import App
 
@@ -6,19 +6,19 @@ from steplab.cli.options import OutputOptions, StepOptions
 
 plan = App(
     name="plan",
-    help="Predict a step, without torch and without a GPU.",
+    help="Predict the memory of a step, without torch and without a GPU.",
     help_format="plaintext",
 )
 
 
 @plan.command
 def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOptions()) -> None:
-    """Predict what the peak of a step's memory is made of, on a CUDA device.
+    """Predict the peak memory of a step on a CUDA device, with everything that it consists of.
 
     Nothing is allocated and nothing is stored: the step is run dry, operator
     by operator, with a model of torch's allocator. Each summand is shown with
-    its formula, and at the end stands which GPUs the step fits. Besides the
-    sizes below there is xxl, of which a lower bound alone is known.
+    its formula, followed by the GPUs that the step fits. Besides the sizes
+    below there is xxl, for which only a lower bound is predicted.
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """

@@ -13,18 +13,18 @@ def precision(
     only: Annotated[
         Literal["audit", "accumulation", "timings"] | None,
         Parameter(
-            help="audit: types and losses of one step; accumulation: 0.01 added a thousand times; timings: time and "
-            "memory in each precision [default: all three]"
+            help="Part to do: audit (data types of one step, and the values lost), accumulation (0.01 added a thousand "
+            "times) or timings (time and memory in each precision) [default: all three]"
         ),
     ] = None,
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str, Parameter(help="Give a process up after this time")] = "1h",
+    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Time after which a process is given up: 90s, 5min, 2h")] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """See what a precision does to a step: the types it runs in, what is lost in them, and what it saves.
+    """Audit what a precision does to a step: its data types, the values lost, and the time and memory saved.
 
-    --precision takes a list; by default fp16 and bf16 are audited, and all five are timed. --model toy is two layers
-    with a norm between them, in which autocast shows all it does. Everything is stored.
+    --precision takes a list; by default fp16 and bf16 are audited and all five precisions are timed. --model toy has
+    two layers with a norm between them, which is enough to show every rule of autocast. All results are stored.
 
     For example: steplab precision --model toy --only audit --precision bf16
     """
@@ -39,7 +39,7 @@ def precision(
     precisions = tuple(map(str, step.grid().get("precision", ())))
     chosen = chosen_format(out.format, out)
     if chosen == "csv" and only is None:
-        raise UserError("csv holds one table; name the part with --only audit, accumulation or timings")
+        raise UserError("--format csv holds one table; choose it with --only audit, accumulation or timings")
     with ProgressLine() as line:
         try:
             result = compare_precisions(
@@ -53,7 +53,7 @@ def precision(
                 on_sweep=line.sweep,
             )
         except KeyboardInterrupt as error:
-            raise KeyboardInterrupt("what had ended is stored") from error
+            raise KeyboardInterrupt("finished parts are stored") from error
     document = precision_document(result.numerics, result.runs, with_sums=only in (None, "accumulation"))
     emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
     for numerics in result.numerics:

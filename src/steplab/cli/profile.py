@@ -15,22 +15,24 @@ def profile(
     *,
     step: StepOptions = StepOptions(),
     processes: ProcessOptions = ProcessOptions(),
-    profiled_steps: Annotated[int, Parameter(help="Steps recorded, after all timing")] = 3,
+    profiled_steps: Annotated[int, Parameter(help="Number of steps to profile, after the timed ones")] = 3,
     trace: Annotated[
         Path | None,
-        Parameter(help="Keep the raw trace, which Perfetto opens, in this file (.json or .json.gz)"),
+        Parameter(help="File for the raw trace (.json or .json.gz), which Perfetto opens"),
     ] = None,
     nsys: Annotated[
         bool,
-        Parameter(help="Record with Nsight Systems; --trace then keeps its SQLite export", negative=""),
+        Parameter(help="Profile with Nsight Systems; --trace is then the file for its SQLite export", negative=""),
     ] = False,
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
+    name: Annotated[str, Parameter(help="Name of the run in listings")] = "",
+    timeout: Annotated[
+        str | None, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h [default: none]")
+    ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Measure one training step, see where its time goes, and store the record.
+    """Measure one training step, profile where its time goes, and store the record.
 
-    The step is measured as `run` does, and only then recorded by a profiler: profiled time is never step time.
+    The step is measured as `run` measures it; then further steps are profiled, whose times never count as step times.
 
     For example: steplab profile --model small --context 256 --precision bf16
     """
@@ -68,7 +70,7 @@ def profile(
 
 
 def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
-    """Write what the profile of a run says; one without a profile is written as any run is."""
+    """Write the profile of a run, or, for a run without one, its ordinary report."""
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
     from steplab.report.profile.document import profile_document

@@ -1,4 +1,4 @@
-"""Progress on standard error: a live line at a terminal; anywhere else a line a stage, or in a sweep a line a cell."""
+"""Progress on standard error: one live line at a terminal; elsewhere one line per stage, or in a sweep per cell."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ def _words(progress: Progress) -> str:
 
 
 class ProgressLine:
-    """Shows what is under way, how far it is, the time it took and, in a sweep, the time that is left."""
+    """Shows the present stage, how far it is, the time elapsed and, in a sweep, the time left."""
 
     def __enter__(self) -> Self:
         self._started_s = time.monotonic()
@@ -82,7 +82,7 @@ class ProgressLine:
             self._bar.stop()
 
     def within(self, progress: Progress) -> None:
-        """One measurement on its own."""
+        """Show a stage of a single measurement."""
         if self._bar:
             total = progress.total or None
             self._bar.update(self._task, description=_words(progress), total=total, completed=progress.done)
@@ -91,12 +91,12 @@ class ProgressLine:
             say(f"{_STAGES.get(progress.stage, progress.stage)} …")
 
     def alive(self, progress: Progress) -> None:
-        """One measurement of many that go on too fast for a line each: shown at a terminal alone."""
+        """Show a stage of one of many short measurements, at a terminal only."""
         if self._bar:
             self.within(progress)
 
     def done(self, number: int, total: int, text: str) -> None:
-        """One of many has ended."""
+        """Report the end of one of many measurements."""
         line = f"[{number}/{total}] {text}"
         if self._bar:
             self._bar.console.print(line, markup=False, highlight=False)
@@ -104,10 +104,10 @@ class ProgressLine:
             say(f"{line}  ({format_clock(time.monotonic() - self._started_s)} elapsed)")
 
     def sweep(self, progress: SweepProgress) -> None:
-        """A cell of a sweep: under way, or ended."""
+        """Show a cell of a sweep that is under way or has ended."""
         if progress.skipped and not self._stage:
             self._stage = "resumed"
-            say(f"{counted(progress.skipped, 'cell')} measured already, {progress.to_run} to go")
+            say(f"{counted(progress.skipped, 'cell')} already measured, {progress.to_run} to go")
         number = progress.index + (1 if progress.run else 0)
         if self._bar and progress.within:
             self._bar.update(
@@ -126,7 +126,7 @@ class ProgressLine:
                 say(f"{line}  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})")
 
     def _left(self, progress: SweepProgress, before: str = "") -> str:
-        """Time left, if the cells to come take as long as those behind on average."""
+        """Time left, if the remaining cells take as long as the finished ones on average."""
         done = progress.index + (1 if progress.run else 0)
         if not done or done == progress.to_run:
             return ""
@@ -138,5 +138,5 @@ def _result(progress: SweepProgress) -> str:
     assert progress.run is not None
     step_s = run_row(progress.run)["step_time_s"]
     if isinstance(step_s, float):
-        return f"{format_time(step_s)} a step"
+        return f"{format_time(step_s)} per step"
     return progress.run.status.replace("_", " ")

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 def report(
     ids: Annotated[
-        tuple[str, ...], Parameter(help="Records to report: ids, beginnings of ids, or names that one alone has")
+        tuple[str, ...],
+        Parameter(
+            help="Records to report: ids, beginnings of ids, or names that belong to a single record",
+            show_default=False,
+        ),
     ] = (),
     /,
     *,
@@ -24,14 +28,14 @@ def report(
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
     format: Annotated[
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="[default: by --output's ending, else table]"),
+        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
-    """Report runs as tables, or as one self-contained page with pictures.
+    """Report records as tables, or as one self-contained page with charts.
 
-    Without ids, a study or a name: what was measured last, with the study that it belongs to. A run that belongs to
-    none is reported with all such runs; a benchmark (of attention, of collectives, of data parallelism) by itself.
+    Without ids, a study or a name, the newest record is reported: a run with its whole study, a run without a study
+    with all such runs, and a benchmark (of attention, collectives or data parallelism) by itself.
 
     For example: steplab report --output page.html
     """
@@ -68,10 +72,11 @@ def report(
 
 
 def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) -> str:
-    """Records of a kind that has one table as that, each other record as a document. Raises UserError where a format
-    that programs read has room for one table alone.
+    """The records in a format other than a page.
 
-    Audits beside runs stand on the page alone, unless they were asked for by their ids.
+    Records of a kind that shares one table become that table, every other record a document of its own. Raises
+    UserError for several tables in a format for programs, which holds one. Audits beside runs are left to the page
+    unless their ids were given.
     """
     from functools import partial
 
@@ -88,7 +93,7 @@ def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) 
     tables = sum(bool(records) if SECTIONS[name].together else len(records) for name, records in found.items())
     if format in ("json", "csv") and tables > 1:
         raise UserError(
-            f"{format} holds runs alone, or one benchmark: these records are of several tables; name fewer, or take "
+            f"--format {format} holds one table, and these records have several; name the id of one record, or take "
             "--format table, md, latex or html"
         )
     draw, color = Attempts().draw, stdout_color() and not to_file

@@ -9,13 +9,13 @@ from steplab.cli.options import StoreOptions
 
 
 def rm(
-    ids: Annotated[tuple[str, ...], Parameter(help="Records: their ids, or the beginnings of ids")],
+    ids: Annotated[tuple[str, ...], Parameter(help="Ids of records, or their beginnings")],
     /,
     *,
-    yes: Annotated[bool, Parameter(help="Do not ask", negative="")] = False,
+    yes: Annotated[bool, Parameter(help="Remove without asking for confirmation", negative="")] = False,
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Remove records from the store, those too that cannot be read; a study goes with its last record.
+    """Remove records from the store, unreadable ones included; a study is removed with its last record.
 
     For example: steplab rm ID
     """
@@ -28,7 +28,10 @@ def rm(
         found = opened.identify(ids)
     if not yes:
         if not sys.stdin.isatty():
-            raise UserError(f"removing {counted(len(found), 'record')} for good: add --yes where nobody can be asked")
+            raise UserError(
+                f"removing {counted(len(found), 'record')} for good needs confirmation, and there is no terminal to "
+                "ask at; add --yes"
+            )
         for row in found:
             say(_described(row))
         say(f"Remove {counted(len(found), 'record')} for good? [y/N]")
@@ -40,7 +43,7 @@ def rm(
     for row in found:
         say(f"removed {_described(row)}")
     for study in studies:
-        say(f"removed study {study}, which has no record any more")
+        say(f"removed study {study}, which has no records left")
 
 
 def _described(row: dict[str, str | int | float | None]) -> str:

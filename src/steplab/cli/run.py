@@ -11,8 +11,10 @@ def run(
     *,
     step: StepOptions = StepOptions(),
     processes: ProcessOptions = ProcessOptions(),
-    name: Annotated[str, Parameter(help="What to call it in listings")] = "",
-    timeout: Annotated[str | None, Parameter(help="Give up after this time: 90s, 5min, 2h")] = None,
+    name: Annotated[str, Parameter(help="Name of the run in listings")] = "",
+    timeout: Annotated[
+        str | None, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h [default: none]")
+    ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     """Measure one training step and store the record.
@@ -20,7 +22,7 @@ def run(
     For example: steplab run --model small --context 256 --precision bf16
 
     On several GPUs: steplab run --model small --gpus 2 --data-parallel bucketed
-    Or on many machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab run --model small
+    On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab run --model small
     """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine

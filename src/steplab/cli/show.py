@@ -8,12 +8,15 @@ from steplab.cli.options import FileOptions
 
 
 def show(
-    id: Annotated[str, Parameter(help="The record's id, or the beginning of it")],
+    id: Annotated[str, Parameter(help="Id of the record, or its beginning")],
     /,
     *,
     format: Annotated[
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="json is the whole record, raw samples included [default: by --output's ending, else table]"),
+        Parameter(
+            help="Format of the output; json is the whole record with its raw samples [default: by the suffix of "
+            "--output, else table]"
+        ),
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:

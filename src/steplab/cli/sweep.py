@@ -12,25 +12,29 @@ def sweep(
     study: Annotated[
         str | None,
         Parameter(
-            help="A preset (quick, sizes, compiled, warmup, attention) or a TOML file; options replace its fields"
+            help="Preset (quick, sizes, compiled, warmup, attention) or TOML file, whose fields the options replace"
         ),
     ] = None,
     /,
     *,
     step: StepOptions = StepOptions(),
-    name: Annotated[str | None, Parameter(help="What to call it in listings [default: the study's name]")] = None,
+    name: Annotated[
+        str | None, Parameter(help="Name of the study in listings [default: that of the preset or the file]")
+    ] = None,
     resume: Annotated[
         bool,
-        Parameter(help="Continue the newest sweep over the same cells: run only what is missing", negative=""),
+        Parameter(
+            help="Continue the newest sweep over the same cells; measure only those that are missing", negative=""
+        ),
     ] = False,
-    timeout: Annotated[str, Parameter(help="Give a cell up after this time")] = "1h",
-    dry_run: Annotated[bool, Parameter(help="List the cells and measure none", negative="")] = False,
+    timeout: Annotated[str, Parameter(help="Time after which a cell is given up: 90s, 5min, 2h")] = "1h",
+    dry_run: Annotated[bool, Parameter(help="List the cells without measuring them", negative="")] = False,
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
     """Measure every combination of the given values, each in a process of its own.
 
-    Every cell is in the store as soon as it has ended; out of memory, a crash and a timeout are rows too.
+    Every cell is stored as soon as it ends; one that runs out of memory, crashes or times out is stored as a failure.
 
     For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
     """
@@ -45,11 +49,13 @@ def sweep(
     from steplab.specs.study import load_study, study_from_grids
     from steplab.units import counted, parse_duration
 
-    if layout := processes.as_layout():  # a study may list layouts, and one number of processes would contradict some
-        raise UserError(f"a sweep has its processes from the layout of its cells: give {layout}")
+    if (
+        layout := processes.as_layout()
+    ):  # a study may list layouts, some of which the number of processes would contradict
+        raise UserError(f"`sweep` takes the number of processes from --layout; give {layout}")
     grid = step.grid()
     if not study and not grid:
-        raise UserError("nothing to sweep; name a preset (`steplab sweep quick`) or fields (`--context 128,256`)")
+        raise UserError("no cells to measure; name a preset (`steplab sweep quick`) or values (`--context 128,256`)")
     asked = load_study(study, grid) if study else study_from_grids("sweep", "", [grid])
     if name:
         asked = dataclasses.replace(asked, name=name)

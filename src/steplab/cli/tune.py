@@ -1,4 +1,4 @@
-"""steplab tune: tables that come from measurements of the machine at hand"""
+"""steplab tune: tables made from measurements on this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from steplab.cli.options import OutputOptions
 
 tune = App(
     name="tune",
-    help="Measure what kernels should choose on this GPU.",
+    help="Measure which settings of a kernel are fastest on this GPU.",
     help_format="plaintext",
 )
 
@@ -17,29 +17,34 @@ tune = App(
 @tune.command
 def attention(
     *,
-    dim: Annotated[str, Parameter(help="Head dimensions; those of one power of two choose together")] = "64,80,128",
-    dtype: Annotated[str, Parameter(help="bf16, whose tiles serve fp16 too, or fp32")] = "bf16",
+    dim: Annotated[
+        str, Parameter(help="Head dimensions; those padded to one power of two get the same tiles")
+    ] = "64,80,128",
+    dtype: Annotated[str, Parameter(help="Number format: bf16, whose tiles serve fp16 too, or fp32")] = "bf16",
     portable: Annotated[
         bool,
-        Parameter(help="Try the portable kernels as well, where the GPU has others of its own", negative=""),
+        Parameter(help="Also tune the portable kernels, on a GPU that has kernels of its own", negative=""),
     ] = False,
-    device: Annotated[str, Parameter(help="auto, cuda or cuda:N")] = "auto",
+    device: Annotated[str, Parameter(help="Device: auto, cuda or cuda:N")] = "auto",
     tiles: Annotated[
         Path | None,
-        Parameter(help="Put the rows for this GPU into this table; a new file begins as the package's own"),
+        Parameter(
+            help="Table of tiles that gets the rows for this GPU; a new file starts as a copy of the package's own"
+        ),
     ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Tune the tiles of attention's flash_triton on a CUDA GPU.
+    """Tune the tiles of the attention implementation flash_triton on a CUDA GPU.
 
-    Some 10 candidates for each of its three kernels are compiled on all cores
+    About 10 candidates for each of its three kernels are compiled on all cores
     of the CPU, compared with float64 and timed in turns, on short and long
-    sequences, causal and not. One that fails, errs or hangs is named and
-    left out. A few minutes; --tiles keeps the fastest.
+    sequences, causal and not. A candidate that fails, hangs or gives a wrong
+    result is named and left out. This takes a few minutes; --tiles stores the
+    fastest tiles.
 
     For example: steplab tune attention --dim 128 --tiles tiles.toml
 
-    Or for tensors of 32 bits: steplab tune attention --dim 32,64,128 --dtype fp32
+    For 32-bit tensors: steplab tune attention --dim 32,64,128 --dtype fp32
     """
     from steplab.cli.output import at, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
@@ -72,5 +77,5 @@ def attention(
     if tiles is not None:
         emit(table_with(tuning, before), at(tiles, out), "tiles")
     elif tuning.chosen:
-        say(f"{rows_text(rows_of(tuning))}\nthese rows are for {packaged_table()}; --tiles FILE writes them")
+        say(f"{rows_text(rows_of(tuning))}\n--tiles FILE writes these rows to a copy of {packaged_table()}")
     return 0 if tuning.chosen else 1

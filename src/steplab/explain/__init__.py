@@ -1,1 +1,1 @@
-"""From a Run to findings: one file a diagnosis, each a pure function of the record."""
+"""From a Run to findings: one file per diagnosis, each a pure function of the record."""

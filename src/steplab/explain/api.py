@@ -1,7 +1,7 @@
-"""From a Run to findings, the way in to this folder.
+"""Makes findings from a Run; the entry point of this package.
 
-Each diagnosis looks at the record alone and is silent where the record lacks what it needs. Predictions are each made
-as if the others were not followed: they do not add up.
+Each diagnosis uses only the record, and gives no finding where the record lacks what it needs. Each prediction assumes
+that no other finding is followed, so the predicted gains do not add up.
 """
 
 import dataclasses
@@ -42,18 +42,18 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
     host_copies_and_syncs,
     communication_exposed,
 )
-"""Every diagnosis there is."""
+"""All diagnoses."""
 
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
-"""Those that have something to say of a run that was only timed."""
+"""The diagnoses that need no profile."""
 _NOTABLE = 1.005
-"""How many times as long a step must have taken under the profiler for figures to look different."""
+"""Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
-    """What could be faster in this run and by how much, largest predicted gain first.
+    """The findings about a run, largest predicted gain first.
 
-    `ceilings` are what `steplab doctor` measured on the run's device; they serve where the catalogue does not know it.
+    `ceilings` were measured by `steplab doctor` on the run's device; they are used where the catalogue lacks it.
     """
     if run.failure is not None:
         return []
@@ -67,16 +67,16 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
 
 
 def _scaled(case: Case, finding: Finding) -> Finding:
-    """Says that the times are not those that `steplab profile` shows, where they are not."""
+    """Add a remark where the times differ from those that `steplab profile` shows."""
     slowdown = case.slowdown(case.profile) if case.profile is not None else 1.0
     if slowdown < _NOTABLE:
         return finding
-    how = f"Times are scaled to the step without the profiler: with it, it took {slowdown:.2f} times as long."
+    how = f"Times are scaled to the unprofiled step; the profiled one took {slowdown:.2f} times as long."
     return dataclasses.replace(finding, saw=f"{finding.saw} {how}")
 
 
 def _believable(case: Case, finding: Finding) -> Finding:
-    """No change saves a whole step: where one is predicted to, the profiled steps did more than the timed ones."""
+    """Withdraw a predicted gain of a whole step or more: the profiled steps did more work than the timed ones."""
     step_s, profile = case.step_s, case.profile
     if profile is None or step_s is None or finding.saves_s is None or finding.saves_s < step_s:
         return finding
@@ -85,14 +85,14 @@ def _believable(case: Case, finding: Finding) -> Finding:
         saves_s=None,
         at_most=False,
         prediction=(
-            f"Cannot be said: the device worked {format_time(case.busy_s(profile))} in a profiled step, and a timed "
-            f"one lasts {format_time(step_s)}, so they were not the same step."
+            f"No prediction: the device worked {format_time(case.busy_s(profile))} in a profiled step, and a timed "
+            f"step lasts {format_time(step_s)}, so they were not the same step."
         ),
     )
 
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
-    """What the record lacks, what that kept from being diagnosed, and how to get it; a line each."""
+    """One line for each thing that the record lacks: what could not be diagnosed without it, and how to record it."""
     return tuple(_gaps(case_of(run, ceilings)))
 
 
@@ -104,7 +104,7 @@ def _gaps(case: Case) -> list[str]:
         silent = ", ".join(d.__name__ for d in DIAGNOSES if d not in WITHOUT_PROFILE)
         how = command(run.spec, {}).replace("steplab run", "steplab profile", 1) if run.spec else "import-trace"
         make = f"`{how}` makes one" if run.spec else "`steplab import-trace` takes one from your own profiler"
-        gaps.append(f"no profile in the record, so not looked for: {silent}; {make}")
+        gaps.append(f"the record has no profile, which these diagnoses need: {silent}; {make}")
     elif not any(op.inputs for op in profile.ops):
         gaps.append(
             "the trace has no shapes (record_shapes=True), so no FLOPs and bytes: attention, casts, the vocabulary and "
@@ -112,7 +112,7 @@ def _gaps(case: Case) -> list[str]:
         )
     gaps[:0] = profile.doubts if profile else ()
     if run.timing is None:
-        gaps.append("the step was not timed without a profiler: waiting for the host is told as the profiler saw it")
+        gaps.append("the step was not timed without a profiler: waits for the host include what the profiler adds")
     if case.rates.streaming() is None:
         device = run.device_name or "a device the record does not name"
         known = run.device_name is not None

@@ -1,4 +1,4 @@
-"""A step too small for what it pays once."""
+"""A batch too small for the part of the step that does not depend on it."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from steplab.records.profile import Profile
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.20
-"""Least share of the step that does not grow with the batch: twice the batch then saves a tenth of a token's time."""
+"""Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
 
 FACTORS = (8, 4, 2)
-"""Batches proposed, times the present one, the largest that fits."""
+"""Proposed batch sizes as multiples of the present one; the largest that fits is taken."""
 FITS = 0.9
 """Share of the device's memory that a batch may need, if all memory grew with it: weights and states do not, so the
 real peak is lower."""
@@ -22,14 +22,14 @@ real peak is lower."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fixed:
-    """Seconds a step that do not grow with the batch, and what they are."""
+    """Seconds per step that do not grow with the batch, by cause."""
 
     optimizer_s: float
     casts_s: float
     narrow_s: float
-    """Products that last as long as their weights take to arrive, whatever the rows."""
+    """Matrix products that last as long as reading their weights, whatever the number of rows."""
     waiting_s: float
-    """The host launches as many kernels for a small batch as for a large one."""
+    """Waits for the host, which launches as many kernels for a small batch as for a large one."""
 
     @property
     def total_s(self) -> float:
@@ -61,16 +61,16 @@ def batch_too_small(case: Case) -> Finding | None:
             f"not depend on the batch: {listed}."
         ),
         why=(
-            "The weights are updated, cast and read once a step, however many tokens it has. With few tokens that is a "
-            "large part of each token's cost, and the matmuls wait for weights more than they multiply."
+            "The weights are updated, cast and read once per step, however many tokens it has. With few tokens that is "
+            "a large part of the time per token, and matmuls wait for weights longer than they compute."
         ),
         change=command(spec, fields),
-        note="a larger batch is another training: look at the learning rate",
+        note="a larger batch changes the training; adjust the learning rate",
         evidence=(Evidence(what="step, unprofiled", value=step_s, unit="s"), *parts),
         saves_s=saves_s,
         prediction=(
-            f"For the tokens of one step as it is now, {factor} times as many being in a step: {format_time(step_s)} "
-            f"become {format_time(step_s - saves_s)}, {step_s / (step_s - saves_s):.2f} times the tokens a second. "
+            f"With {factor} times the batch, the tokens of one present step take {format_time(step_s - saves_s)} "
+            f"instead of {format_time(step_s)}: {step_s / (step_s - saves_s):.2f} times the tokens per second. "
             f"Left out: larger matmuls are also more efficient.{_memory(case, factor)}"
         ),
         fields=fields,
@@ -88,7 +88,7 @@ def _fixed(case: Case) -> _Fixed:
 
 
 def _narrow_s(case: Case, profile: Profile) -> float:
-    """Products of fewer FLOPs a byte than the device does in the time a byte takes: memory bounds them."""
+    """Seconds per step of memory-bound products: their intensity is below the ratio of peak to bandwidth."""
     streaming, found_s = case.rates.streaming(), 0.0
     for op in profile.ops:
         peak = case.rates.peak(op.dtype) if op.category == "matmul" and "bmm" not in op.name else None

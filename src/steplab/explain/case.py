@@ -1,7 +1,7 @@
-"""The run under diagnosis, and the figures that several diagnoses take from it. All times are a step's.
+"""The run under diagnosis, and the figures that several diagnoses take from it. All times are per step.
 
-Two clocks meet here. A profiler slows the host and hardly the device: what kernels took is from the profile, how long
-a step takes only from the timing, which was made without a profiler.
+Two clocks are used. A profiler slows the host and hardly the device, so the times of kernels are from the profile and
+the time of a step is from the timing alone, which was made without a profiler.
 """
 
 import re
@@ -23,7 +23,7 @@ AUTOCAST = ("bf16", "fp16")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record the model's launches once and replay them."""
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
-"""Names of the kernels that torch.compile generates; on a CPU, whose kernels are operators, of the calls of them."""
+"""Names of kernels that torch.compile generates; on a CPU, whose kernels are operators, of calls of compiled code."""
 WORTH_TELLING = 0.01
 """Least share of a step that a finding must predict to save, where it has no threshold of its own: repeated
 measurements of one step differ by about as much."""
@@ -40,14 +40,14 @@ class Case:
 
     @property
     def spec(self) -> StepSpec | None:
-        """What was asked; None where no spec decides the step: a trace, a loop, a factory's whole step of one's own."""
+        """The spec; None where no spec decides the step: a trace, a recorded loop, or a factory's own step."""
         spec = self.run.spec
         whole_step = spec is not None and spec.model.kind == "factory" and self.run.model is None
         return None if whole_step else spec
 
     @property
     def profile(self) -> Profile | None:
-        """What the profiler saw; None if there was none."""
+        """The profile; None if there is none."""
         return self.run.profile
 
     @property
@@ -61,25 +61,25 @@ class Case:
         return median(samples.best_s) if samples and samples.best_s else None
 
     def slowdown(self, profile: Profile) -> float:
-        """How many times as long a step took under the profiler, which on a CPU slows what it measures; elsewhere 1."""
+        """Profiled over unprofiled step time on a CPU, where the profiler slows what it measures; elsewhere 1."""
         if profile.device != "cpu" or not self.step_s:
             return 1.0
         return max(1.0, profile.window_s / profile.num_steps / self.step_s)
 
     def per_step(self, profile: Profile, total_s: float) -> float:
-        """A total of the profile as seconds a step, scaled to the step without the profiler."""
+        """A total of the profile as seconds per step, scaled to the step without the profiler."""
         return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
-        """Time a step in which the device worked, in all phases or in these."""
+        """Time per step in which the device worked, in all phases or in these."""
         return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
 
     def length_s(self, profile: Profile) -> float:
-        """How long a step takes: unprofiled where it was timed, else as the profiler saw it."""
+        """Time of a step: unprofiled where it was timed, else as profiled."""
         return self.step_s if self.step_s is not None else self.per_step(profile, profile.window_s)
 
     def ops_s(self, profile: Profile, ops: Iterable[OpStats]) -> float:
-        """Device time a step of some operators."""
+        """Device time per step of some operators."""
         return self.per_step(profile, sum(op.device_s for op in ops))
 
     @property
@@ -102,10 +102,10 @@ class Case:
         return self.spec is not None and self.spec.model.kind in ("transformer", "hf")
 
     def host_limit(self, profile: Profile, saves_s: float) -> str:
-        """A sentence of warning where the host might not keep up with a step that much shorter; '' where it will.
+        """A warning where the host might not keep up with a step that is shorter by `saves_s`; '' where it will.
 
-        Where the GPU hardly waits, the host's time says nothing of its speed: with the queue full it launches as slowly
-        as the GPU works the queue off.
+        Where the GPU hardly waits, the host's time does not show its speed: with a full queue the host launches only as
+        fast as the GPU works.
         """
         host = [p.host_s for p in profile.phases if p.host_s is not None]
         waited_s = sum(p.host_bound_s for p in profile.phases)
@@ -115,8 +115,8 @@ class Case:
         if after_s >= host_s:
             return ""
         return (
-            f" Under the profiler the host took {format_time(host_s)} to launch a step, and less without it: where "
-            f"that is more than the {format_time(after_s)} predicted, the host becomes the limit."
+            f" Under the profiler the host took {format_time(host_s)} to launch a step, and takes less without it; if "
+            f"that is still more than the predicted {format_time(after_s)}, the host becomes the limit."
         )
 
 

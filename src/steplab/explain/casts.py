@@ -16,7 +16,7 @@ def weight_cast_ops(profile: Profile) -> list[OpStats]:
 
 
 def cast_ops(profile: Profile) -> list[OpStats]:
-    """Copies between fp32 and low precision, of weights or activations, whichever way."""
+    """Copies between fp32 and low precision, of weights or activations, in either direction."""
     return [op for op in profile.ops if op.category == "copy" and _changes_precision(op)]
 
 

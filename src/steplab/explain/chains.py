@@ -1,4 +1,4 @@
-"""Chains of low-intensity operators, and what a compiler would leave of them.
+"""Chains of low-intensity operators, and the time that fusing them would save.
 
 A multiply, an add or a cast does at most a few FLOPs for each byte it moves, so it lasts as long as memory takes to
 deliver its tensors. A chain of them sends every intermediate to memory and fetches it back; one fused kernel reads the
@@ -20,9 +20,9 @@ FUSABLE = ("elementwise", "normalisation", "softmax", "reduction", "copy")
 
 _PRODUCTS = ("matmul", "attention")
 _ATTENTION = ("scores", "softmax", "values")
-"""Parts of plain attention. Its products lie at the two ends of one chain: scale, mask, softmax, cast."""
+"""Parts of plain attention, whose two products enclose one chain: scale, mask, softmax, cast."""
 _ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-"""In the names of copies that go over the bus, which no compiler fuses."""
+"""Matches the names of copies between host and device, which no compiler fuses."""
 
 Place = tuple[str, str]
 
@@ -34,9 +34,9 @@ class Chain:
     phase: str
     range: str
     members: tuple[OpStats, ...]
-    """Dearest call first."""
+    """The operators, the one with the longest call first."""
     num_ends: int
-    """Calls that stay: as many as there are products for chains to lie between, and all of the dearest."""
+    """Calls that stay: as many as there are products that enclose chains, and all calls of the longest operator."""
 
     @property
     def total_s(self) -> float:
@@ -54,7 +54,7 @@ class Chain:
         return sum(op.kernels * calls / op.calls for op, calls in self._fused())
 
     def _fused(self) -> Iterator[tuple[OpStats, int]]:
-        """Each member with the number of its calls that go."""
+        """Each member with the number of its calls that are fused away."""
         kept = self.num_ends
         for op in self.members:
             stays = min(kept, op.calls)

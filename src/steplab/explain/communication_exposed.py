@@ -1,4 +1,4 @@
-"""Collectives that nothing runs beside."""
+"""Collectives with no computation beside them."""
 
 from steplab.explain.case import Case
 from steplab.explain.words import command
@@ -7,9 +7,9 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
-"""Least share of the step: what cannot overlap (the last bucket of gradients) is a few per cent."""
+"""Least share of the step: collectives that cannot overlap (the last bucket of gradients) take a few per cent."""
 _FURTHER = 4
-"""Times as large buckets to try: their number is what costs, and the best of them lie far apart."""
+"""Factor by which larger buckets are proposed: their number is what costs, so a small factor would change little."""
 
 
 def communication_exposed(case: Case) -> Finding | None:
@@ -24,14 +24,14 @@ def communication_exposed(case: Case) -> Finding | None:
         return None
     return Finding(
         kind="communication_exposed",
-        title=f"Communication that nothing hides takes {format_percent(exposed_s / length_s)} of the step",
+        title=f"Exposed communication takes {format_percent(exposed_s / length_s)} of the step",
         saw=(
-            f"Collectives run for {format_time(total_s)} a step, {format_time(exposed_s)} of it "
+            f"Collectives run for {format_time(total_s)} per step, {format_time(exposed_s)} of it "
             f"({format_percent(seen.exposed_s / seen.total_s)}) with no computation beside them."
         ),
         why=(
-            "Processes that train together exchange gradients or weights, over links far slower than their memory. "
-            "What is sent while something is computed costs little; what is waited for is lost."
+            "Processes that train together exchange gradients or weights over links far slower than their memory. "
+            "Communication that overlaps with computation costs little; exposed communication lengthens the step."
         ),
         change=_change(case.spec),
         note=(
@@ -47,14 +47,14 @@ def communication_exposed(case: Case) -> Finding | None:
         saves_s=exposed_s,
         at_most=True,
         prediction=(
-            "At most: all of it hidden. Collectives under computation slow it, by the cores and the memory bandwidth "
-            "they take, and a rank that is late makes the others' collectives look long."
+            "At most: all of it hidden. Overlapping collectives slow the computation, because they use cores and "
+            "memory bandwidth, and a late rank makes the collectives of the other ranks look long."
         ),
     )
 
 
 def _change(spec: StepSpec | None) -> str:
-    """For steplab's own data parallelism as an option of its run; for a step of other code in that."""
+    """The change: an option of `run` for steplab's own data parallelism, else a change of the user's code."""
     if spec is None or spec.strategy is None:
         return "DistributedDataParallel(model, bucket_cap_mb=100)"
     if spec.strategy != "bucketed":

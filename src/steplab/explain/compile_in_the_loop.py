@@ -1,4 +1,4 @@
-"""Compilation among the steps that count."""
+"""Compilation during the measured steps."""
 
 from statistics import median
 
@@ -7,15 +7,15 @@ from steplab.records.finding import Evidence, Finding
 from steplab.units import format_time
 
 MANY_TIMES = 5.0
-"""A step so many medians long did something that the others did not."""
+"""Multiple of the median from which a step counts as one that compiled."""
 LEAST_S = 0.3
-"""And by so much longer: compiling a graph takes longer than that, a hiccup of the machine rarely does."""
+"""Least seconds beyond the median: compiling a graph takes longer, and a disturbance of the machine rarely does."""
 LEAST_AGAIN_S = 0.03
-"""That, where it happened more than once: a small graph found in Inductor's cache is compiled in some 0.07 s, and a
-machine that often hiccups so long has no median to speak of."""
+"""Least seconds beyond the median where several steps were long: a small graph found in Inductor's cache is compiled in
+about 0.07 s, and disturbances that long and that frequent would raise the median itself."""
 _COMPILING = "dynamo_timed"
-"""In the names of the ranges that torch marks its compilation with; `TorchDynamo Cache Lookup`, `Torch-Compiled Region`
-and `CompiledFunction` are the running of what is compiled."""
+"""Part of the names of the ranges that mark compilation; `TorchDynamo Cache Lookup`, `Torch-Compiled Region` and
+`CompiledFunction` mark the execution of compiled code."""
 
 
 def compile_in_the_loop(case: Case) -> Finding | None:
@@ -46,9 +46,9 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         title="The model is compiled again while it trains",
         saw=" ".join(saw),
         why=(
-            "torch.compile guards what it has compiled: a new shape, dtype or Python value makes it compile once more, "
-            "which takes seconds, and after eight times it gives up and runs eagerly. The median hides it, the length "
-            "of a training does not."
+            "torch.compile guards what it has compiled: a new shape, dtype or Python value makes it compile again, "
+            "which takes seconds, and after eight times it falls back to eager execution. The median step does not "
+            "show this time, but training takes that much longer."
         ),
         change='TORCH_LOGS="recompiles" names the guard that failed',
         note="pad batches to one shape, or torch.compile(model, dynamic=True); warm up with every shape that will come",
@@ -56,8 +56,8 @@ def compile_in_the_loop(case: Case) -> Finding | None:
         or (Evidence(what="ranges of compilation in the profile", value=len(seen), unit=""),),
         saves_s=saves_s,
         prediction=(
-            "What those steps took beyond the median, spread over the measured steps; over a long training it is less "
-            "a step if it happens only once."
+            "The time of those steps beyond the median, spread over the measured steps; over a long training it is "
+            "less per step if it happens only once."
             if late_s
             else "How long the compilation took is not in the profile's sums."
         ),

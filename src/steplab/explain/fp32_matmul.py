@@ -9,15 +9,15 @@ from steplab.records.profile import OpStats, Profile
 from steplab.units import format_percent, format_time, three_digits
 
 CONSIDERABLE = 0.10
-"""Least share of the device's time in such products: what is not matmul is not helped."""
+"""Least share of the device's time in such products, which alone become faster."""
 
 _WITHOUT_TF32 = re.compile(r"simt|sgemm|ffma", re.IGNORECASE)
-"""In the names of CUTLASS's and cuBLAS's kernels that multiply fp32 outside the tensor cores."""
+"""Matches the names of CUTLASS and cuBLAS kernels that multiply fp32 outside the tensor cores."""
 _WITH_TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
 _FIRST_WITH_TF32 = 8
-"""Major compute capability of Ampere."""
+"""Major compute capability of Ampere, the first architecture with TF32."""
 _AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNORECASE)
-"""In the names of kernels that no older GPU runs, for traces that do not say the device."""
+"""Matches the names of kernels that no older GPU runs, for traces that do not name the device."""
 
 
 def fp32_matmul(case: Case) -> Finding | None:
@@ -39,7 +39,7 @@ def fp32_matmul(case: Case) -> Finding | None:
     return Finding(
         kind="fp32_matmul",
         title=f"Matmuls in full fp32 take {format_percent(now_s / busy_s)} of the GPU's work",
-        saw=f"Products of fp32 tensors without TF32 take {format_time(now_s)} of {format_time(busy_s)} a step.",
+        saw=f"Products of fp32 tensors without TF32 take {format_time(now_s)} of {format_time(busy_s)} per step.",
         why=(
             "Tensor cores, the part of the GPU that makes matmuls fast, do not multiply full fp32. With TF32 they take "
             "fp32 tensors, round each factor to 10 bits of mantissa (of 23) and add up in fp32, which training rarely "
@@ -80,8 +80,8 @@ def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | Non
     after_s = sum(min(op.device_s, max(op.device_s / ratio, (op.moved_bytes or 0) / streaming.per_s)) for op in ops)
     saves_s = case.ops_s(profile, ops) - case.per_step(profile, after_s)
     return saves_s, (
-        f"Each product shorter by the ratio of the peaks, {three_digits(ratio)} ({tf32.source}; {fp32.source}), but no "
-        f"shorter than its tensors take at {streaming.source}. That TF32 reaches the same share of its peak as fp32 "
-        "holds for large products (0.77 and 0.76 on an H200 at 8192), not for small ones."
+        f"Each product is shortened by the ratio of the peaks, {three_digits(ratio)} ({tf32.source}; {fp32.source}), "
+        f"but not below the time to move its tensors at {streaming.source}. TF32 is taken to reach the same share of "
+        "its peak as fp32, which holds for large products (0.77 and 0.76 on an H200 at 8192), not for small ones."
         + case.host_limit(profile, saves_s)
     )

@@ -9,8 +9,8 @@ from steplab.records.profile import Profile
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.05
-"""Least share of the device's time that fusing must save: compiling takes seconds to minutes at every start, and an
-error message in compiled code is harder to read."""
+"""Least share of the device's time that fusing must save: compiling takes seconds to minutes at every start, and error
+messages of compiled code are harder to read."""
 
 _NUM_NAMED = 3
 
@@ -38,11 +38,11 @@ def fusable_elementwise(case: Case) -> Finding | None:
         title=f"{format_percent(low_s / busy_s)} of the device's work is elementwise, much of it in unfused chains",
         saw=(
             f"Outside of the optimizer, elementwise work, norms, softmax, sums and copies take {format_time(low_s)} of "
-            f"{format_time(busy_s)} a step.{_moved(profile, found)} Most would be saved in {worst}."
+            f"{format_time(busy_s)} per step.{_moved(profile, found)} Most would be saved in {worst}."
         ),
         why=(
-            "Such a kernel computes next to nothing: it lasts as long as memory takes to bring its inputs and take its "
-            "output away. In a chain of them every intermediate makes that journey twice; fused into one kernel, none "
+            "Such a kernel computes little and lasts as long as memory takes to read its inputs and write its output. "
+            "In a chain of kernels every intermediate is written and read again; fused into one kernel, none "
             "does."
         ),
         change=command(case.spec, fields) if case.spec else "model = torch.compile(model)",
@@ -52,7 +52,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
             Evidence(what="device busy", value=busy_s, unit="s"),
             Evidence(what="device time that fusing saves", value=fused_s, unit="s"),
             Evidence(
-                what="kernels a step that fusing saves",
+                what="kernels per step that fusing saves",
                 value=sum(chain.saves_kernels for chain in found) / profile.num_steps,
                 unit="",
             ),
@@ -64,11 +64,11 @@ def fusable_elementwise(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, profile: Profile, found: list[Chain], fused_s: float) -> tuple[float, str]:
-    """Seconds a step, and how they were found. A launch-bound step lasts as long as its launches, so there it is the
-    number of launches that counts."""
+    """Seconds saved per step, and how they were found. A launch-bound step lasts as long as its launches, so there the
+    number of launches decides."""
     told = (
-        "Each chain (operators of one range in one phase, between two matmuls) is taken to cost as much as its dearest "
-        "call alone, which moves what the ends of the chain do. Left out: what a compiler fuses across modules."
+        "Each chain (operators of one range in one phase, between two matmuls) is taken to last as long as its longest "
+        "call, which moves as many bytes as the ends of the chain. Left out: what a compiler fuses across modules."
     )
     if case.step_s is None or not is_launch_bound(case, profile):
         return fused_s, told + case.host_limit(profile, fused_s)
@@ -82,10 +82,12 @@ def _gain(case: Case, profile: Profile, found: list[Chain], fused_s: float) -> t
 
 
 def _moved(profile: Profile, found: list[Chain]) -> str:
-    """What the chains move now and FLOPs they do with it, where the record counts both."""
+    """The bytes that the chains move now and their FLOPs per byte, where the record counts both."""
     ops = [op for chain in found for op in chain.members if op.moved_bytes and op.flops is not None]
     moved = sum(op.moved_bytes or 0.0 for op in ops)
     if not moved:
         return ""
     flops = sum(op.flops or 0.0 for op in ops)
-    return f" Their chains move {format_bytes(moved / profile.num_steps)} a step, at {flops / moved:.2g} FLOP a byte."
+    return (
+        f" Their chains move {format_bytes(moved / profile.num_steps)} per step, at {flops / moved:.2g} FLOP per byte."
+    )

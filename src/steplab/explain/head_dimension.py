@@ -1,4 +1,4 @@
-"""Attention heads of a width that kernels must pad."""
+"""A head dimension that kernels must pad."""
 
 from steplab.explain.case import Case
 from steplab.explain.shapes import shapes_of
@@ -16,8 +16,8 @@ KERNEL_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
 
 
 def head_dimension(case: Case) -> Finding | None:
-    """Fires for heads that fused attention pads, where attention is fused; else for a width that no tensor-core kernel
-    loads whole. Plain attention multiplies any multiple of 8 without padding worth the name, and is silent."""
+    """Fires for head dimensions that fused attention pads; without fused attention, for one that is no multiple of 8,
+    which tensor-core kernels cannot load whole. Plain attention hardly pads any multiple of 8."""
     spec, profile = case.spec, case.profile
     width = _from_spec(case)
     fused = spec is not None and not implementation(spec.attention).materialises_scores
@@ -29,7 +29,7 @@ def head_dimension(case: Case) -> Finding | None:
     if width % ALIGNED == 0 and (padded == width or not fused):
         return None
     evidence = [Evidence(what="head dimension", value=width, unit="")]
-    saves_s, prediction = None, "A profile of the step tells how much of it attention is."
+    saves_s, prediction = None, "A profile of the step would show the share of attention."
     saw = f"Each attention head is {width} wide"
     if fused and padded != width:
         evidence.append(Evidence(what="computed as", value=padded, unit=""))
@@ -38,27 +38,27 @@ def head_dimension(case: Case) -> Finding | None:
         if profile and attention_s:
             saves_s = attention_s * (1 - width / padded)
             evidence.append(Evidence(what="fused attention", value=attention_s, unit="s"))
-            saw += f" Fused attention takes {format_time(attention_s)} a step."
+            saw += f" Fused attention takes {format_time(attention_s)} per step."
             prediction = (
-                f"The same time a FLOP without the padding: {width} of {padded}. Left out: fewer heads also need fewer "
-                "exponentials. Kernels that take this width as it is gain nothing."
+                f"The same time per FLOP without the padding: {width} of {padded}. Left out: fewer heads also need "
+                "fewer exponentials. Kernels that do not pad this width gain nothing."
             )
     else:
         saw += f", no multiple of {ALIGNED}."
-        prediction = "How much slower the kernels for such widths are is not known here."
+        prediction = "No prediction: how much slower the kernels for such widths are is not known."
     fields = _whole_heads(case, width)
     return Finding(
         kind="head_dimension",
         title=f"A head dimension of {width} does not suit the kernels",
         saw=saw,
         why=(
-            "Attention kernels are compiled for a few widths and tensor cores multiply blocks of fixed size. A head in "
-            "between is filled up with zeros, which take as long to multiply as numbers."
+            "Attention kernels are compiled for a few widths, and tensor cores multiply blocks of fixed size. A head "
+            "of another width is padded with zeros, which take as long to multiply as other numbers."
         ),
         change=command(spec, fields)
         if spec and fields
         else f"choose the number of heads so that each is {' or '.join(map(str, _good(width)))} wide",
-        note="this is another model: as many parameters, in heads of another number and width",
+        note="this changes the model: the number of parameters stays, the number and width of the heads do not",
         evidence=tuple(evidence),
         saves_s=saves_s,
         prediction=prediction,

@@ -11,17 +11,17 @@ from steplab.units import format_percent, format_time
 _WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")
 _COPY = re.compile(r"Memcpy")
 _AT_ONCE_S = 10e-6
-"""Mean host time of a synchronisation below which nobody waited: the call itself takes some microseconds, the record
-that the profiler makes of it included, and what it asked for was done already."""
+"""Mean host time of a synchronisation below which the host did not wait: the call itself, with the profiler's record of
+it, takes a few microseconds where the device has already finished."""
 _ASYNCHRONOUS = re.compile(r"Pinned")
-"""In the names of copies to and from page-locked memory, for which the host does not wait."""
+"""Matches the names of copies to and from page-locked memory, for which the host does not wait."""
 _OF_A_PROFILER = re.compile(r"^(cuda|hip)DeviceSynchronize")
 _READS_BACK = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero")
 _NUM_NAMED = 3
 
 
 def host_copies_and_syncs(case: Case) -> Finding | None:
-    """Fires where the host synchronises with the GPU, or copies to or from it, once a step or oftener, and the GPU is
+    """Fires where the host synchronises with the GPU, or copies to or from it, at least once per step, and the GPU is
     then idle because nothing has been launched."""
     profile = case.profile
     if profile is None or profile.device != "cuda":
@@ -39,9 +39,9 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
     change, note, fields = _change(case, calls)
     return Finding(
         kind="host_copies_and_syncs",
-        title=f"The CPU waits for the GPU {count:.3g} times a step",
+        title=f"The CPU waits for the GPU {count:.3g} times per step",
         saw=(
-            f"{_most(profile, calls)}. The GPU is idle for {format_time(idle_s)} a step "
+            f"{_most(profile, calls)}. The GPU is idle for {format_time(idle_s)} per step "
             f"({format_percent(idle_s / case.length_s(profile))}) in the phases of these calls and in those that "
             "follow them, because nothing has been launched."
         ),
@@ -61,8 +61,8 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         saves_s=idle_s,
         at_most=True,
         prediction=(
-            "At most that idle time: a step that is launch-bound anyway would wait all the same. The host's own time "
-            "in the calls is no loss, it is spent waiting for work that has to be done."
+            "At most that idle time: a launch-bound step would still wait. The host's own time in the calls is no "
+            "loss, because the host waits there for work that has to be done."
         ),
         fields=fields,
     )
@@ -80,7 +80,7 @@ def _most(profile: Profile, calls: list[HostCallStats]) -> str:
     told = []
     for name, by_place in commonest:
         a_step, place = sum(by_place.values()) / profile.num_steps, max(by_place, key=lambda where: by_place[where])
-        told.append(f"{name}, {a_step:.3g} a step, {format_time(host_s[name])} on the host, most in {place}")
+        told.append(f"{name}, {a_step:.3g} per step, {format_time(host_s[name])} on the host, most in {place}")
     return "; ".join(told)
 
 

@@ -30,8 +30,8 @@ def launch_bound(case: Case) -> Finding | None:
         title=f"The GPU waits for the CPU, {format_percent(waiting_s / case.length_s(profile))} of the step",
         saw=_saw(case, profile, waiting_s),
         why=(
-            "The CPU tells the GPU what to run next, a few microseconds a kernel. Where kernels end sooner than the "
-            "next ones are told, the GPU is idle, and a faster GPU or a smaller dtype changes nothing."
+            "The CPU launches the GPU's kernels, in a few microseconds each. Where kernels end before the next ones "
+            "are launched, the GPU is idle, and neither a faster GPU nor a smaller dtype shortens the step."
         ),
         change=change,
         note=note,
@@ -57,8 +57,8 @@ _SLOW_HOST: tuple[str, str, dict[str, str]] = (
 
 
 def _change(case: Case) -> tuple[str, str, dict[str, str]]:
-    """reduce-overhead, and not default: it records a pass as one CUDA graph, whose launch is one call, where default
-    leaves a launch for each kernel it could not fuse."""
+    """The change, its note and its fields. It is reduce-overhead, which records a pass as one CUDA graph and launches
+    it with one call; default would leave a launch for each kernel that it could not fuse."""
     own = 'model = torch.compile(model, mode="reduce-overhead")'
     shapes = "one launch replays all kernels of a pass; inputs must keep their shapes, and the graphs hold their memory"
     if case.spec is None:
@@ -110,10 +110,10 @@ def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool) 
     if case.step_s is None:
         return "At most the idle time while the host launches, as profiled: the profiler itself made part of it."
     if not replays:
-        return "At most: all of the waiting gone."
+        return "At most: no wait is left."
     told = (
-        f"The unprofiled forward and backward less the time the device works in them, {format_time(waiting_s)}: a "
-        "replayed graph waits for nobody. "
+        f"The unprofiled forward and backward minus the time the device works in them, {format_time(waiting_s)}: a "
+        "replayed graph does not wait for the host. "
     )
     if fused_s:
         told += f"Compiling also fuses, which saves {format_time(fused_s)} of device time (see fusable_elementwise). "

@@ -8,10 +8,10 @@ from steplab.records.profile import Profile
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.15
-"""Least share of the device's time: one matmul of many and a reduction are expected to be some per cent."""
+"""Least share of the device's time: one matmul among many and a reduction are expected to take a few per cent."""
 
 PASSES = 2
-"""Times that a fused loss moves the logits: it reads them once and writes their gradient once, in their place."""
+"""Number of times that a fused loss moves the logits: it reads them once and writes their gradient in their place."""
 
 
 def loss_share(case: Case) -> Finding | None:
@@ -30,12 +30,12 @@ def loss_share(case: Case) -> Finding | None:
         kind="loss_share",
         title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's work",
         saw=(
-            f"With {part.size} entries, the output head's products take {format_time(matmul_s)} a step, and casts, "
+            f"With {part.size} entries, the output head's products take {format_time(matmul_s)} per step, and casts, "
             f"softmax, loss and their gradients {format_time(loss_s)}, of {format_time(busy_s)}."
         ),
         why=(
             "Every token gets a score for every entry of the vocabulary, the widest tensor of the model. The loss "
-            "passes over it several times to make one number of it, and keeps it for the backward pass."
+            "passes over it several times to reduce it to one number, and saves it for the backward pass."
         ),
         change=change,
         note=note,
@@ -53,7 +53,7 @@ _IN_CHUNKS = "computed in chunks, the logits need less memory as well"
 
 
 def _change(case: Case) -> tuple[str, str]:
-    """What fuses the loss on this device: Liger's kernel is written for GPUs, and a compiled loss is compiled."""
+    """What fuses the loss on this device, as a change and a note; Liger's kernel is written for GPUs."""
     if case.is_gpu:
         compiler = "or torch.compile around head and loss; " if case.is_eager else ""
         liger = "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # of liger-kernel"
@@ -64,7 +64,7 @@ def _change(case: Case) -> tuple[str, str]:
 
 
 def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:
-    """The products stay; the rest is taken down to the passes over the logits that must be."""
+    """Seconds saved per step and how they are found: the products stay, the rest shrinks to PASSES over the logits."""
     logits_bytes = _logits_bytes(part, case.profile) if case.profile else None
     streaming = case.rates.streaming()
     if logits_bytes is None or streaming is None:
@@ -77,7 +77,7 @@ def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None
 
 
 def _logits_bytes(part: VocabularyPart, profile: Profile) -> float | None:
-    """Bytes of the logits as the head's product makes them: its rows are the tokens."""
+    """Bytes of the logits as the head's product outputs them, one row per token."""
     forward = [op for op in part.matmuls if op.phase == "forward"] or list(part.matmuls[:1])
     for op in forward:
         shapes = shapes_of(op)

@@ -12,20 +12,20 @@ FUSED_BYTES = 28
 """Bytes AdamW must move for a parameter in fp32: reads of parameter, gradient and two moments, writes of all but the
 gradient, 4 bytes each."""
 STEPWISE_BYTES = 80
-"""Bytes it moves operator by operator, as torch's foreach and loop do: decay 8, first moment 12 (lerp), second moment
-8 + 12 (mul, addcmul), root 8, correction 8, epsilon 8, update 16 (addcdiv)."""
+"""Bytes AdamW moves per parameter operator by operator, as torch's foreach and loop do: decay 8, first moment 12
+(lerp), second moment 8 + 12 (mul, addcmul), root 8, correction 8, epsilon 8, update 16 (addcdiv)."""
 MANY_KERNELS = 50
-"""Kernels of an optimizer step from which a foreign trace's counts as not fused: fused AdamW needs one for some
-thirty to a hundred tensors, the others about eight for each such group, or for each tensor."""
+"""Number of kernels from which the optimizer of a foreign trace counts as not fused: fused AdamW needs one kernel for
+thirty to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor."""
 CONSIDERABLE = 0.01
-"""Least share of the step that must be saved: the change is one word."""
+"""Least share of the step that must be saved; it is small because the change is one word."""
 
 _IN_CODE = "torch.optim.AdamW(..., fused=True)"
 _NOT_FUSED = ("adamw_loop", "adamw_foreach")
 _SMALL = ("elementwise", "optimizer", "reduction", "other")
 _FUSED = re.compile(r"_?fused_?(adam|optimizer)", re.IGNORECASE)
 _ADAM = re.compile(r"addcdiv")
-"""In the name of the last operation of Adam's step, parameter += first moment / root of the second; SGD has none."""
+"""Name of the last operation of Adam's step, parameter += first moment / root of the second; SGD has none."""
 
 
 def optimizer_not_fused(case: Case) -> Finding | None:
@@ -36,7 +36,7 @@ def optimizer_not_fused(case: Case) -> Finding | None:
 
 
 def _from_spec(case: Case) -> Finding | None:
-    """The step's time is known, and so is what AdamW must move: no profile is needed."""
+    """The finding from the timed optimizer step and the bytes that AdamW must move, without a profile."""
     spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
     streaming = case.rates.streaming()
     if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:
@@ -61,8 +61,8 @@ def _from_spec(case: Case) -> Finding | None:
         kernels = phase.num_kernels / case.profile.num_steps
         evidence.append(Evidence(what="kernels of an optimizer step", value=kernels, unit=""))
     return _finding(
-        saw=f"The optimizer ({spec.optimizer}) takes {format_time(now_s)} a step"
-        + (f", to update what is {format_bytes(moved)} of reading and writing." if moved is not None else "."),
+        saw=f"The optimizer ({spec.optimizer}) takes {format_time(now_s)} per step"
+        + (f", for an update that must read and write {format_bytes(moved)}." if moved is not None else "."),
         change=command(spec, fields),
         note=f"in your own code {_IN_CODE}",
         evidence=tuple(evidence),
@@ -88,7 +88,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
         return None
     return _finding(
         saw=(
-            f"The optimizer's step is {num_kernels:.0f} kernels, none of them fused: {format_time(now_s)} a step, "
+            f"The optimizer's step is {num_kernels:.0f} kernels, none of them fused: {format_time(now_s)} per step, "
             f"the device busy for {format_time(busy_s)} of it."
         ),
         change=_IN_CODE if is_adam else "torch.optim.SGD(..., fused=True)  # or whatever optimizer it is",
@@ -103,7 +103,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
             f"Operator by operator Adam moves {STEPWISE_BYTES} bytes for an fp32 parameter, fused {FUSED_BYTES}: that "
             "share of the busy time is left, and no waiting. Left out: gradient clipping, if it is part of the phase."
             if is_adam
-            else "The device's idle time in the phase: one launch waits for nobody. What is moved is taken to stay."
+            else "The device's idle time in the phase: a single launch avoids it. The bytes moved are taken to stay."
         ),
         fields={},
     )
@@ -124,9 +124,9 @@ def _finding(
         title="The optimizer passes over its state many times",
         saw=saw,
         why=(
-            "An optimizer computes little and moves all of its state: it lasts as long as memory takes. Operator by "
+            "An optimizer computes little and moves all of its state, so memory bandwidth limits it. Operator by "
             "operator it reads and writes the same numbers about three times as often as one fused kernel, and "
-            "launches a kernel for each."
+            "launches a kernel for each operator."
         ),
         change=change,
         note=note,

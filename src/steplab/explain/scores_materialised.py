@@ -1,4 +1,4 @@
-"""Attention whose scores are a tensor in memory."""
+"""Attention that writes its scores to memory."""
 
 from dataclasses import dataclass
 
@@ -15,24 +15,25 @@ CONSIDERABLE = 0.05
 fused kernel saves only part of them."""
 
 BACKWARD_PRODUCTS = 5 / 4
-"""Products of a fused backward pass over those of a plain one: it computes the scores anew (Dao 2023, section 3.1)."""
+"""Matrix products of a fused backward pass, which recomputes the scores, over those of a plain one (Dao 2023, section
+3.1)."""
 
 _PARTS = ("scores", "softmax", "values")
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
 _SMALLEST_CONTEXT = 16
-"""A softmax over fewer columns is not taken for one of attention."""
+"""Least number of columns of a softmax that counts as one of attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """What attention took, over all profiled steps."""
+    """The operators of attention, with totals over all profiled steps."""
 
     ops: tuple[OpStats, ...]
-    """Everything that handled the scores."""
+    """All operators on the scores."""
     total_s: float
     """Device time."""
     where: str
-    """How they were recognised."""
+    """How the operators were recognised."""
 
 
 def scores_materialised(case: Case) -> Finding | None:
@@ -60,13 +61,13 @@ def scores_materialised(case: Case) -> Finding | None:
         kind="scores_materialised",
         title=f"Attention scores go through memory: {format_percent(now_s / busy_s)} of the device's work",
         saw=(
-            f"Scores, softmax and value product ({seen.where}) take {format_time(now_s)} a step, move at least "
+            f"Scores, softmax and value product ({seen.where}) take {format_time(now_s)} per step, move at least "
             f"{format_bytes(moved)} and compute {format_count(flops).rstrip()}FLOP in matmuls."
         ),
         why=(
-            "The scores have context x context entries a head, far more than queries, keys and values together, and "
+            "The scores have context x context entries per head, far more than queries, keys and values together, and "
             "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
-            "and under a causal mask skips the half that is thrown away."
+            "and skips the half that a causal mask hides."
         ),
         change=command(chosen, fields) if chosen else _IN_CODE,
         note=f"in your own code {_IN_CODE}" if chosen else "is_causal=True only if it is",

@@ -1,4 +1,4 @@
-"""Tensors as a record writes them: 'bf16[2048, 768] bf16[768, 3072]' read back."""
+"""Reads tensors as a record writes them: 'bf16[2048, 768] bf16[768, 3072]'."""
 
 import math
 import re
@@ -15,7 +15,7 @@ class Shape:
     """One input of an operator."""
 
     dtype: str
-    """By the names of specs (fp32, bf16, fp16)."""
+    """Number format, by the names of specs (fp32, bf16, fp16)."""
     sizes: tuple[int, ...]
     """Size of each dimension."""
 
@@ -31,7 +31,7 @@ class Shape:
 
 
 def shapes_of(op: OpStats) -> tuple[Shape, ...]:
-    """The tensors an operator got; empty where the record does not say."""
+    """The input tensors of an operator; empty where the record does not have them."""
     return tuple(
         Shape(dtype=dtype, sizes=tuple(int(size) for size in sizes.split(",")))
         for dtype, sizes in _TENSOR.findall(op.inputs)

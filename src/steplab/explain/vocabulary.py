@@ -11,27 +11,27 @@ _HEAD = re.compile(r"(^|\.)(head|lm_head|output_head|loss)$")
 """Ranges of the output head and of the loss, in the built-in model, in transformers and in most others."""
 _LOG_SOFTMAX = re.compile(r"_log_softmax$")
 _LEAST_ENTRIES = 1000
-"""A log-softmax over fewer is taken for a classifier's: nobody's vocabulary is so small but that of bytes or letters,
-which costs nothing."""
+"""Least number of entries of a vocabulary; a log-softmax over fewer counts as a classifier's. Vocabularies of bytes or
+letters are smaller, and cost almost nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyPart:
-    """What the vocabulary costs; totals over all profiled steps."""
+    """The work on the vocabulary, with totals over all profiled steps."""
 
     size: int
     """Entries of the vocabulary."""
     matmuls: tuple[OpStats, ...]
     """Products with the output head's weight, forward and backward."""
     matmul_s: float
-    """Their device time."""
+    """Device time of these products."""
     loss_s: float
     """Device time of everything else: cast, softmax, loss, and their gradients."""
 
 
 def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
-    """Entries of the vocabulary, by the spec or, for a foreign trace, by the loss's log-softmax over [tokens, V], V
-    being larger than the number of a classifier's classes mostly is."""
+    """Entries of the vocabulary by the spec, or, for a foreign trace, by the loss's log-softmax over [tokens, V], where
+    V is at least _LEAST_ENTRIES."""
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
@@ -48,9 +48,9 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
 
 
 def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
-    """What the vocabulary costs, by the ranges of head and loss or else by tensors of [.., V]; None where neither says.
+    """The work on the vocabulary, found by the ranges of head and loss, else by tensors of [.., V]; None without both.
 
-    The embedding's look-up and the optimizer's share of its weights are not in it.
+    It excludes the embedding's look-up and the optimizer's update of its weights.
     """
     size = vocabulary_size(case, profile)
     if size is None:

@@ -10,7 +10,7 @@ from steplab.records.profile import Profile
 from steplab.units import format_percent, format_rate, format_time
 
 SUITS = 64
-"""A size that every matmul kernel takes whole; what is padded to it is never looked up."""
+"""Every matmul kernel takes multiples of this size without padding; the entries added to reach one are never used."""
 ALIGNED = 8
 """Elements of bf16 in 16 bytes: rows whose length is no multiple of it cannot be loaded 16 bytes at a time, and the
 fastest kernels do not take them (NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements)."""
@@ -30,18 +30,18 @@ def vocabulary_padding(case: Case) -> Finding | None:
     saw = f"The vocabulary has {size} entries, no multiple of {SUITS}" + (
         f" nor of {ALIGNED}." if size % ALIGNED else "."
     )
-    prediction = "A profile shows how fast the vocabulary's products are beside the others."
+    prediction = "A profile would show the rate of the vocabulary's products and of the others."
     if case.profile and part and rates:
         head, others = rates
         now_s = case.per_step(case.profile, part.matmul_s)
         saves_s = max(0.0, now_s * (1 - padded / size * head / others))
         saw += (
-            f" Its products take {format_time(now_s)} a step, at {format_rate(head, 'FLOP/s')}; the step's other "
+            f" Its products take {format_time(now_s)} per step, at {format_rate(head, 'FLOP/s')}; the step's other "
             f"products in that dtype run at {format_rate(others, 'FLOP/s')}."
         )
         prediction = (
             f"Padded to {padded}, its products would do {format_percent(padded / size - 1)} more FLOPs, at the rate of "
-            "the others. They may be slower for other reasons too, their shape being another."
+            "the others. They may also be slower because of their shape."
         )
         evidence += [
             Evidence(what="products with the vocabulary", value=now_s, unit="s"),

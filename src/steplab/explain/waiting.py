@@ -1,4 +1,4 @@
-"""How long the device waits for the host, told by two clocks: as profiled, and as it is without a profiler."""
+"""How long the device waits for the host, by two clocks: with the profiler and without it."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from steplab.explain.case import Case
 from steplab.records.profile import PhaseTime, Profile
 
 CONSIDERABLE = 0.10
-"""Least share of the step spent waiting that makes it launch-bound: gaps of one per cent or two are in every step, and
-a tenth is what a change of the whole way of launching is worth."""
+"""Least share of waiting that makes a step launch-bound: every step has gaps of one or two per cent, and changing how
+kernels are launched is worth it from about a tenth."""
 LONGEST_LAUNCH_S = 100e-6
 """Longest wait for a launch that launching itself explains: an operator with the Python around it takes 5 to 50 µs, and
 up to twice that under a profiler. A host that lets the GPU wait longer does something else."""
@@ -22,14 +22,14 @@ def model_phases(profile: Profile) -> list[PhaseTime]:
 
 
 def profiled_wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds a step in which the next kernel was not launched yet. The profiler slows the host: at most so much."""
+    """Seconds per step in which the next kernel was not launched yet; the profiler slows the host, which adds to it."""
     return case.per_step(profile, sum(phase.host_bound_s for phase in phases))
 
 
 def wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds a step of these phases in which the device does not work: their unprofiled time less their busy time.
+    """Seconds per step of these phases in which the device does not work: their unprofiled time minus their busy time.
 
-    As profiled, where the step was not timed; of the whole step, where its phases were not.
+    The profiled time is used where the step was not timed, and the whole step where its phases were not timed.
     """
     if case.step_s is None:
         return profiled_wait_s(case, profile, phases)
@@ -48,7 +48,7 @@ def waits_for_host(case: Case, profile: Profile) -> bool:
 
 
 def is_launch_bound(case: Case, profile: Profile) -> bool:
-    """Whether it waits so because of the launches themselves: many, and each of them short."""
+    """Whether it waits because of the launches themselves, which are many and short."""
     num_launches = profile.num_launches / profile.num_steps
     waiting_s = wait_s(case, profile, model_phases(profile))
     return waits_for_host(case, profile) and waiting_s <= LONGEST_LAUNCH_S * num_launches

@@ -8,10 +8,10 @@ from steplab.records.profile import Profile
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.03
-"""Least share of the device's time: the remedy changes the numerics, so a trifle is not worth telling."""
+"""Least share of the device's time; the change alters the numerics, so it must be worth it."""
 
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
-"""Categories whose time is that of the bytes they move."""
+"""Memory-bound categories of work."""
 
 
 def weight_casts(case: Case) -> Finding | None:
@@ -31,12 +31,12 @@ def weight_casts(case: Case) -> Finding | None:
         title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's work",
         saw=(
             f"Autocast copies fp32 weights to low precision, and their gradients back: {format_time(now_s)} and "
-            f"{format_bytes(moved)} a step."
+            f"{format_bytes(moved)} per step."
         ),
         why=(
-            "Tensor cores want low precision while the optimizer's small updates want fp32, so autocast keeps weights "
-            "in fp32 and copies all of them in every step. The copies compute nothing, and their cost does not depend "
-            "on the batch."
+            "Tensor cores need low precision and the optimizer's small updates need fp32, so autocast keeps weights in "
+            "fp32 and casts all of them in every step. The casts compute nothing, and their cost does not depend on "
+            "the batch."
         ),
         change=command(spec, fields) if spec else "model.to(torch.bfloat16)",
         note=(
@@ -56,8 +56,8 @@ def weight_casts(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
-    """With weights in bf16 nothing is cast any more, and what autocast keeps in fp32 (softmax, norms, the loss, sums of
-    the residual stream) moves half as many bytes, as AdamW does."""
+    """Seconds saved per step and how they are found. With weights in bf16 nothing is cast, and what autocast keeps in
+    fp32 (softmax, norms, the loss, sums of the residual stream) moves half as many bytes, as does AdamW."""
     others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
     wide_s = case.ops_s(profile, wide)

@@ -9,7 +9,7 @@ from steplab.specs.step_fields import option_name
 
 
 def command(spec: StepSpec, changes: Mapping[str, str]) -> str:
-    """The command that measures the spec's step with some fields changed, defaults left out."""
+    """The command that measures the spec's step with some fields changed; it omits defaults."""
     values = {"model": spec.model.name}
     base = MODEL_SIZES.get(spec.model.name)
     for field in (*SIZE_FIELDS, *STEP_FIELDS):

@@ -75,7 +75,7 @@ def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
 
 
 def _memory_fields(spec: StepSpec) -> StepSpec:
-    """The spec without what has no say in its memory; the device is the machine's."""
+    """The spec without the fields that have no effect on its memory; the device is the machine's."""
     return dataclasses.replace(spec, warmup=0, steps=1, seed=0, device="auto")
 
 

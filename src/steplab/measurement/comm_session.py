@@ -98,7 +98,7 @@ class _Groups:
         return self.made[key]
 
     def _make(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        # The processes' own group sends tensors of each device by the backend at home there.
+        # The processes' own group sends tensors of each device by the backend native to it.
         if spec.world_size == self.world.size and spec.way in ("nccl", "gloo"):
             return None, GroupCollectives(None)
         # With gloo for what is on the CPU, as the ranks agree by it whoever moves the tensors.

@@ -91,16 +91,18 @@ class DdpRank:
         return found.best_s if found else ()
 
     @property
-    def others_let_go(self) -> bool:
-        """Whether what others held grew less meanwhile: then less was allocated for it than it is known to hold, and
-        what it held besides is not known."""
+    def baseline_freed(self) -> bool:
+        """Whether memory of the baseline or an earlier variant was freed during this measurement.
+
+        Then fewer bytes are counted for the variant than it is known to hold, and its other memory is not known.
+        """
         counted = ((memory.allocated_bytes, memory.known_bytes) for memory in self.memory)
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
 
     def moment(self, name: str) -> StateMemory | None:
         """The memory at one of MOMENTS; without a count of all where that is not known."""
         found = next((memory for memory in self.memory if memory.moment == name), None)
-        return replace(found, allocated_bytes=None) if found and self.others_let_go else found
+        return replace(found, allocated_bytes=None) if found and self.baseline_freed else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

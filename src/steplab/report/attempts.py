@@ -1,4 +1,4 @@
-"""Drawing what can be drawn: a record that a section fails on is left out of that section, and said to be."""
+"""Draws sections of a page; a record on which a section fails is left out of that section and reported."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ _MOST_LETTERS = 200
 
 
 class Identified(Protocol):
-    """A record, or what stands for one."""
+    """A record, or an object with the id of one."""
 
     @property
     def id(self) -> str:
@@ -25,19 +25,18 @@ T = TypeVar("T")
 class Attempts:
     """Tries to draw sections of some records.
 
-    A record can be wrong in ways that nobody thought of, and is in the store all the same. One such must not take the
-    figures of all others with it.
+    A store may hold a record that is wrong in an unforeseen way. It must not cost the figures of all other records.
     """
 
     def __init__(self) -> None:
         self.left_out: list[str] = []
-        """A line for each record that a section is without: which, of what, why."""
+        """One line per record left out of a section: the record, the section and the reason."""
 
     def draw(self, section: str, records: Sequence[R], draw: Callable[[Sequence[R]], T]) -> T:
-        """`draw(records)`; where that fails, of those records alone that it does not fail on one by one.
+        """Return `draw(records)`; where that fails, draw only the records on which it does not fail one by one.
 
-        Where even that fails, of none: `draw` must be able to draw nothing. Each record left out is told in `left_out`
-        and by a LeftOut warning.
+        Where even that fails, draw no records, which `draw` must support. Each record left out is added to `left_out`
+        and reported by a LeftOut warning.
         """
         try:
             return draw(records)
@@ -63,6 +62,6 @@ class Attempts:
 
     def _leave_out(self, section: str, record: Identified, error: Exception) -> None:
         why = plain(" ".join(f"{type(error).__name__}: {error}".split()))[:_MOST_LETTERS]
-        line = f"record {plain(record.id)} is left out of {section}, which cannot be drawn of it: {why}"
+        line = f"record {plain(record.id)} is left out of {section}, which cannot be drawn from it: {why}"
         self.left_out.append(line)
         warnings.warn(LeftOut(line, error), stacklevel=4)

@@ -1,4 +1,4 @@
-"""What a report says of a machine: what it is, and the ceilings measured on it."""
+"""The report of a machine: its environment and the ceilings measured on it."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from steplab.units import format_rate
 
 
 def ceilings_document(ceilings: Ceilings) -> Document:
-    """The machine, its ceilings beside the data sheet's where there is one, and what could not be read."""
+    """The machine, its ceilings beside those of the data sheet where there is one, and what could not be read."""
     table = _table(ceilings)
     return Document(
         title=ceilings.environment.device.name,
@@ -46,7 +46,7 @@ def _verdict(ceilings: Ceilings) -> str:
     name = ceilings.environment.device.name
     if find_hardware(name):
         return f"{name} is in the catalogue: MFU is measured against its data sheet."
-    return f"{name} is in no catalogue: MFU is measured against the matmul ceilings below."
+    return f"{name} is not in the catalogue: MFU is measured against the matmul ceilings below."
 
 
 def _table(ceilings: Ceilings) -> Table:

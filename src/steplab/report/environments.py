@@ -8,13 +8,13 @@ from steplab.report.kit.document import Pairs, Section
 
 
 def environment_section(env: Environment | None, *further: tuple[str, str]) -> tuple[Section, ...]:
-    """Where a record was measured, with further names and values; no section where nothing of it is known."""
+    """The environment of a record, with further names and values; no section where nothing is known."""
     pairs = (*environment_pairs(env), *condition_pairs([env]), *further) if env else further
     return (Section(title="Environment", blocks=(Pairs(pairs=pairs),)),) if pairs else ()
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:
-    """What stays the same from run to run on one machine, name and value; what is absent is left out."""
+    """Names and values of what stays the same from run to run on one machine; absent values are left out."""
     device = env.device
     details = [
         units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",
@@ -38,7 +38,7 @@ def environment_pairs(env: Environment) -> list[tuple[str, str]]:
 
 
 def condition_pairs(envs: Sequence[Environment]) -> list[tuple[str, str]]:
-    """What moves while a machine measures: clocks and temperature, as the range over these environments."""
+    """Ranges over these environments of what changes during a measurement: clocks and temperature."""
     devices = [env.device for env in envs]
     sm = sorted(d.sm_clock_hz for d in devices if d.sm_clock_hz is not None)
     memory = sorted(d.memory_clock_hz for d in devices if d.memory_clock_hz is not None)

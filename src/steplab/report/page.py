@@ -1,4 +1,4 @@
-"""Records as one web page that needs nothing else: no network, no script, no second file."""
+"""Records as one self-contained web page, without scripts, further files or network access."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -25,8 +25,8 @@ from steplab.report.sections import SECTIONS, Chapter, Context, Terms
 _OF_ALL: Terms = (
     (
         "95 % interval",
-        "Percentile bootstrap of the median, 2,000 seeded resamples. It covers the variation within one process, not "
-        "between machines or days.",
+        "Bootstrap percentile interval of the median, from 2,000 seeded resamples. It covers the variation within one "
+        "process, not between machines or days.",
     ),
     ("OOM", "The cell ran out of memory."),
     ("–", "Not measured, or not known; never zero."),
@@ -45,11 +45,11 @@ def render_page(
 ) -> str:
     """The page for records of any kinds, as HTML.
 
-    `predictions` of the memory of runs, by their ids, are set beside what was measured, and `references` are what their
-    memory is compared with.
+    `predictions` of the memory of runs, by the runs' ids, are shown beside the measurements; `references` are the runs
+    that their memory is compared with.
 
-    A record that a section cannot be drawn of is left out of that section, and the page says so; `attempts` has what
-    was left out before. The same records always give the same page.
+    A record from which a section cannot be drawn is left out of that section, and the page says so; `attempts` has the
+    records left out before. The same records always give the same page.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
@@ -87,7 +87,7 @@ def render_page(
 
 
 def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section | None:
-    """The chapter, known to be printable: a value that cannot be written fails here, where its record is left out."""
+    """The chapter, printed once on trial, so that a value that cannot be written fails where its record is left out."""
     section = part.make(records, context)
     if section is None:
         return None
@@ -97,7 +97,7 @@ def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section
 
 
 def _shared(cells: Sequence[Cell]) -> str:
-    """What all runs have in common; of one alone, its step."""
+    """The choices that all runs share; for a single run, its step."""
     if len(cells) == 1:
         spec = cells[0].run.spec
         return describe(spec) if spec else ""
@@ -105,7 +105,7 @@ def _shared(cells: Sequence[Cell]) -> str:
 
 
 def _subtitle(records: Sequence[Record]) -> list[str]:
-    """How many records of each kind, where, when, and with which version."""
+    """The number of records of each kind, and their devices, days and versions of steplab."""
     counts = {name: sum(kind_of(record).name == name for record in records) for name in KINDS}
     parts = [f"{n} {KINDS[name].noun if n == 1 else KINDS[name].plural}" for name, n in counts.items() if n]
     named = (record.device_name for record in records)
@@ -117,7 +117,7 @@ def _subtitle(records: Sequence[Record]) -> list[str]:
 
 
 def _environments(records: Sequence[Record]) -> Section:
-    """Each environment once, with the number of records made in it and the range of what moved meanwhile."""
+    """Each environment once, with the number of its records and the ranges of clocks and temperature."""
     groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
     for record in records:
         if record.environment:

@@ -1,6 +1,6 @@
-"""The stored timeline as Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
+"""The stored timeline in Chrome's trace format, which ui.perfetto.dev and chrome://tracing open.
 
-One process is the device, with a row a stream; a second has the phases and the ranges of the model. Times are
+One process is the device, with one row per stream; a second has the phases and the ranges of the model. Times are
 microseconds with three decimals, which is the record's nanosecond exactly. Slices of one row must nest or follow each
 other, so a slice that would do neither goes to a further row of the same stream.
 Format: "Trace Event Format", Google, 2016, complete events (ph X) and metadata events (ph M).
@@ -23,13 +23,13 @@ class Slice:
     """One event of a row."""
 
     name: str
-    """What Perfetto writes on it."""
+    """Name that Perfetto shows on the slice."""
     start_ns: int
-    """From the beginning of the step."""
+    """Start in nanoseconds from the beginning of the step."""
     end_ns: int
-    """At the start or later."""
+    """End in nanoseconds from the beginning of the step, not before the start."""
     category: str
-    """Of the kernel; phase or range."""
+    """Category of the kernel, or 'phase' or 'range'."""
 
 
 def chrome_trace(run: Run) -> str:
@@ -93,9 +93,9 @@ def _row(process: int, threads: Iterator[int], name: str, slices: Iterable[Slice
 
 
 def nested_lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """The slices in as many rows as are needed for any two of a row to be apart or one inside the other."""
+    """The slices in as few rows as keep any two slices of a row apart or one inside the other."""
     lanes: list[list[Slice]] = []
-    around: list[list[int]] = []  # ends of the slices that are open at the present moment, a list a lane
+    around: list[list[int]] = []  # ends of the slices that are open at the present moment, one list per lane
     for piece in sorted(slices, key=lambda s: (s.start_ns, -s.end_ns)):
         index = next((index for index, ends in enumerate(around) if _has_room(ends, piece)), len(lanes))
         if index == len(lanes):
@@ -107,7 +107,7 @@ def nested_lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _has_room(ends: list[int], piece: Slice) -> bool:
-    """Close what has ended before the slice; whether what is left surrounds it."""
+    """Remove the ends before the slice; return whether the remaining slices surround it."""
     while ends and ends[-1] <= piece.start_ns:
         ends.pop()
     return not ends or piece.end_ns <= ends[-1]

@@ -1,4 +1,4 @@
-"""How each kind of record of the registry is reported: one by itself, several together, and on a page.
+"""How each kind of record in the registry is reported: a single record, several together, and a page.
 
 This is the one place that lists the kinds for reports; `show`, `report` and the page ask here.
 """
@@ -31,14 +31,14 @@ Terms = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What a chapter may look at besides its own records."""
+    """What a chapter may use besides its own records."""
 
     cells: Sequence[Cell] = ()
     """The runs of the page."""
     predictions: Mapping[str, MemoryPrediction] = field(default_factory=dict)
-    """Of the runs' memory, by their ids."""
+    """Predictions of the runs' memory, by the runs' ids."""
     references: MemoryReferences | None = None
-    """What the runs' memory is compared with beyond each other."""
+    """Further runs that the runs' memory is compared with."""
 
     @property
     def runs(self) -> list[Run]:
@@ -51,12 +51,11 @@ class Chapter:
     """A chapter of a page."""
 
     name: str
-    """What it is called where it says that a record is left out of it."""
+    """Name of the chapter in the message that a record is left out of it."""
     make: Callable[[Sequence[Any], Context], Section | None]
-    """From the records of its kind (of runs: their cells) to the chapter; None where there is nothing to say, as of no
-    records at all."""
+    """Makes the chapter from the records of its kind (for runs, their cells); None where there is nothing to show."""
     terms: Terms = ()
-    """Words that it uses, and what they mean."""
+    """Terms that the chapter uses, with their definitions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +67,10 @@ class Sections:
     together: Callable[[Sequence[Any]], Document] | None
     """Several records in one document with one table; None: each has a document of its own."""
     chapters: tuple[Chapter, ...]
-    """What a page says of them, in this order."""
+    """The chapters of a page about such records, in this order."""
 
     def documents(self, records: Sequence[Any]) -> list[Document]:
-        """Several records, of which there is one at least, in as many documents as the kind needs."""
+        """One or more records in as many documents as their kind needs."""
         return [self.together(records)] if self.together else [self.document(each, Context()) for each in records]
 
 
@@ -152,4 +151,4 @@ SECTIONS: dict[str, Sections] = {
         chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records)),),
     ),
 }
-"""By the kind's name in the registry."""
+"""The sections of each kind of record, by its name in the registry."""

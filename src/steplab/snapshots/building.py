@@ -1,4 +1,4 @@
-"""From the objects of a snapshot's pickle to columns.
+"""Makes columns from the objects of a snapshot's pickle.
 
 What torch writes is told in `torch.cuda.memory._snapshot`. Keys that are not known are passed over; what is known must
 be of the type that torch gives it. Lists that are read whole may not be there twice: a reference costs two bytes.

@@ -1,4 +1,4 @@
-"""From a History to a MemoryProfile: replay it, say whose everything is, and find the peak."""
+"""Makes a MemoryProfile from a History: it replays the history, assigns categories and finds the peak."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

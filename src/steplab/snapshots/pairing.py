@@ -1,4 +1,4 @@
-"""From events to pieces of memory: which release belongs to which allocation.
+"""Makes pieces of memory from events by pairing each release with its allocation.
 
 The allocator counts memory as allocated from `alloc` until `free_requested`; until `free_completed`, which comes later
 only where another stream still uses the block, the block is not handed out again (CUDACachingAllocator.cpp, `free` and

@@ -1,4 +1,4 @@
-"""From a history to lifetimes: every piece of memory with its size, its beginning and its end.
+"""Makes lifetimes from a history: every piece of memory with its size, its beginning and its end.
 
 What was there before the history began is in no allocation of it, but is found from its other end: what was there after
 the last event without having been allocated, and what was released without that. A history kept in a ring buffer, which
@@ -41,9 +41,9 @@ class Lifetimes:
 
     address: Integers
     requested_bytes: Integers
-    """What was asked for."""
+    """Requested size in bytes."""
     block_bytes: Integers
-    """What the allocator set aside; their sum over what is alive is its `allocated_bytes`."""
+    """Size of the block in bytes; the sum over live blocks is the allocator's `allocated_bytes`."""
     start: Integers
     """Event that made it; -1: it was there before the first."""
     end: Integers

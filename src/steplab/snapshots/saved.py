@@ -1,4 +1,4 @@
-"""What autograd kept for the backward pass, and what a block keeps and emits."""
+"""The tensors that autograd saved for the backward pass, and the bytes that each block saves and outputs."""
 
 import math
 from collections import defaultdict

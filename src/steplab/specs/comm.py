@@ -45,7 +45,7 @@ class CommSpec:
     backend: CommBackend = "gloo"
     """Who moves the bytes."""
     device: CommDevice | None = None
-    """Where the tensors are; None: where the backend is at home."""
+    """Device of the tensors; None for the backend's native device."""
     size_bytes: int = 1_000_000
     """Of the whole message, as asked; `message_bytes` are those that move."""
     world_size: int = 2

@@ -1,4 +1,4 @@
-"""What kind of work a kernel or operator does, by rules on its name.
+"""The kind of work of a kernel or operator, by rules on its name.
 
 The first rule that matches decides, so the particular stand before the general. A name that no rule knows is
 `uncategorised`, and every report says how much time that is: a rule is added here rather than a guess made.

@@ -1,4 +1,4 @@
-"""From a Trace to a Profile: choose the steps, attribute the work, add it up."""
+"""Makes a Profile from a Trace: it chooses the steps, attributes the work and sums it."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from steplab.traces.windows import Window, cut, phase_times
 Seconds = NDArray[np.float64]
 
 MOST_STEPS = 20
-"""A trace of more steps is told by its last so many: more would not tell more, and take more memory."""
+"""Number of steps of a trace that are used, the last ones; more would only take more memory."""
 
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
@@ -46,7 +46,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
         notes.append("the trace marks no steps: all of it counts as one")
     activity = activity.where(np.flatnonzero(activity.step != NONE))
     if not len(activity):
-        raise SteplabError("the trace holds no kernel and no operator within a step: nothing to profile")
+        raise SteplabError("the trace has no kernel and no operator within a step; record at least one whole step")
     notes += _notes(activity, trace, on_host=on_host)
     windows = cut(activity)
     phases = tuple(phase_times(activity, windows, host.phase_names, host.phase_seconds(), on_host=on_host))

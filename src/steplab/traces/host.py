@@ -1,4 +1,4 @@
-"""What the host was doing at an instant: which step, which phase, which range of the model, which operator.
+"""The host's activity at an instant: its step, phase, range of the model and operator.
 
 Everything on the device is attributed by the host call that launched it, so this is the one place that knows how
 traces name things.

@@ -21,7 +21,7 @@ NONE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceWork:
-    """What ran on the device: kernels, copies, fills. In the order of their start."""
+    """The work of the device (kernels, copies and fills) in the order of start."""
 
     name: Column
     start_ns: Column
@@ -31,7 +31,7 @@ class DeviceWork:
     correlation: Column
     """Pairs it with the host call that launched it; one call can launch several (a CUDA graph)."""
     size_bytes: Column
-    """Bytes of a copy or fill."""
+    """Number of bytes of a copy or fill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ class Measured:
     """Times of several implementations on one GPU, for one type, head dimension and causality."""
 
     gpu: str
-    """As torch names it."""
+    """Name of the GPU, as torch gives it."""
     dtype: str
     """float32, bfloat16 or float16."""
     head_dim: int
@@ -47,7 +47,7 @@ class Measured:
     source: str
     """Where the times are from, and with which versions."""
     implementations: tuple[str, ...]
-    """What was measured, in the order of the times."""
+    """The implementations that were measured, in the order of the times."""
     rows: tuple[tuple[float, ...], ...]
     """Tokens of a sequence, then milliseconds of forward and backward together of each implementation; inf: it could
     not be run."""
@@ -155,7 +155,7 @@ _Described = tuple[torch.device, torch.dtype, int, int, int, bool]
 
 
 def _described(q: Tensor, k: Tensor) -> _Described:
-    """What a choice depends on, but for the mask."""
+    """The device, dtype and sizes that a choice depends on, besides the mask."""
     dtype = autocast_dtype(q.device.type) or q.dtype
     grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
     return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped

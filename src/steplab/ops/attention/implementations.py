@@ -59,15 +59,15 @@ class Implementation:
     """One way to compute attention."""
 
     name: str
-    """As --attention takes it."""
+    """Name that --attention takes."""
     summary: str
-    """What it is, in half a sentence."""
+    """Short description, for the help text."""
     devices: tuple[str, ...] = ("cuda", "cpu", "mps")
     """Kinds of devices that it runs on."""
     trains_on_cpu: bool = True
     """Whether it has a backward pass on a CPU."""
     package: str | None = None
-    """What must be installed beside torch."""
+    """Package that must be installed besides torch."""
     dtypes: tuple[str, ...] = _ALL
     """Number formats of its inputs."""
     widest: int | None = None

@@ -49,7 +49,7 @@ def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What is wrong with tensors that were refused, the first thing found."""
+    """The first reason found why the tensors were refused."""
     shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() < 2 or q.dim() != k.dim():
         return (

@@ -1,6 +1,6 @@
-"""Pictures of a benchmark of attention: rates and memory over the length of the sequence, a line an implementation.
+"""Charts of a benchmark of attention: rates and memory over sequence length, one line per implementation.
 
-Shapes that differ in length alone share a panel; those that have no such neighbours stand side by side in one.
+Shapes that differ only in sequence length share a panel; the remaining shapes stand side by side in one more.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 Figure = Callable[[AttentionCell], float | None]
 _BESIDE_OTHERS = 440.0
-"""Width of a panel that is not alone."""
+"""Width of one of several panels, in pixels."""
 _FACTORS = "; lengths grow by factors too"
 _WORD_PX = 13.0
-"""Between two failures at one length, whose words stand upright."""
+"""Pixels between the words for two failures at one length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,31 +32,31 @@ class _Panel:
     """Shapes on one set of axes."""
 
     title: str
-    """What they share; empty where they share nothing."""
+    """What the shapes share; empty where they share nothing."""
     positions: tuple[str, ...]
-    """Lengths, or whole shapes."""
+    """Labels of the positions: lengths, or whole shapes."""
     marks: tuple[tuple[int, AttentionCell], ...]
-    """Position and cell."""
+    """Each cell with the number of its position."""
     ordered: bool
     """Whether positions are lengths, so that lines between them mean something."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """What is drawn of each cell."""
+    """The figure that is drawn for each cell."""
 
     figure: Figure
     """Its value."""
     scale: kit.Scale
-    """Of all panels."""
+    """The scale of all panels."""
     name: str
     """In words."""
     show: Callable[[float], str]
-    """The value for a hover text."""
+    """Text of a value, for hovering."""
 
 
 def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
-    """FLOP/s of a pass; None where it was timed nowhere."""
+    """FLOP/s of a pass; None where no cell timed it."""
 
     def figure(cell: AttentionCell) -> float | None:
         return flops_per_s(cell, name)
@@ -64,7 +64,7 @@ def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None
-    note = f"FLOPs of {PASS_WORDS[name]}, as the convention counts them, over the median time."
+    note = f"FLOP/s of {PASS_WORDS[name]}: FLOPs by the record's convention over the median time."
     scale = kit.count_scale(values)
     return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], lambda v: units.format_rate(v, "FLOP/s")), note)
 
@@ -111,8 +111,10 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
 def _paint(
     picture: Drawing, axes: "Axes", panel: _Panel, place: ax.Places, plot: _Plot, index: int, column: str
 ) -> None:
-    """The marks of one implementation, with a line where there is an order; failures are marked too, where those of
-    their kind would be: slow at the bottom, large at the top."""
+    """Draw the marks of one implementation, joined by a line where positions are ordered.
+
+    Failures are marked where a slow or a large cell would be: at the bottom for rates, at the top for memory.
+    """
     color, points = SERIES[index % len(SERIES)], []
     for position, cell in sorted((mark for mark in panel.marks if mark[1].spec.column == column), key=lambda m: m[0]):
         value, name = plot.figure(cell), f"{cell.spec.label} {column}"
@@ -132,14 +134,14 @@ def _paint(
 
 
 def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, cell: AttentionCell) -> float:
-    """Where the word for a failure stands under a length: beside those of the others that failed there."""
+    """Place of the word for a failure: beside those of other implementations that failed at the same length."""
     failed = [other for at, other in panel.marks if at == position and other.failure and plot.figure(other) is None]
     offset = failed.index(cell) - (len(failed) - 1) / 2
     return place.centers[position] + offset * _WORD_PX / place.position_px
 
 
 def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
-    """A panel for all shapes that differ in length alone, and one for those left over."""
+    """One panel for each group of shapes that differ only in length, and one for the remaining shapes."""
     groups: dict[tuple[object, ...], list[AttentionCell]] = {}
     for cell in cells:
         spec = cell.spec

@@ -32,10 +32,10 @@ _SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D d
 
 
 def attention_document(run: AttentionRun, *, against: str | None = None) -> Document:
-    """All that is said of one benchmark.
+    """The report of one benchmark.
 
-    `against` names the implementation that the others are compared with; None: the first of sdpa_flash, sdpa and plain
-    that was measured.
+    `against` names the implementation that speeds are relative to; None: the first of sdpa_flash, sdpa and plain that
+    was measured.
     """
     peer = against or default_peer(run.cells)
     made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
@@ -49,7 +49,7 @@ def attention_document(run: AttentionRun, *, against: str | None = None) -> Docu
 
 
 def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Section | None:
-    """Attention on a page: `steps`, training steps that differ in their attention alone, then the benchmarks."""
+    """Attention on a page: `steps`, the training steps that differ only in their attention, then the benchmarks."""
     parts = [named_section("Training steps by attention implementation", steps)] if steps else []
     for run in runs:
         made = [run.study.description or run.study.name, run.device_name or "", run.created_utc, f"benchmark {run.id}"]
@@ -60,7 +60,7 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Sect
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
-    """What came of one cell, for a line of progress."""
+    """The result of one cell, for a line of progress."""
     times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
     failed = [reason(cell.failure.kind, cell.failure.message)] if cell.failure else []
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
@@ -88,7 +88,7 @@ def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
 
 
 def account_document(account: AttentionAccount) -> Document:
-    """What plain attention holds at its peak, tensor by tensor, against the device's memory."""
+    """The tensors that plain attention holds at its peak, compared with the device's memory."""
     total, memory = account.total_bytes, account.memory_bytes
     saved = sum(term.num_bytes for term in account.terms if term.kept)
     held = f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
@@ -97,13 +97,13 @@ def account_document(account: AttentionAccount) -> Document:
         f"The peak is {account.moment}. {_SYMBOLS}.",
         f"{held}: {units.format_bytes(total - memory)} too little."
         if total > memory
-        else f"{held}, part of which CUDA, libraries and the allocator's gaps take.",
-        f"{units.format_bytes(saved)} of it is saved from forward until backward.",
+        else f"{held}, of which CUDA, libraries and the allocator's gaps take a part.",
+        f"{units.format_bytes(saved)} of it is saved for backward.",
     ]
     if account.previous and account.previous_bytes is not None:
         told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")
     if account.measured:
-        told.append(f"The device said: {account.measured.message}.")
+        told.append(f"The device's error was: {account.measured.message}.")
     title = f"The smallest plain attention that does not fit: {account.spec.label}"
     if account.asked:
         title = f"Plain attention of {account.asked.label} fits; its sequence doubled until it does not: "

@@ -9,18 +9,18 @@ from steplab.records.rows import Row
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
-"""What errors are of, and what it is called beside a figure."""
+"""The tensors whose errors are measured, and their names beside a figure."""
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
-"""What a pass is called."""
+"""The names of the passes in captions."""
 _BY_INTEREST = ("both", "forward", "backward")
 SCATTERED = 0.2
-"""Of a median: where the middle half of the samples is spread over more, it is marked. Kernels by themselves repeat
-within a few per cent; what scatters more is a wait for the host, or somebody else at work on the device."""
+"""Interquartile range, relative to the median, above which a median is marked. Kernels repeat within a few per cent;
+samples that scatter more include waits for the host, or another process used the device."""
 _PEERS = ("sdpa_flash", "sdpa", "plain")
 
 
 def default_peer(cells: Sequence[AttentionCell]) -> str | None:
-    """Whom the others are compared with where nobody is named: the first of sdpa_flash, sdpa and plain there is."""
+    """The implementation that speeds are relative to by default: the first measured of sdpa_flash, sdpa and plain."""
     columns = {cell.spec.column for cell in cells}
     return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
 
@@ -43,14 +43,14 @@ def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[Attention
 
 
 def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], name: str) -> float | None:
-    """How many times as fast as the peer on the same shape: the peer's median over the cell's."""
+    """Speed relative to the peer on the same shape: the peer's median time over the cell's."""
     peer = peers.get(cell.spec.shape)
     own_s, peer_s = median_s(cell, name), median_s(peer, name) if peer else None
     return peer_s / own_s if own_s and peer_s else None
 
 
 def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> list[Row]:
-    """A row a cell: what was asked, medians, rates, memory, errors; with `peer`, speeds against it."""
+    """One row per cell: its spec, medians, rates, memory and errors; with `peer`, speeds relative to it."""
     peers = peers_of(cells, peer)
     return [_row(cell, peer, peers) for cell in cells]
 
@@ -93,7 +93,7 @@ def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, At
 
 
 def failure_words(cell: AttentionCell) -> str | None:
-    """Why a cell failed, short: of memory, what was asked for and in which pass."""
+    """Why a cell failed, in short; for out of memory, the size of the failed allocation and the pass."""
     failure = cell.failure
     if failure and failure.kind == "out_of_memory" and failure.requested_bytes:
         return f"{units.format_bytes(failure.requested_bytes)} more for {failure.phase}"
@@ -105,12 +105,12 @@ def _over(over: float | None, under: float | None) -> float | None:
 
 
 def telling_pass(cells: Sequence[AttentionCell]) -> str | None:
-    """The pass that says most: both together where they were timed; None where nothing was."""
+    """The most informative timed pass, which is both together where it was timed; None where no pass was timed."""
     return next((name for name in _BY_INTEREST if any(cell.samples(name) for cell in cells)), None)
 
 
 def scatter(cell: AttentionCell, name: str) -> float:
-    """How far the middle half of a pass's samples is spread, over their median; 0 with fewer than four."""
+    """Interquartile range of a pass's samples, relative to their median; 0 with fewer than four samples."""
     samples = cell.samples(name)
     if len(samples) < 4:
         return 0.0
@@ -119,7 +119,7 @@ def scatter(cell: AttentionCell, name: str) -> float:
 
 
 def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
-    """What tells a shape from the others."""
+    """The sizes that distinguish a shape from the others."""
     words = [shape.sizes_label]
     if len({other.causal for other in others}) > 1:
         words += ["causal"] * shape.causal
@@ -129,7 +129,7 @@ def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
 
 
 def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
-    """What is to be said of the cells, each text once, with the shapes and implementations it is told of."""
+    """The notes of the cells, each text once, with the shapes and implementations that it concerns."""
     found: dict[str, list[str]] = {}
     for cell in cells:
         for note in cell.notes:

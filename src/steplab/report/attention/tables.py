@@ -32,8 +32,10 @@ Value = Callable[[AttentionCell], Scalar]
 def by_shape(
     cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
 ) -> Table:
-    """One row per shape, one column per implementation, and beside it one for its `ratio` where there is any; where a
-    cell that failed has no value, how it failed."""
+    """One row per shape, one column per implementation, and beside it one for its `ratio` where there is any.
+
+    A failed cell shows its failure instead of a value.
+    """
     columns = list(dict.fromkeys(cell.spec.column for cell in cells))
     rows: dict[object, dict[str, Scalar]] = {}
     for cell in cells:
@@ -54,7 +56,7 @@ def by_shape(
 
 
 def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
-    """A shape with what tells it from the others; beside it the mask and the type that all of them share."""
+    """The sizes that distinguish a shape from the others, and the mask and dtype."""
     shapes = [cell.spec.shape for cell in cells]
     return {
         "shape": shape_label(shape, shapes),
@@ -64,8 +66,10 @@ def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str
 
 
 def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
-    """Median time of a pass and speed against the peer: shapes by implementations. None with one implementation.
-    Medians of samples that scatter are marked."""
+    """Median time of a pass and speed relative to the peer, shapes by implementations; None for one implementation.
+
+    Medians of samples that scatter are marked.
+    """
     columns = {cell.spec.column for cell in cells}
     if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
         return None
@@ -81,14 +85,14 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
 
     caption = f"Median time of {PASS_WORDS[name]}."
     if peer in columns:
-        caption += f" × is how many times as fast as {peer}."
+        caption += f" × is the speed relative to {peer}."
     if any(scatter(cell, name) > SCATTERED for cell in cells):
-        caption += f" ~ marks a median whose middle half of samples spreads over more than {SCATTERED:.0%} of it."
+        caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
     return by_shape(cells, time, TIME, caption, ratio=ratio)
 
 
 def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
-    """Speed of each implementation against the peer over all shapes they share; None without anything to compare."""
+    """Speed of each implementation relative to the peer, over the shapes that both ran; None without a comparison."""
     peers = peers_of(cells, peer)
     rows: list[Row] = []
     for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
@@ -116,7 +120,7 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
             ),
         ),
         rows=tuple(rows),
-        caption=f"How many times as fast as {peer}: the geometric mean over the shapes that both ran, and the minimum.",
+        caption=f"Speed relative to {peer}: geometric mean and minimum over the shapes that both ran.",
     )
 
 
@@ -124,13 +128,13 @@ _HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
 
 
 def _cell_rows(cells: Sequence[AttentionCell], peer: str | None) -> list[Row]:
-    """The rows that programs get, with what tells a shape from the others in one field."""
+    """The rows for programs, with one field more that distinguishes the shapes."""
     rows = zip(attention_rows(cells, peer), cells, strict=True)
     return [row | _shape_row(cell.spec.shape, cells) for row, cell in rows]
 
 
 def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[Section]:
-    """Time, memory and errors of every cell; a table about which nothing is known is left out."""
+    """Tables of time, memory and errors of every cell; a table without values is left out."""
     rows = _cell_rows(cells, peer)
     checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
     measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
@@ -160,9 +164,9 @@ def _times(rows: Sequence[Row], peer: str | None) -> Table:
             RESULT,
         ),
         rows=tuple(rows),
-        caption="Medians, implementations measured in turns. On a GPU caches are cold, and the device is kept busy "
-        "until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 times "
-        "as many backward, whatever is executed.",
+        caption="Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
+        "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
+        "times as many backward, whatever is executed.",
     )
 
 

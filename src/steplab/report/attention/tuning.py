@@ -1,4 +1,4 @@
-"""Tiles that were tried for flash_triton, as rows: how long each took, and which was chosen."""
+"""The candidate tiles of flash_triton as rows: the time of each, and which were chosen."""
 
 import json
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ def tuning_document(tuning: AttentionTuning) -> Document:
         name="candidates",
         columns=_COLUMNS,
         rows=tuple(tuning_rows(tuning)),
-        caption="Times and rates are geometric means over head dimensions, causal and not.",
+        caption="Times and rates are geometric means over head dimensions, with and without the causal mask.",
     )
     return Document(title="Tiles of flash_triton", sections=(named_section("Candidates", table),), data=table)
 
 
 def tuning_json(tuning: AttentionTuning) -> str:
-    """All that was measured."""
+    """The whole measurement as JSON."""
     return json.dumps(msgspec.to_builtins(tuning), indent=2, ensure_ascii=False)
 
 
 def tuning_rows(tuning: AttentionTuning) -> list[Row]:
-    """One row per candidate and length, the fastest of its kernel and box first; then the candidates that were dropped.
+    """One row per candidate and length, the fastest of each kernel and box first; then the dropped candidates.
 
-    Times and rates are geometric means over head dimensions, causal and not.
+    Times and rates are geometric means over head dimensions, with and without the causal mask.
     """
     rows: list[Row] = []
     for box in tuning.boxes:
@@ -47,7 +47,7 @@ def tuning_rows(tuning: AttentionTuning) -> list[Row]:
 
 
 def _is_chosen(candidate: TileCandidate, tokens: int, chosen: Sequence[ChosenTiles]) -> bool:
-    """Whether the candidate's row is the one that serves so many tokens."""
+    """Whether the candidate was chosen for so many tokens."""
     serving = [
         row
         for row in chosen

@@ -1,6 +1,6 @@
-"""Pictures of a benchmark of collectives: time over the size of the message, over the number of ranks, and by backend.
+"""Charts of a benchmark of collectives: time over message size, over the number of ranks, and by backend.
 
-Each is made of the same panels: marks at sizes or world sizes, a line a series, both axes logarithmic.
+All have the same panels: marks at message sizes or world sizes, one line per series, both axes logarithmic.
 """
 
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WIDTH, _BESIDE_OTHERS = 640.0, 440.0
-"""Of a panel that is alone, and of one that is not."""
+"""Width of a panel that is alone, and of one of several."""
 _BELOW = 44.0
 _CURVE_POINTS = 40
 _LEAST_TICKS_PX = 44.0
@@ -33,35 +33,35 @@ class _Panel:
     """Series on one pair of axes."""
 
     title: str
-    """What they share; empty where there is nothing to tell apart."""
+    """What the series share; empty for a single panel."""
     lines: dict[str, list[CommCell]]
-    """Cells by series."""
+    """The cells of each series."""
     fits: dict[str, CommFit]
-    """A line of the profile for those series that have one."""
+    """The fitted line of each series that has one."""
     family: str = ""
-    """Panels of one family have one scale of times."""
+    """Panels of one family share their scale of times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plot:
-    """What is drawn along x, and which series there are."""
+    """The quantity along x, and the series."""
 
     name: str
-    """Of the picture."""
+    """Name of the chart."""
     axis: str
     """Of x."""
     x: Callable[[CommCell], int]
-    """A cell's place."""
+    """A cell's value along x."""
     show: Callable[[float], str]
-    """A place in words."""
+    """Text of a value along x."""
     series: tuple[str, ...]
-    """Of all panels, by colour."""
+    """The series of all panels, in the order of their colours."""
     scales: dict[str, ax.Scale]
-    """Seconds, by family."""
+    """The scale of seconds of each family of panels."""
 
 
 def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Chart | None:
-    """A panel for each backend and world size, a line a collective, and the fitted line behind it."""
+    """One panel per backend and world size, one line per collective, and the fitted line behind it."""
     fits: dict[tuple[object, ...], CommFit] = {
         (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
     }
@@ -81,7 +81,7 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
 
 
 def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
-    """A panel for each backend and size, a line a collective; None where there is one world size alone."""
+    """One panel per backend and message size, one line per collective; None for a single world size."""
     if len({cell.spec.world_size for cell in cells}) < 2:
         return None
     groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.size_bytes))
@@ -95,7 +95,7 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
 
 
 def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
-    """A panel for each collective, type and world size that several backends ran; None where there is none."""
+    """One panel per collective, dtype and world size that several backends ran; None where there is none."""
     groups = _grouped(cells, lambda cell: (cell.spec.collective, cell.spec.dtype, cell.spec.world_size))
     panels = []
     for group in groups.values():

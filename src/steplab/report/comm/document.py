@@ -77,7 +77,7 @@ def comm_chapter(runs: Sequence[CommRun]) -> Section | None:
 
 
 def comm_cell_line(cell: CommCell) -> str:
-    """What came of one cell, for a line of progress."""
+    """The result of one cell, for a line of progress."""
     if cell.failure or cell.slowest is None:
         failed = reason(cell.failure.kind, cell.failure.message) if cell.failure else "not measured"
         return f"{cell.spec.label}: {failed}"
@@ -160,8 +160,8 @@ _TIMED_BACK_TO_BACK = (
     "calls_per_sample. Alone is one call after a barrier, by the host's clock."
 )
 _TIMED_EACH = (
-    "Calls follow each other back to back with an event around each, and the host was given no head start: times of "
-    "short messages, and α, include event and launch overhead. Alone is one call after a barrier, by the host's clock."
+    "Calls follow each other back to back with an event around each: times of short messages, and α, include event "
+    "and launch overhead. Alone is one call after a barrier, by the host's clock."
 )
 
 

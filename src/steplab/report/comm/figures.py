@@ -54,6 +54,6 @@ def bus_bandwidth(cell: CommCell) -> float | None:
 
 
 def rank_spread(cell: CommCell) -> float | None:
-    """How much longer the slowest rank's median is than the fastest's, as a share of that; None for a failure."""
+    """Relative difference of the slowest rank's median from the fastest's; None for a failure."""
     medians = [times.median_s for times in cell.ranks]
     return max(medians) / min(medians) - 1 if medians else None

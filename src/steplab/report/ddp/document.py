@@ -31,14 +31,14 @@ TERMS = (
     (
         "without communication",
         "The same step on the same ranks with nothing sent, measured in turns with each variant: some steps of one, "
-        "then some of the other. Where the study says so, the host is given a head start before each step: the device "
-        "is held idle until the host is ahead. Its own figures are the medians of those turns.",
+        "then some of the other. Where the study says so, the device is held idle before each step until the host is "
+        "ahead. The figures of the step without communication are the medians of those turns.",
     ),
     (
         "exposed communication",
-        "What communication adds to a step: the step minus the same step without communication, of the turns between. "
-        "It includes what communication takes from the computation that it runs beside. Its bounds are the ends of "
-        "both medians' 95 % intervals set against each other, which makes them wide.",
+        "Time that communication adds to a step: the step minus the same step without communication, measured in "
+        "turns. It includes the slowdown of the computation that runs beside communication. Its bounds are the "
+        "differences of opposite ends of both medians' 95 % intervals, which makes them wide.",
     ),
     (
         "alone, hidden",
@@ -82,7 +82,7 @@ def ddp_chapter(runs: Sequence[DdpRun]) -> Section | None:
 
 
 def ddp_cell_line(cell: DdpCell) -> str:
-    """What came of one variant, for a line of progress."""
+    """The result of one variant, for a line of progress."""
     if cell.failure:
         return f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"
     step_s, added_s = figures.step_s(cell), figures.exposed_s(cell)

@@ -1,7 +1,7 @@
 """Figures of a data-parallel study, from its samples; no presentation.
 
-A step of several ranks is as long as its slowest rank's: the figure of a contender is the largest of the ranks'
-medians, and so is the baseline's, so that waiting for a slow device is not taken for communication.
+A step of several ranks is as long as that of the slowest rank. The figure of a variant is therefore the largest of the
+ranks' medians, and so is the baseline's, so that waiting for a slow device does not count as communication.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from steplab.records.ddp import DdpCell, DdpRun, StateMemory
 from steplab.report.run import host_lead
 
 _WIDEST = 0.5
-"""Distance of the bounds of what is exposed, over the communication by itself, up to which a share of it is told."""
+"""Distance of the bounds of exposed communication, relative to communication alone, above which no share is given."""
 
 
 def phase_s(cell: DdpCell, phase: str, *, baseline: bool = False) -> float | None:
@@ -27,24 +27,24 @@ def step_s(cell: DdpCell) -> float | None:
 
 
 def baseline_s(cell: DdpCell) -> float | None:
-    """Time of the same step without communication, in turns with it."""
+    """Time of the same step without communication, measured in turns with the variant."""
     return phase_s(cell, "step", baseline=True)
 
 
 def host_lead_s(cell: DdpCell) -> float | None:
-    """How far Python was ahead of the device at the least of a step's phase ends, on the rank where it was least."""
+    """Least host lead at the ends of a step's phases, on the rank where it was least."""
     return min((found for rank in cell.ranks if (found := host_lead.lead_s(rank.phases)) is not None), default=None)
 
 
 def waits_for_host(cell: DdpCell) -> bool:
-    """Whether Python was hardly ahead on some rank, for whose messages the others wait."""
+    """Whether the host lead was near zero on some rank, whose messages the other ranks wait for."""
     return any(host_lead.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
 def usual_baseline_s(run: DdpRun, phase: str = "step") -> float | None:
-    """Time of the step without communication, or of a phase of it: the median of what it took beside each contender.
+    """Time of the step without communication, or of a phase of it: the median over its turns with all variants.
 
-    Measured by itself it comes first, when a machine may not have settled; that is taken where there is no other.
+    Its own measurement comes first, when the machine may not have settled, and is used only where there is no other.
     """
     return _usual(run, lambda cell, beside: phase_s(cell, phase, baseline=beside))
 
@@ -62,19 +62,19 @@ def _usual(run: DdpRun, figure: Callable[[DdpCell, bool], float | None]) -> floa
 
 
 def baseline_range_s(run: DdpRun) -> tuple[float, float] | None:
-    """The shortest and the longest step without communication, of the turns of all contenders; None without any."""
+    """The shortest and the longest step without communication over the turns of all variants; None without any."""
     found = [seconds for cell in run.cells if (seconds := baseline_s(cell)) is not None]
     return (min(found), max(found)) if found else None
 
 
 def exposed_s(cell: DdpCell) -> float | None:
-    """What communication adds to the step: the step less the same step without it."""
+    """Exposed communication: the time of the step minus that of the same step without communication."""
     whole, without = step_s(cell), baseline_s(cell)
     return whole - without if whole is not None and without is not None else None
 
 
 def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
-    """Bounds of that, wide ones: the ends of the 95 % intervals of both medians set against each other."""
+    """Bounds of the exposed communication: the differences of opposite ends of both medians' 95 % intervals."""
     own = [stats.summarize(samples) for rank in cell.ranks if (samples := rank.samples("step"))]
     other = [stats.summarize(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=True))]
     if not own or not other:
@@ -84,9 +84,9 @@ def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
 
 
 def hidden(cell: DdpCell) -> float | None:
-    """Share of its communication by itself that the step does not show; below zero, it costs more than that.
+    """Hidden share of communication: 1 - exposed / alone. Below zero, communication costs more than it takes alone.
 
-    None where the bounds of what is exposed are so far apart that the share would be off by a quarter either way.
+    None where the bounds of the exposed communication are so far apart that the share could be off by a quarter.
     """
     added_s, bounds, whole_s = exposed_s(cell), exposed_range_s(cell), alone_s(cell)
     if added_s is None or bounds is None or not whole_s or bounds[1] - bounds[0] > _WIDEST * whole_s:
@@ -95,7 +95,7 @@ def hidden(cell: DdpCell) -> float | None:
 
 
 def alone_s(cell: DdpCell) -> float | None:
-    """Median time of its communication by itself, on the slowest rank."""
+    """Median time of the variant's communication alone, on the slowest rank."""
     return max((median(rank.alone_s) for rank in cell.ranks if rank.alone_s), default=None)
 
 
@@ -106,40 +106,40 @@ def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
 
 
 def best(cells: Iterable[DdpCell], kind: str) -> DdpCell | None:
-    """The contender of a kind with the shortest step; None where none was timed.
+    """The variant of a kind with the shortest step; None where none was timed.
 
-    By its step and not by what it adds, as that is the less the more something disturbed the baseline's turns.
+    The exposed communication would be a worse criterion, because a disturbed baseline makes it smaller.
     """
     times = [(seconds, cell) for cell in cells if cell.contender.kind == kind and (seconds := step_s(cell)) is not None]
     return min(times, key=lambda pair: pair[0])[1] if times else None
 
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
-    """What torch's DDP adds at its best bucket size; None where it was not measured, or adds nothing."""
+    """Exposed communication of torch's DDP at its best bucket size; None where it was not measured, or is nothing."""
     found = best(cells, "torch_ddp")
     added = exposed_s(found) if found else None
     return added if added and added > 0 else None
 
 
 def peak_bytes(cell: DdpCell) -> int | None:
-    """Most that a rank allocated for it at once, without what the baseline held beside it; None where nobody knows."""
-    if any(rank.others_let_go for rank in cell.ranks):
+    """Peak of allocated memory of the variant's step on any rank, without the baseline's memory; None if unknown."""
+    if any(rank.baseline_freed for rank in cell.ranks):
         return None
     own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
     return max(own, default=None)
 
 
 def memory_at(cell: DdpCell, moment: str) -> StateMemory | None:
-    """What the rank that holds most holds at a moment; None where nobody looked."""
+    """Memory of the rank that holds most at a moment; None where it was not recorded."""
     found = [memory for rank in cell.ranks if (memory := rank.moment(moment)) is not None]
     return max(found, key=lambda memory: memory.known_bytes, default=None)
 
 
 def expected_at(cell: DdpCell, moment: str) -> StateMemory | None:
-    """What the formula gives for that moment."""
+    """Memory at that moment by the formula."""
     return next((memory for memory in cell.expected if memory.moment == moment), None)
 
 
 def timed(run: DdpRun) -> list[DdpCell]:
-    """The contenders that were timed."""
+    """The variants that were timed."""
     return [cell for cell in run.cells if step_s(cell) is not None]

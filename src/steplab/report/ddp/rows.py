@@ -5,11 +5,11 @@ from steplab.records.rows import Row
 from steplab.report.ddp import figures
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
-"""Of a step, in their order."""
+"""The phases of a step, in their order."""
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:
-    """One row per variant; of the step without communication, as it was beside the others."""
+    """One row per variant; the step without communication has the medians over its turns with all variants."""
     best_s = figures.best_ddp_s(run.cells)
     return [_row(cell, run, best_s) for cell in run.cells]
 

@@ -9,9 +9,9 @@ from steplab.report.ddp import figures
 from steplab.report.kit.text import reason
 
 MOMENT_WORDS = {"initialised": "initialised", "before_step": "before the update", "after_step": "after the update"}
-"""When the memory of a rank was looked at."""
+"""The moments at which the memory of a rank is recorded, in words."""
 _STEADY = 1.05
-"""By how much the same step may differ between turns: more than it does on a quiet machine."""
+"""Largest ratio between turns of the same step on an undisturbed machine."""
 
 
 def asked(run: DdpRun) -> str:
@@ -35,7 +35,7 @@ def ranks_words(run: DdpRun) -> str:
 
 
 def verdict(run: DdpRun) -> Iterator[str]:
-    """The study in sentences: what was fastest, and how it stands to torch's own."""
+    """The study in sentences: the fastest variant, and how it compares with torch's own."""
     if facts := run.facts:
         yield (
             f"{units.format_count(facts.num_parameters)} parameters in {facts.num_tensors} tensors: "
@@ -69,13 +69,13 @@ def verdict(run: DdpRun) -> Iterator[str]:
             f"{units.format_time(max(held))}, so that the host was ahead of them."
         )
     elif run.facts and run.facts.backend == "nccl":
-        yield "Whether the host was given a head start before each step is not recorded."
+        yield "Whether the host was ahead of the devices before each step is not recorded."
     if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
         yield (
             f"Nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication there "
             "includes the device's waits for the host."
         )
-    if uncounted := [cell.contender.label for cell in run.cells if any(rank.others_let_go for rank in cell.ranks)]:
+    if uncounted := [cell.contender.label for cell in run.cells if any(rank.baseline_freed for rank in cell.ranks)]:
         yield (
             f"Other memory and the peak are not known for {', '.join(uncounted)}: an earlier variant's memory was "
             "freed during the measurement."

@@ -26,31 +26,31 @@ class Layout:
     """Which positions and series there are; the same in all panels of a chart."""
 
     outer: str | None
-    """What the groups along the x axis are called; None: nothing."""
+    """Name of the groups along the x axis; None for no name."""
     inner: str | None
-    """What the positions within a group are called; None: there are no groups, and positions are what `outer` says."""
+    """Name of the positions within a group; None: there are no groups, and `outer` names the positions."""
     positions: tuple[tuple[str, str], ...]
     """Group and place within it, as they are labelled."""
     series: tuple[str, ...]
     """Labels of the colours; a single one where colour says nothing."""
     ordered: bool
-    """Whether x is a quantity: only between its values does a line mean something."""
+    """Whether x is a quantity, so that lines between positions have a meaning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Where marks stand along x."""
+    """The places of marks along x."""
 
     centers: tuple[float, ...]
     """Middle of each position."""
     num_series: int
-    """How many share a position."""
+    """Number of series that share a position."""
     position_px: float
     """Pixels between two positions."""
 
     @property
     def mark_px(self) -> float:
-        """Pixels a mark has to itself."""
+        """Pixels available to one mark."""
         return self.position_px * _SPREAD / self.num_series
 
     @property

@@ -1,4 +1,4 @@
-"""What programs read of a document: its rows, with raw values in base units, as JSON or CSV."""
+"""A document for programs: its rows with raw values in base units, as JSON or CSV."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ def to_csv(document: Document) -> str:
 
 
 def csv_rows(rows: Sequence[Row]) -> str:
-    """A header and a line a row, without a newline at the end."""
+    """A header and one line per row, without a newline at the end."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     target = io.StringIO()
     writer = csv.DictWriter(target, keys, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""The quantities of reports, each with the one way in which its values are written."""
+"""The quantities of reports, each with the format of its values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from steplab.report.kit.text import ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A kind of value, in the base unit that it has in rows."""
+    """A kind of value, in base units."""
 
     write: Callable[[Any], str]
-    """Text of a number; of words, text of those."""
+    """Writes a number, or, for a quantity of words, a text."""
     numeric: bool = True
-    """Whether its column is one of figures, aligned to the right."""
+    """Whether its column holds figures, aligned to the right."""
 
     def show(self, value: Scalar) -> str:
         """Text of a value; a text among figures stays as it is, for it says why there is no figure."""
@@ -53,11 +53,11 @@ TIMES = Quantity(lambda value: f"{value:.2f}×")
 FLOPS = Quantity(lambda value: units.format_rate(value, "FLOP"))
 """Floating-point operations: 3.41 TFLOP."""
 FLOPS_PER_S = Quantity(lambda value: units.format_rate(value, "FLOP/s"))
-"""Floating-point operations a second: 990 TFLOP/s."""
+"""Floating-point operations per second: 990 TFLOP/s."""
 BYTES_PER_S = Quantity(lambda value: units.format_rate(value, "B/s"))
-"""Bytes a second, in decimal units: 4.80 TB/s."""
+"""Bytes per second, in decimal units: 4.80 TB/s."""
 GB_PER_S = Quantity(lambda value: units.three_digits(value / 1e9))
-"""Bytes a second in GB/s, where the heading names the unit; GB is 1e9 bytes."""
+"""Bytes per second in GB/s, where the heading names the unit; GB is 1e9 bytes."""
 DIGITS = Quantity(units.three_digits)
 """A number with three significant digits."""
 ERROR = Quantity(lambda value: f"{value:.1e}")

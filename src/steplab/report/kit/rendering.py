@@ -1,11 +1,11 @@
-"""A document in the format that was asked for."""
+"""Writes a document in a given format."""
 
 from steplab.errors import UserError
 from steplab.report.kit import data, markup, terminal
 from steplab.report.kit.document import Document
 
 FORMATS = ("table", "json", "csv", "md", "latex")
-"""What every document can be written as, beside a page."""
+"""The formats of every document, besides a page."""
 
 
 def render(document: Document, format: str = "table", *, width: int | None = None, color: bool = False) -> str:
@@ -18,5 +18,5 @@ def render(document: Document, format: str = "table", *, width: int | None = Non
         return terminal.render(document, width=width, color=color)
     write = {"json": data.to_json, "csv": data.to_csv, "md": markup.to_markdown, "latex": markup.to_latex}.get(format)
     if write is None:
-        raise UserError(f"format '{format}' is not known; choose one of {', '.join(FORMATS)}")
+        raise UserError(f"there is no format '{format}'; choose one of {', '.join(FORMATS)}")
     return write(document)

@@ -1,4 +1,4 @@
-"""A table's values as texts, and how they fit in the width of a terminal."""
+"""A table's values as texts, fitted to the width of a terminal."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class Sheet:
     """A table as people read it, in any syntax."""
 
     columns: tuple[Column, ...]
-    """Those for which some row has a value of its own."""
+    """The columns in which rows differ."""
     rows: tuple[tuple[str, ...], ...]
     """Texts."""
     caption: str
-    """What all rows share, and how to read the table."""
+    """The values that all rows share, then the table's caption."""
     failures: frozenset[int]
     """Indices of the rows of failures."""
 
@@ -146,7 +146,7 @@ def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
 
 
 def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterator[str]:
-    """A line a field: for a terminal too narrow for even the columns that always stay."""
+    """One line per field, for a terminal too narrow even for the columns that always stay."""
     for column, text in zip(shown.columns, row, strict=True):
         first, *rest = flowed(text, max(width - label - len(_GAP), 8))
         yield f"{column.header:<{label}}{_GAP}{first}".rstrip()

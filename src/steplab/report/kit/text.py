@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterable
 
 ABSENT = "–"
-"""Shown where a value was not measured; a zero would be a claim."""
+"""Shown where a value was not measured."""
 
 _REASON_LENGTH = 90
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -75,7 +75,7 @@ def peak_bars(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]
     shown = [part.category for row in rows for part in parts(row.profile, row.prediction)]
     note = "Bytes allocated at the peak, by category; the peak is at the right."
     if predictions:
-        note += " Hatched bars are what was predicted before anything was allocated, with the error of the peak."
+        note += " Hatched bars are predictions, with the error of the peak."
     if left_out := len(watched(cells)) - len(known):
         note += f" {units.counted(left_out, 'more watched run')} {'is' if left_out == 1 else 'are'} not drawn."
     return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend_of(shown), note=note)

@@ -1,4 +1,4 @@
-"""Why a cell's peak is higher or lower than that of the same cell in fp32, or without checkpointing: by category."""
+"""Explains, by category, how a cell's peak differs from that of the same cell in fp32 or without checkpointing."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,11 +15,11 @@ from steplab.report.run.cells import Cell, cells_of
 from steplab.report.run.figures import step_median
 
 AUTOCAST = ("bf16", "fp16")
-_SAME = 0.001  # a category that moves by less is said to stay
+_SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
 _SINGULAR = ("optimizer_state", "rounding")
 _NAMED = 3
-_NEXT_TO_NOTHING = 0.005  # of what was there
+_NEXT_TO_NOTHING = 0.005  # ratio below which almost nothing of a category is left
 
 
 def comparison_sentences(
@@ -145,7 +145,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    """That the two peaks are in different phases, so that the categories are those of different moments."""
+    """A sentence where the two peaks are in different phases, so that their categories belong to different moments."""
     if after.peak_phase and before.peak_phase and after.peak_phase != before.peak_phase:
         yield (
             f"The two peaks are at different moments: with {other} in {before.peak_phase}, with {name} in "

@@ -1,4 +1,4 @@
-"""What a report says of the memory of a step: the peak by category and its moment, allocations, what autograd saved."""
+"""The report of a step's memory: the peak by category and its moment, allocations, and saved tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,11 +35,11 @@ from steplab.report.run.words import run_subtitle, run_title
 TERMS = (
     (
         "categories of memory",
-        "What the allocated bytes are used for; they sum to the peak. Parameters include buffers. Gradients are those "
-        "of parameters. Activations are made in a forward pass, or again by checkpointing, and saved for backward. "
-        "Autocast copies are weights that were cast once for all uses. Inputs are the step's batch. Workspaces are a "
-        "library's, and exist before and after the step. Temporaries are everything else made in the step. Rounding is "
-        "what the allocator added to what was asked for.",
+        "The uses of the allocated bytes, which sum to the peak. Parameters include buffers. Gradients are those of "
+        "parameters. Activations are computed in a forward pass, or recomputed by checkpointing, and saved for "
+        "backward. Autocast copies are weights that were cast once for all uses. Inputs are the step's batch. "
+        "Workspaces belong to libraries and exist before and after the step. Temporaries are all other memory "
+        "allocated in the step. Rounding is what the allocator adds to the requested sizes.",
     ),
 )
 """Terms of this section, and what they mean."""
@@ -50,10 +50,10 @@ _MOST_BESIDE = 6
 def memory_document(
     run: Run, *, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
 ) -> Document:
-    """All that the memory profile of a run says.
+    """The report of a run's memory profile.
 
-    `prediction` is shown beside what was measured; `references` are what the peak is compared with: the same cell in
-    fp32, and without checkpointing. Raises UserError for a run without a memory profile.
+    `prediction` is shown beside the measurement; `references` are the cells that the peak is compared with: the same
+    cell in fp32, and without checkpointing. Raises UserError for a run without a memory profile.
     """
     profile = run.memory_profile
     if profile is None:
@@ -69,7 +69,7 @@ def memory_document(
 def memory_section(
     run: Run, *, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
 ) -> Section:
-    """The memory profile of a run as one section of all that is said of the run."""
+    """The memory profile of a run as one section of the report of the run."""
     (cell,) = cells_of([run])
     return _record(cell, (), prediction, references, title="Where the memory goes")
 
@@ -149,7 +149,7 @@ def _sections(
 
 
 def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
-    """Those alive at the peak, and others that are large."""
+    """Tables of the allocations alive at the peak, and of other large ones."""
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
     told = _sentences(words.residual_sentence(run, profile), *words.largest_sentences(run, profile))

@@ -1,4 +1,4 @@
-"""What a page says first of watched memory: what the largest peak is made of, and what each choice does to the peak."""
+"""The main facts about the memory profiles of a page: the parts of the largest peak, and the effect of choices."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median

@@ -16,9 +16,9 @@ DTYPE_BYTES = {
     **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
-"""Bytes of an element, by the name torch gives its type."""
+"""Bytes per element, by torch's name of the dtype."""
 LOW_PRECISION = ("bfloat16", "float16")
-"""The types that autocast computes in."""
+"""The dtypes in which autocast computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,19 +26,19 @@ class Part:
     """One category of the peak."""
 
     category: str
-    """As in the record; 'peak' for their sum."""
+    """Name of the category as in the record; 'peak' for the sum."""
     num_bytes: int
-    """At the peak."""
+    """Bytes at the peak."""
     share: float
-    """Of the peak."""
+    """Share of the peak."""
     predicted_bytes: int | None = None
-    """What a prediction says of it; None without one, and for what it does not cover."""
+    """Predicted bytes; None without a prediction, and for a category that it does not cover."""
     uncovered_bytes: int = 0
-    """Those of num_bytes that the prediction does not cover."""
+    """The part of num_bytes that the prediction does not cover."""
 
     @property
     def error(self) -> float | None:
-        """(predicted - measured) / measured, of what the prediction covers; None where one of them is nothing."""
+        """(predicted - measured) / measured of the covered bytes; None where one of them is zero or unknown."""
         measured = self.num_bytes - self.uncovered_bytes
         return self.predicted_bytes / measured - 1 if self.predicted_bytes and measured else None
 
@@ -91,7 +91,7 @@ def at_peak(profile: MemoryProfile, *categories: str) -> int:
 
 
 def has_owners(profile: MemoryProfile) -> bool:
-    """Whether the record says whose memory it was: an imported snapshot does not."""
+    """Whether the record has categories by owner, which an imported snapshot lacks."""
     return not set(profile.at_peak) & {"before", "during"}
 
 
@@ -108,9 +108,9 @@ class Residual:
     shape: tuple[int, ...]
     """Batch, context, width."""
     dtype: str
-    """Of its elements."""
+    """Number format of its elements."""
     num_bytes: int
-    """Their product, in bytes."""
+    """Size in bytes."""
 
 
 def residual(profile: MemoryProfile) -> Residual | None:
@@ -124,7 +124,7 @@ def residual(profile: MemoryProfile) -> Residual | None:
 
 
 def allocated_bytes(allocations: Iterable[Allocation]) -> int:
-    """What these groups of allocations asked for, together."""
+    """Bytes requested by these groups of allocations together."""
     return sum(made.requested_bytes * made.count for made in allocations)
 
 
@@ -159,7 +159,7 @@ def peak_of(run: Run) -> int | None:
 
 
 def capacity(run: Run) -> int | None:
-    """Memory of the run's device; None on a CPU, and where nobody said."""
+    """Memory of the run's device; None on a CPU, and where it is not recorded."""
     if run.memory and run.memory.total_bytes:
         return run.memory.total_bytes
     if run.environment and run.environment.device.kind == "cuda":

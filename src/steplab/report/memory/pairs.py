@@ -1,4 +1,4 @@
-"""Which runs are the same cell but for one choice, so that their memory can be compared."""
+"""Finds runs whose cells differ in one choice only, so that their memory can be compared."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def watched(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def with_owners(cells: Sequence[Cell]) -> list[Cell]:
-    """The watched cells whose record says whose memory it was."""
+    """The watched cells whose record has categories by owner."""
     return [cell for cell in watched(cells) if has_owners(profile_of(cell))]
 
 
@@ -32,9 +32,9 @@ def counterpart(cell: Cell, cells: Sequence[Cell], field: str, value: Scalar) ->
 
 
 def alike_but_for(cells: Sequence[Cell], field: str) -> list[list[Cell]]:
-    """Groups of cells alike in all but `field`, of which they have at least two values; one cell per value.
+    """Groups of cells that differ only in `field` and have at least two values of it; one cell per value.
 
-    Cells without a value there, such as snapshots of which nothing is known, belong to no group.
+    Cells without a value of the field, such as imported snapshots, belong to no group.
     """
     groups: dict[tuple[Scalar, ...], dict[Scalar, Cell]] = {}
     for cell in cells:

@@ -67,7 +67,7 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table | None:
         {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
         for phase, peak_bytes in profile.phase_peaks.items()
     )
-    unwatched = "Unwatched is what the allocator counted over the timed steps, which nobody watched."
+    unwatched = "Unwatched is the peak that the allocator counted over the timed steps, without recording."
     return Table(
         name="phases",
         columns=(

@@ -22,9 +22,9 @@ from steplab.report.memory.categories import category_word, color_of, legend_of
 WIDE, NARROW = 1040, 324
 """Widths of a picture that is alone, and of one that has others beside it."""
 HEIGHTS = {WIDE: 300, NARROW: 210}
-"""Of the bytes' axis."""
+"""Height of the axis of bytes, by the picture's width, in pixels."""
 LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24
-"""Margins: for the sizes, at the right, for the phases' names, for the times."""
+"""Margins in pixels: at the left for the sizes, at the right, for the phases' names, at the bottom for the times."""
 GAP = 8
 """Least distance of two labels."""
 LETTERS = 11
@@ -39,7 +39,7 @@ class Shown:
     """A profile to draw."""
 
     title: str
-    """What tells it from its neighbours; empty where it is alone."""
+    """Title that distinguishes the picture from others; empty where it is alone."""
     profile: MemoryProfile
     """The record."""
     capacity: int | None = None
@@ -51,13 +51,13 @@ class Frame:
     """Where time and bytes stand in a picture."""
 
     width: float
-    """Of the whole picture."""
+    """Width of the whole picture, in pixels."""
     start_s: float
-    """At the left edge, on the timeline's axis."""
+    """Time at the left edge, on the timeline's axis."""
     end_s: float
-    """At the right edge."""
+    """Time at the right edge."""
     scale: ax.Scale
-    """Of the bytes."""
+    """Scale of the bytes."""
 
     @property
     def bottom(self) -> float:

@@ -1,4 +1,4 @@
-"""What a memory profile says, in sentences."""
+"""The sentences about a memory profile."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def heading(run: Run, profile: MemoryProfile) -> str:
 
 
 def peak_sentence(profile: MemoryProfile) -> str:
-    """How high, and the moment: phase, module, operator, line; or how far into the history."""
+    """The size of the peak and its moment: phase, module, operator and line, or the time into the history."""
     return f"The peak is {exactly(profile.peak_bytes)}{_moment(profile)}."
 
 
@@ -72,7 +72,7 @@ def when(profile: MemoryProfile) -> str:
 
 
 def parts_sentence(profile: MemoryProfile) -> str:
-    """What the peak is made of, most first; for a history without owners, when it was allocated."""
+    """The parts of the peak, largest first; for a history without owners, by when they were allocated."""
     found = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
     told = [part for part in found if part.share >= _TOLD]
     rest = sum(part.share for part in found[len(told) :])
@@ -185,7 +185,7 @@ def maker(made: Allocation) -> str:
     """Phase, operator, module and line that made it, as far as they are known."""
     if (made.phase, made.source, made.op, made.module) == (None, None, None, None):
         during = made.category == "during"  # of an imported history, which has no phases
-        return "by code that the history does not name" if during else "made before the recording"
+        return "by code that the history does not name" if during else "allocated before the recording"
     again = made.phase == "backward" and made.module is not None  # a module's forward pass, inside the backward pass
     words = ["made again" if again else "made", f"in {made.phase}" if made.phase else ""]
     words.append(f"by {made.op}" if made.op else "")

@@ -1,4 +1,4 @@
-"""What a report says of precision: each audit with its answer and tables, the sums, and the runs side by side."""
+"""The report of precision: each audit with its answer and tables, the sums, and the timed runs side by side."""
 
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +29,7 @@ from steplab.report.precision.tables import (
 
 
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
-    """All that is said of these audits, of the sums that the first of them has, and of the timed `runs`."""
+    """The report of these audits, of the sums of the first of them, and of the timed `runs`."""
     audits = [record for record in records if record.spec]
     accumulations = _accumulations(records) if with_sums else ()
     further = [*_sums(accumulations)]
@@ -50,7 +50,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
 
 
 def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics]) -> Section | None:
-    """Precision on a page: those of its `runs` that time the audited steps, each audit, and the sums."""
+    """Precision on a page: the timed runs of the audited steps, each audit, and the sums."""
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in runs if run.study in studies]
     return chapter(

@@ -1,4 +1,4 @@
-"""What is shown of an audit of precision, worked out: modules alike taken together, and elements added up."""
+"""Figures computed from an audit of precision: like modules grouped, and counts of elements summed."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,35 +12,35 @@ T = TypeVar("T")
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 SIGNIFICANT_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
-"""Binary digits of a number, the leading one included."""
+"""Binary digits of a number of each dtype, including the leading one."""
 SMALLEST_EXPONENT = {"fp16": -24, "bf16": -133}
-"""e, where 2^e is the smallest number above zero: a subnormal one, of one digit."""
+"""Exponents e for which 2^e is the smallest number above zero, a subnormal number with one digit."""
 SMALLEST_NORMAL_EXPONENT = {"fp16": -14, "bf16": -126}
-"""e, where 2^e is the smallest number with all its digits."""
+"""Exponents e for which 2^e is the smallest normal number, with all its digits."""
 
 THE_MODEL = "the model"
-"""What the outermost module is called, whose name is empty."""
+"""Name of the outermost module, whose own name is empty."""
 KINDS = ("outputs", "output gradients", "parameter gradients")
 """The tensors whose elements are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleGroup:
-    """Modules of one name, layer numbers apart, that ran in the same types."""
+    """Modules with one name, disregarding layer numbers, that ran in the same types."""
 
     name: str
-    """blocks.*.attention, or THE_MODEL."""
+    """Name of the modules: blocks.*.attention, or THE_MODEL."""
     modules: tuple[ModuleAudit, ...]
-    """At least one."""
+    """The modules, at least one."""
 
     @property
     def first(self) -> ModuleAudit:
-        """One of them, for what they share."""
+        """The first of the modules, for what they share."""
         return self.modules[0]
 
     @property
     def label(self) -> str:
-        """The name, and how many there are of it."""
+        """The name, with the number of modules where there are several."""
         return f"{self.name} × {len(self.modules)}" if len(self.modules) > 1 else self.name
 
     def elements(self, kind: str) -> Elements | None:
@@ -103,7 +103,7 @@ def all_elements(audit: Audit, kind: str) -> Elements | None:
 
 
 def added(parts: Iterable[Elements | None]) -> Elements | None:
-    """Their sum; None without any. A count that one of them lacks, the sum lacks."""
+    """The sum of the parts; None without any. A count that one part lacks is None in the sum."""
     given = [part for part in parts if part is not None]
     if not given:
         return None
@@ -124,5 +124,5 @@ def num_lost(elements: Elements) -> int:
 
 
 def not_finite(elements: Elements) -> int:
-    """Elements that are infinite or no number."""
+    """Number of elements that are infinite or NaN."""
     return elements.num_inf + elements.num_nan

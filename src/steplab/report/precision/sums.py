@@ -1,4 +1,4 @@
-"""Why a sum of many small numbers comes out as it does, worked out from the arithmetic of its types."""
+"""Explains the result of a sum of many small numbers by the arithmetic of its types."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def explanation(accumulation: Accumulation) -> str:
 
 def _sentences(a: Accumulation) -> Iterator[str]:
     if a.cast:
-        yield "The addition does this cast by itself: it is the line above, written out."
+        yield "This is the line above with the cast written out, because the addition casts implicitly."
         return
     exact = float(Fraction(a.addend_value) * a.num_additions)
     addend, total = short(a.addend), short(a.accumulator)
@@ -47,7 +47,7 @@ def _sentences(a: Accumulation) -> Iterator[str]:
     moving = list(takewhile(lambda binade: binade not in stalled, a.binades))
     yield f"{'; '.join(_binade(binade) for binade in moving[-_MOST_BINADES:])}."
     if not stalled:
-        yield f"Within one range all err alike, so that the errors add up, to {a.result - exact:+.3g} in the end."
+        yield f"Within one range all errors have the same sign, so they add up, to {a.result - exact:+.3g} in the end."
     for binade in stalled:
         yield (
             f"At {binade.start:g} it is {_power(binade.spacing)}, more than twice the addend: each of the last "

@@ -1,4 +1,4 @@
-"""Tables of a study of precisions: what people are shown, and every module's row for programs."""
+"""Tables of a study of precisions: grouped rows for people, and one row per module for programs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -57,7 +57,7 @@ def type_table(audit: Audit) -> Table:
             for group in module_groups(audit)
         ),
         caption="* stands for the number of a layer. Gradients are those of the parameters; output gradients are what "
-        "backward hands to the module.",
+        "the backward pass gives to the module.",
     )
 
 
@@ -142,7 +142,7 @@ def _counts(found: Elements) -> Row:
 
 
 def loss_table(audit: Audit) -> Table:
-    """The elements that were lost: of the whole model, then of each module that lost any, most losses first."""
+    """Lost elements of the whole model, then of each module that lost any, most losses first."""
     rows: list[Row] = [
         {"module": "all", "of": kind, **_counts(found)} for kind in KINDS if (found := all_elements(audit, kind))
     ]
@@ -170,7 +170,7 @@ def loss_table(audit: Audit) -> Table:
 
 
 def scaling_table(scaling: LossScaling) -> Table:
-    """All gradients without a factor on the loss, and with the suggested one."""
+    """All gradients without loss scaling, and with the suggested scale."""
     return Table(
         name="loss_scaling",
         columns=(Column(key="loss_scale", header="loss times", quantity=NUMBER), *_COUNTS),
@@ -182,7 +182,7 @@ def scaling_table(scaling: LossScaling) -> Table:
 
 
 def sum_table(accumulations: Sequence[Accumulation]) -> Table:
-    """The sums, each with where its result comes from."""
+    """The sums, each with an explanation of its result."""
     return Table(
         name="accumulation",
         columns=(
@@ -212,7 +212,7 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
 # --- the timed runs ---------------------------------------------------------------------------------------
 
 _RANKS = {"id": 9, "forward_s": 1, "backward_s": 1, "optimizer_s": 1, "mfu": 4, "host_peak_bytes": 5}
-"""What is left out first on a narrow terminal, where it differs from a table of runs: phases are what differs here."""
+"""Ranks of columns on a narrow terminal where they differ from those of a table of runs, because phases matter here."""
 
 
 def timing_table(runs: Sequence[Run]) -> Table:
@@ -231,7 +231,7 @@ def _timing_columns() -> Iterator[Column]:
 
 
 def timing_rows(runs: Sequence[Run]) -> list[Row]:
-    """A row a run, with its speed and its memory as multiples of those of the run in fp32."""
+    """One row per run, with its speed and its memory relative to the run in fp32."""
     baseline = next((run for run in runs if run.spec and run.spec.precision == "fp32" and not run.failure), None)
     base = run_row(baseline) if baseline else {}
     return [
@@ -277,7 +277,7 @@ def _head(numerics: Numerics) -> Row:
 
 
 def _module_rows(numerics: Numerics) -> list[Row]:
-    """A row a module, the counts of its elements by kind of tensor; a failed audit is one row."""
+    """One row per module with the counts of its elements by kind of tensor; a failed audit is one row."""
     head = _head(numerics)
     if numerics.audit is None:
         return [head | {"module": None, "failure": numerics.failure.message if numerics.failure else None}]

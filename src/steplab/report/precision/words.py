@@ -71,7 +71,7 @@ _FP32_BECAUSE: tuple[tuple[tuple[str, ...], Mapping[str, str]], ...] = (
     ),
     (
         ("log", "acos", "asin", "tan", "sinh", "cosh", "erfinv"),
-        dict.fromkeys(_LOW, "steep somewhere: there a rounded input gives a wrong output"),
+        dict.fromkeys(_LOW, "a steep function, which amplifies the rounding of its input"),
     ),
 )
 """Parts of operations' names -> why they are kept in fp32 beside each low type."""
@@ -197,7 +197,7 @@ def _types(precision: str, audit: Audit) -> Iterator[str]:
         yield f"Parameters are {parameters}: autocast casts a copy of a weight where it is multiplied."
     elif precision == "tf32":
         yield (
-            "Every tensor is fp32: TF32 is not a type of tensors but a way to multiply fp32 matrices, whose operands "
+            "Every tensor is fp32: TF32 is not a dtype of tensors but a way to multiply fp32 matrices, whose operands "
             "are rounded to 11 significant bits and keep fp32's range."
         )
     else:
@@ -241,7 +241,7 @@ def _losses(audit: Audit) -> Iterator[str]:
         if elements is not None:
             said.append(f"of {elements.num_elements:,} {kind} {lost_words(elements)}")
     if said:
-        yield f"Elements lost: {'; '.join(said)}."
+        yield f"Lost elements: {'; '.join(said)}."
 
 
 def lost_words(elements: Elements) -> str:

@@ -1,4 +1,4 @@
-"""Attention inside out: time, FLOPs, bytes and share of the ceiling of scores, softmax and values.
+"""The parts of attention: time, FLOPs, bytes and share of the ceiling of scores, softmax and values.
 
 Computed from the record's operators, by the last part of the range they ran in. Nothing is estimated: what the
 profile does not count stays None.
@@ -22,26 +22,26 @@ _NAMED = 3  # operators without FLOPs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What some operators did, a step."""
+    """The work of some operators per step."""
 
     time_s: float
     """Device time of all of them."""
     flops: float | None
-    """FLOPs of those that are counted; None: none is."""
+    """FLOPs of the operators whose FLOPs are counted; None where there are none."""
     moved_bytes: float | None
-    """Bytes moved by those that are counted; None: none is."""
+    """Bytes moved by the operators whose bytes are counted; None where there are none."""
     counted_s: float
-    """Device time of those with both FLOPs and bytes, on which the four figures below rest."""
+    """Device time of the operators with both FLOPs and bytes, from which the four figures below are computed."""
     intensity: float | None
-    """FLOPs a byte."""
+    """FLOPs per byte moved."""
     flops_per_s: float | None
     """Achieved."""
     bytes_per_s: float | None
-    """Achieved, if each tensor moved once."""
+    """Achieved bytes per second, if each tensor moved once."""
     ceiling_share: float | None
     """Achieved FLOP/s over min(peak, intensity x bandwidth); None without a known roof."""
     dtype: str
-    """Number format of the peak: that in which most of the FLOPs were done, whatever took most time; '' if unknown."""
+    """Number format of the peak, which is the one of most FLOPs; '' if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ def work_of(ops: Sequence[OpStats], run: Run, profile: Profile, roofs: Roofline)
 
 
 def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
-    """How to read the table, and what it leaves out."""
+    """Notes on the conventions of the table, and on what it leaves out."""
     roofs = find_roofs(run)
     notes = [
         "Time, FLOPs and bytes are per step: FLOPs as executed, 2 for each multiply-add; bytes as if each tensor were "
@@ -131,8 +131,8 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     ]
     notes += [f"Both are counted for part of the time only: {', '.join(counted)}."] if counted else []
     notes += [
-        f"No FLOPs for {row.phase} {row.part}: they are not known of {', '.join(row.uncounted[:_NAMED])} by what the "
-        "trace says of its inputs."
+        f"No FLOPs for {row.phase} {row.part}: those of {', '.join(row.uncounted[:_NAMED])} cannot be computed from "
+        "the inputs in the trace."
         for row in rows
         if row.work.flops is None
     ]
@@ -147,8 +147,8 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     above = [f"{row.phase} {row.part}" for row in rows if (row.work.ceiling_share or 0.0) > 1]
     if above:
         notes.append(
-            f"Above 100 %: {', '.join(above)}. The ceiling takes every byte to come from memory; tensors that fit in "
-            "the L2 cache need not."
+            f"Above 100 %: {', '.join(above)}. The ceiling assumes that every byte comes from memory, but tensors that "
+            "fit in the L2 cache do not."
         )
     notes += [f"No ceiling for {dtype}: no peak is stated." for dtype in dtypes if roofs.peak(dtype) is None]
     return notes

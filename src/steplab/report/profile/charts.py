@@ -1,4 +1,4 @@
-"""Pictures of a profile whose marks are bars: the device's time, its categories, the kernels that take most."""
+"""Bar charts of a profile: the device's time, its categories, and the kernels with the most time."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,14 +24,14 @@ BUSY, WAITS, IDLE = SERIES[0], SERIES[1], SERIES[6]
 
 
 def device_time(run: Run, profile: Profile) -> Chart:
-    """Busy, waiting and idle time of each phase, and the unprofiled time it is to agree with."""
+    """Busy, waiting and idle time of each phase, and the unprofiled time that the busy time should agree with."""
     rows = spans(run, profile)
     device = words.device_word(profile)
     parts = [("busy", BUSY, [s.busy_s for s in rows]), ("waits for the host", WAITS, [s.host_bound_s for s in rows])]
     parts = parts if words.has_host(profile) else parts[:1]
     parts.append(("idle", IDLE, [s.idle_s for s in rows]))
     longest = max([s.window_s for s in rows] + [s.timed_s or 0.0 for s in rows]) or 1.0
-    with drawing(_WIDTH, 16 + _ROW * len(rows), f"time of the {device} a step, by phase") as picture:
+    with drawing(_WIDTH, 16 + _ROW * len(rows), f"time of the {device} per step, by phase") as picture:
         axes = _bars_frame(picture, [s.phase for s in rows], right=96)
         axes.set_xlim(0, 1.01 * longest)
         for index, span in enumerate(rows):
@@ -46,14 +46,14 @@ def device_time(run: Run, profile: Profile) -> Chart:
                 picture.tip(mark, f"{span.phase}, unprofiled: {units.format_time(span.timed_s)}")
             _at_right(axes, index, units.format_time(span.window_s))
     legend = tuple((SERIES.index(color) + 1, "■", name) for name, color, _ in parts)
-    note = f"Time of the {device} a step under the profiler; at the right, the whole of it."
+    note = f"Time of the {device} per step under the profiler; at the right, the total."
     if any(span.timed_s is not None for span in rows):
-        note += " The upright line is the unprofiled median of the same phase: the busy time should reach it."
+        note += " The vertical line is the unprofiled median of the same phase, which the busy time should reach."
     return Chart(pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),), legend=legend, note=note)
 
 
 def category_bars(run: Run, profile: Profile) -> Chart | None:
-    """What the busy time of forward, forward + backward and train is made of, a bar each; None where nothing ran."""
+    """Busy time of forward, forward + backward and train by category, one bar each; None where nothing ran."""
     rows = passes(run, profile)
     if not rows:
         return None
@@ -64,7 +64,7 @@ def category_bars(run: Run, profile: Profile) -> Chart | None:
         for index, (name, span) in enumerate(rows):
             _category_bar(picture, axes, index, name, span)
             _at_right(axes, index, units.format_time(span.busy_s))
-    note = "Share of the busy time by category; at the right, the busy time of a step."
+    note = "Share of the busy time by category; at the right, the busy time per step."
     picture_ = Picture(title="", svg=picture.to_svg(), width=_WIDTH)
     return Chart(pictures=(picture_,), legend=category_legend(shown), note=note)
 
@@ -100,7 +100,7 @@ def _at_right(axes: "Axes", index: int, text: str) -> None:
 
 
 def kernel_bars(profile: Profile) -> Chart | None:
-    """The kernels that take most, by phase."""
+    """The kernels with the most time, by phase."""
     pictures = []
     shown: set[str] = set()
     for phase in profile.phases:

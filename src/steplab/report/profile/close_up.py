@@ -1,4 +1,4 @@
-"""Which stretch of a step to look at closely: one block of the model, in the middle of a phase.
+"""The part of a step that is drawn kernel by kernel: one block of the model, in the middle of a phase.
 
 A record's ranges carry no layer numbers, so a block is recognised by its repetition: it begins where a range that each
 block enters once begins again.
@@ -18,15 +18,15 @@ class Window:
     """A stretch of the step's timeline."""
 
     title: str
-    """What it is."""
+    """What the stretch is."""
     start_ns: int
-    """From the beginning of the step."""
+    """Start in nanoseconds from the beginning of the step."""
     end_ns: int
-    """Later than that."""
+    """End in nanoseconds from the beginning of the step, later than the start."""
     ranges: tuple[tuple[str, int, int], ...]
-    """Name, start and end of the ranges that begin in it."""
+    """Name, start and end of the ranges that begin in the stretch."""
     kernels: tuple[int, ...]
-    """Numbers of the timeline's kernels that begin in it."""
+    """Numbers of the timeline's kernels that begin in the stretch."""
 
 
 def close_ups(timeline: Timeline) -> list[Window]:

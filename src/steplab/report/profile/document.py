@@ -1,4 +1,4 @@
-"""What a report says of a profile: the device's time, categories, top kernels, attention, what the host did."""
+"""The report of a profile: the device's time, categories, top kernels, attention, and calls of the host."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ _MOST_OPEN = 6  # profiles of a page, after which they start closed
 
 
 def profile_document(run: Run) -> Document:
-    """All that the profile of a run says; programs get its kernels. Raises UserError for a run without a profile."""
+    """The report of a run's profile, with its kernels as data. Raises UserError for a run without a profile."""
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
     kernels = Table(name="kernels", columns=(), rows=tuple(kernel_rows(run.profile)))
@@ -55,7 +55,7 @@ def profile_document(run: Run) -> Document:
 
 
 def profile_section(run: Run, profile: Profile) -> Section:
-    """The profile as one section of all that is said of its run."""
+    """The profile as one section of the report of its run."""
     about = f"{words.heading(run, profile)}. {words.caution(run)}"
     doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts)
     return named_section(
@@ -112,6 +112,6 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
 
 
 def _section(title: str, *parts: Block | str | None) -> Section:
-    """A section of blocks and sentences; one that there is not is left out."""
+    """A section of the blocks and sentences that are not None."""
     blocks = (Sentences(texts=(part,)) if isinstance(part, str) else part for part in parts)
     return named_section(title, *blocks)

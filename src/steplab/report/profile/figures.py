@@ -14,29 +14,29 @@ from steplab.report.run.figures import phase_median
 
 _TRAINING = {"forward", "backward", "optimizer"}
 TOLERANCE = 0.03
-"""Relative difference up to which profiled busy time and unprofiled time are said to agree."""
+"""Relative difference up to which profiled busy time and unprofiled time agree."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Device time of one phase, or of all, a step."""
+    """Device time per step of one phase, or of all."""
 
     phase: str
     """One of PHASES, outside, or step for all of them."""
     window_s: float
-    """On the device's timeline; busy + host-bound + idle."""
+    """Length of the phase on the device's timeline: busy + host-bound + idle."""
     busy_s: float
     """Something ran."""
     host_bound_s: float
-    """Nothing ran: the next kernel was not launched yet."""
+    """Time in which nothing ran because the next kernel was not launched yet."""
     idle_s: float
-    """Nothing ran, though the next kernel was launched; on a CPU: no operator ran."""
+    """Time in which nothing ran although the next kernel was launched; on a CPU, in which no operator ran."""
     categories: dict[str, float]
     """Busy seconds by category."""
     num_kernels: float
     """Kernels."""
     timed_s: float | None
-    """Unprofiled median of the same phase; None where there is none."""
+    """Unprofiled median of the same phase; None where it was not timed."""
 
     def share(self, *categories: str) -> float | None:
         """Share of the busy time; None where nothing ran."""
@@ -60,7 +60,7 @@ def _span(run: Run, profile: Profile, name: str, phases: Sequence[PhaseTime]) ->
     steps = profile.num_steps
     waits_s = sum(p.host_bound_s for p in phases) / steps
     idle_s = sum(p.idle_s for p in phases) / steps
-    if profile.device == "cpu":  # the host cannot wait for itself: it did something that is no operator
+    if profile.device == "cpu":  # the host does not wait for itself; it ran code outside of operators
         waits_s, idle_s = 0.0, idle_s + waits_s
     return Span(
         phase=name,
@@ -75,9 +75,9 @@ def _span(run: Run, profile: Profile, name: str, phases: Sequence[PhaseTime]) ->
 
 
 def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
-    """What training adds to inference: forward, forward + backward, train, as far as the trace marks them.
+    """The sums of phases: forward, forward + backward, train, as far as the trace marks them.
 
-    Last `everything`, where something belongs to no phase.
+    The last is `everything`, where some work belongs to no phase.
     """
     marked = [part for name in PHASES if (part := profile.phase(name))]
     told = []
@@ -102,21 +102,21 @@ class TopKernel:
     """One kernel of one phase, over all ranges and streams it ran in."""
 
     name: str
-    """As the profiler gives it."""
+    """Name that the profiler gives."""
     short: str
-    """For people: of no two kernels of the profile the same."""
+    """Short name for people, unique among the kernels of the profile."""
     category: str
     """One of CATEGORIES."""
     phase: str
-    """Where it was launched."""
+    """Phase in which it was launched."""
     ranges: tuple[str, ...]
-    """Where in the model, most time first."""
+    """Ranges of the model in which it ran, most time first."""
     calls: float
     """A step."""
     time_s: float
-    """Sum of its durations, a step."""
+    """Sum of its durations per step."""
     share: float
-    """Of the durations of all kernels that were considered."""
+    """Share of the durations of all kernels considered."""
     median_s: float
     """Median duration of a call; over several ranges, the median of their medians weighted by calls."""
     median_is_exact: bool
@@ -124,7 +124,7 @@ class TopKernel:
 
 
 def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_phase: bool = True) -> list[TopKernel]:
-    """Kernels of these phases (None: all), largest time first; not `by_phase`: one entry a name, phase 'step'."""
+    """Kernels of these phases (None: all), most time first; by_phase=False gives one entry per name, phase 'step'."""
     chosen = [k for k in profile.kernels if phases is None or k.phase in phases]
     total_s = sum(k.total_s for k in chosen) or 1.0
     groups: dict[tuple[str, str, str], list[KernelStats]] = {}
@@ -174,7 +174,7 @@ def _median_of_medians(parts: list[KernelStats]) -> float:
 
 
 def kernel_time_s(profile: Profile) -> float:
-    """Durations of all kernels, a step; above the busy time where kernels ran side by side."""
+    """Durations of all kernels per step; above the busy time where kernels ran side by side."""
     return sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps
 
 

@@ -1,4 +1,4 @@
-"""The roofline plot: each operator of the step by its intensity and what it achieved, under the device's roofs."""
+"""The roofline plot: each operator of the step by its intensity and its FLOP/s, under the device's roofs."""
 
 import math
 from collections.abc import Sequence
@@ -39,15 +39,15 @@ class Point:
     op: OpStats
     """The operator."""
     intensity: float
-    """FLOPs a byte."""
+    """FLOPs per byte moved."""
     flops_per_s: float
     """Achieved."""
     share: float
-    """Of the device time of all operators."""
+    """Share of the device time of all operators."""
     ceiling_share: float | None
-    """Achieved over what the roofs allow; None without roofs."""
+    """Achieved FLOP/s over the ceiling by the roofs; None without roofs."""
     dtype: str
-    """Number format of its peak."""
+    """Number format of the peak it is compared with."""
 
 
 def roofline_points(run: Run, profile: Profile) -> list[Point]:
@@ -99,7 +99,7 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
 
 
 def _dtypes(points: Sequence[Point]) -> list[str]:
-    """Number formats of the points, that of most time first."""
+    """Number formats of the points, the one with the most time first."""
     return list(dict.fromkeys(point.dtype for point in points if point.dtype))
 
 
@@ -120,7 +120,7 @@ def _frame(picture: Drawing, points: Sequence[Point], peaks: Sequence[tuple[str,
     axes.set_yticks(rules, [units.format_rate(rule, "FLOP/s").replace(".00", "").replace(".0", "") for rule in rules],
                     fontsize=11)  # fmt: skip
     axes.grid()
-    axes.set_xlabel("intensity, FLOP a byte moved", fontsize=11)
+    axes.set_xlabel("intensity, FLOP per byte moved", fontsize=11)
     return axes
 
 
@@ -160,7 +160,7 @@ def _draw_point(picture: Drawing, axes: "Axes", point: Point) -> None:
 
 
 def _name_largest(axes: "Axes", points: Sequence[Point]) -> None:
-    """The names of the largest points, where two would not cover each other."""
+    """Draw the names of the largest points where they do not overlap."""
     placed: list[tuple[float, float, float]] = []  # left, right, height, in pixels
     centers = [axes.transData.transform((point.intensity, point.flops_per_s)) for point in points]
     for point, (x, y) in zip(points, centers, strict=True):
@@ -188,8 +188,8 @@ def _note(
     shown = units.format_percent(sum(point.share for point in points))
     phases = list(dict.fromkeys(point.op.phase for point in points))
     glyphs = ", ".join(f"{_MARKERS[phase][1]} {phase}" for phase in _MARKERS if phase in phases)
-    note = f"A point an operator with inputs of one shape in one place of the model ({glyphs}), its area by its time; "
-    note += f"{shown} of the operators' time. "
+    note = f"One point per operator with inputs of one shape in one place of the model ({glyphs}), with area by time; "
+    note += f"the points are {shown} of the operators' time. "
     if len(every) > len(points):
         note += f"{len(every) - len(points)} operators below {units.format_percent(_LEAST_SHARE)} are left out. "
     if roofs.hardware is None:

@@ -124,8 +124,8 @@ def kernel_table(profile: Profile) -> Table:
             }
             for kernel in top_kernels(profile)
         ),
-        caption=f"Calls and time per step; share of the time of all {word}s; median of a call, ≈ where it is the "
-        "median of several ranges' medians. The range is the one with most of the time, of as many as ranges says.",
+        caption=f"Calls and time per step, share of the time of all {word}s, and median time of a call; ≈ marks the "
+        "median of several ranges' medians. The range is the one with the most time; ranges is their number.",
         first=_TOP,
     )
 
@@ -189,10 +189,10 @@ def host_call_table(profile: Profile) -> Table:
 
 
 def kernel_rows(profile: Profile) -> list[Row]:
-    """A row a kernel, phase, range and stream, largest total first, as the record has them.
+    """One row per kernel, phase, range and stream, as in the record, largest total first.
 
-    calls, total_s, median_s and max_s are over all num_steps profiled steps, per_step_s is total_s over them, and
-    share that of the durations of all kernels.
+    calls, total_s, median_s and max_s are over all num_steps profiled steps, per_step_s is total_s / num_steps, and
+    share is relative to the durations of all kernels.
     """
     total_s = sum(kernel.total_s for kernel in profile.kernels)
     return [_kernel_row(kernel, profile, total_s) for kernel in sorted(profile.kernels, key=lambda k: -k.total_s)]

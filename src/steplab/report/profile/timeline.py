@@ -38,11 +38,11 @@ def timeline_chart(profile: Profile) -> Chart | None:
     pictures += [_close_picture(timeline, window, names) for window in close_ups(timeline)]
     shown = [category for category in CATEGORIES if category in timeline.categories]
     note = "The last of the profiled steps. Each pixel's column is filled by the categories that ran in it, as high as "
-    note += "their share of its time; what is empty is idle."
+    note += "their share of its time; empty is idle."
     if len(pictures) > 1:
-        note += " Below, one block in the middle of the model: every kernel as it ran, and the range it belongs to."
+        note += " Below, one block in the middle of the model, with every kernel and the range it belongs to."
     note += f" {left_out} more {word} with less time are not drawn." if left_out else ""
-    note += " The whole of it, kernel by kernel: steplab export --format perfetto."
+    note += " `steplab export --format perfetto` writes the whole step, kernel by kernel."
     return Chart(pictures=tuple(pictures), legend=category_legend(shown), note=note)
 
 

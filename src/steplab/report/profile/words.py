@@ -1,4 +1,4 @@
-"""What a profile says, in sentences: the same on a terminal and on a page. Every figure is per step."""
+"""The sentences about a profile, the same on a terminal and on a page. Every figure is per step."""
 
 from dataclasses import dataclass
 
@@ -18,37 +18,37 @@ from steplab.report.profile.figures import (
 )
 from steplab.report.profile.roofs import find_roofs
 
-PROFILED = "The profiler slows the host: read shares, kernels and gaps here. Step time is the unprofiled figure."
+PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop
 
 
 def device_word(profile: Profile) -> str:
-    """The device, as sentences call it."""
+    """The word for the device in sentences."""
     return "CPU" if profile.device == "cpu" else "GPU"
 
 
 def has_host(profile: Profile) -> bool:
-    """Whether the device is another than the host, so that it can wait for it."""
+    """Whether the device is not the host itself, so that it can wait for the host."""
     return profile.device != "cpu"
 
 
 def kernels_word(profile: Profile) -> str:
-    """What the profile counts."""
+    """The word for what the profile counts: kernels or operators."""
     return "operators" if profile.device == "cpu" else "kernels"
 
 
 def heading(run: Run, profile: Profile) -> str:
-    """What was profiled, where, and by what."""
+    """What was profiled, on which device, and with which profiler."""
     steps = units.counted(profile.num_steps, "step")
     where = run.device_name or f"a {device_word(profile)} of unknown name"
     file = f", from {profile.file}" if profile.file else ""
-    return f"{steps} on {where}, seen by {profile.source}{file}"
+    return f"{steps} on {where}, profiled with {profile.source}{file}"
 
 
 def caution(run: Run) -> str:
-    """What these times are not."""
+    """The warning that profiled times are not step times."""
     if run.timing is None:
-        return "The profiler slows the host: read shares, kernels and gaps here. There is no unprofiled step time."
+        return "The profiler slows the host, so only shares, kernels and gaps count here. No step was timed without it."
     return PROFILED
 
 
@@ -57,9 +57,9 @@ class Agreement:
     """Profiled busy time against the unprofiled time of the same phase."""
 
     agrees: bool | None
-    """Whether they differ by TOLERANCE at most; None: there is nothing to compare with."""
+    """Whether they differ by at most TOLERANCE; None where there is no unprofiled time."""
     words: str
-    """By how much they differ, and if too much, why."""
+    """By how much they differ, and the reason where that is more than TOLERANCE."""
 
 
 def agreement(span: Span, profile: Profile) -> Agreement:
@@ -87,7 +87,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         waits = f"{show(span.host_bound_s)} of {show(span.window_s)} under the profiler"
         return f"launch-bound: the {device} waits for the host {waits}, and is idle {without}"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
-        # Gaps there are, but not those of the timed steps: the one length is not the other and the gaps.
+        # The gaps under the profiler do not explain the difference from the timed steps.
         bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
         return f"no {kernels_word(profile).removesuffix('s')} runs for {bare}, {without}"
     return f"the {device} was busy throughout, and faster in the profiled steps than in the timed ones"
@@ -137,8 +137,10 @@ def matmul_sentences(run: Run, profile: Profile) -> list[str]:
 
 
 def _drop(profile: Profile, first: Span, before: float, name: str, last: Span) -> str:
-    """Which phases lower the share: a phase with the share m and the time t takes (before - m) t of the total. Each
-    with the category that takes the room: the one whose share grew most, which need not be the largest."""
+    """The phases that lower the share: a phase with share m and time t lowers it by (before - m) t over the total time.
+
+    Each is named with the category whose share grew most, which need not be the largest category.
+    """
     costs = []
     for phase in profile.phases:
         if phase.phase == first.phase or phase.busy_s == 0:
@@ -158,7 +160,7 @@ def _drop(profile: Profile, first: Span, before: float, name: str, last: Span) -
 
 
 def top_kernel_sentences(profile: Profile) -> list[str]:
-    """The kernel that takes most: in each phase, and in all of them."""
+    """The kernel with the most time in each phase, and over all phases."""
     word = kernels_word(profile).removesuffix("s")
     if not profile.kernels:
         return []
@@ -177,7 +179,7 @@ def kernel_words(kernel: TopKernel, profile: Profile) -> str:
 
 
 def calls_text(calls: float) -> str:
-    """Calls a step: whole where they are."""
+    """Calls per step, without decimals where they are whole."""
     return f"{calls:.0f}" if abs(calls - round(calls)) < 1e-9 else f"{calls:.1f}"
 
 
@@ -212,12 +214,12 @@ def _bandwidth_limits(roofs: Roofline, works: dict[str, Work]) -> str:
         below = " and ".join(told)
     which = "both" if len(limited) == len(works) else f"the {limited[0]} alone"
     if len(ridges) < len(works):
-        which = f"the {limited[0]}"  # of the other nothing is known
+        which = f"the {limited[0]}"  # the other's ridge is not known
     return f"; below {below} the memory's bandwidth is the limit, not the arithmetic: it limits {which}"
 
 
 def communication_sentence(run: Run, profile: Profile) -> str | None:
-    """Collectives: total, hidden behind other work, exposed."""
+    """The time of collectives: in total, overlapped by computation, and exposed."""
     talk = profile.communication
     if talk is None:
         return None
@@ -230,19 +232,19 @@ def communication_sentence(run: Run, profile: Profile) -> str | None:
 
 
 def uncategorised_sentence(run: Run, profile: Profile) -> str:
-    """How much of the busy time no rule knows."""
+    """The share of busy time in kernels that no rule assigns to a category."""
     step = whole(run, profile)
     unknown_s = step.categories["uncategorised"]
     return f"Uncategorised: {_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})."
 
 
 def further_notes(profile: Profile) -> list[str]:
-    """The profile's notes without its doubts, which stand at its beginning."""
+    """The profile's notes without its doubts, which the section shows at its beginning."""
     return [note for note in profile.notes if note not in profile.doubts]
 
 
 def overlap_note(run: Run, profile: Profile) -> str | None:
-    """That durations add up to more than the busy time, where they do."""
+    """A note where durations add up to more than the busy time."""
     busy_s, total_s = whole(run, profile).busy_s, kernel_time_s(profile)
     if total_s <= busy_s * 1.001:
         return None

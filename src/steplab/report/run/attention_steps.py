@@ -1,4 +1,4 @@
-"""Steps that differ in who computes their attention alone, side by side: time, memory, and what is gained."""
+"""Steps that differ only in their attention, side by side: time, memory and speed relative to plain attention."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from steplab.report.run.columns import COLUMNS, rows_table
 from steplab.specs.step import STEP_FIELDS, StepSpec
 
 _LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
-"""What the rows differ in, and what was measured; the rest of the step stands before it."""
+"""The fields in which the rows differ and the measured ones, which come after the other fields of the step."""
 _BASELINES = {"eager": ("plain", "off"), "compiled": ("plain", "default")}
-"""Attention and compile mode of the steps that the others are compared with."""
+"""Attention and compile mode of the steps that speeds are relative to."""
 
 
 def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
-    """A row a run, with its speed against that of plain attention, eager and compiled; steps of one kind together.
+    """One row per run, with its speed relative to plain attention, eager and compiled; steps of one kind together.
 
     Empty where no step was measured with two kinds of attention.
     """
@@ -34,7 +34,7 @@ def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _rows(group: Sequence[Run]) -> list[Row]:
-    """Rows of steps alike but for their attention and its compilation."""
+    """Rows of steps that differ only in attention and compilation."""
     found = [run_row(run) for run in group]
     plain = {(row["attention"], row["compile"]): row["step_time_s"] for row in found}
     return [

@@ -1,8 +1,8 @@
-"""What tells the runs of a page apart, and the place of each in a chart.
+"""The fields that distinguish the runs of a page, and the place of each run in a chart.
 
-A study varies a few fields and holds the rest; a chart needs to know which, without being told. The first
-two fields of size that vary become the x axis (model, and context within it), what else varies becomes
-colour, and where that would crowd one chart, further fields split it into panels.
+A study varies a few fields and holds the others; a chart finds out which. The first two fields of size that
+vary become the x axis (model, and context within it), the other fields that vary become colours, and where
+that would crowd one chart, further fields split it into panels.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from steplab.specs.step import STEP_FIELDS
 
 _STEP = {field.column: field for field in STEP_FIELDS}
 _AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
-"""How values are said that are none of the step's: of the environment, and the number of a run among those alike."""
+"""Texts of values that are not fields of a step: those of the environment, and the number among equal runs."""
 _AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
 _ROLES = {name: field.about.role for name, field in _STEP.items()}
 
@@ -26,29 +26,29 @@ FIELDS = (
     *(name for name, role in _ROLES.items() if role in ("how", "device")),
     *_AROUND,
 )
-"""Everything that can tell two runs apart, in the order it is said. `repeat` counts runs otherwise alike."""
+"""The fields that can distinguish two runs, in the order of labels. `repeat` counts runs that are otherwise equal."""
 
 HOW = (*(name for name, role in _ROLES.items() if role in ("how", "device")), "repeat")
-"""Fields about how a step was measured rather than what it computes: said where nothing else tells cells apart."""
+"""Fields of how a step was measured rather than what it computes; labels have them only where no others differ."""
 _WHAT = tuple(field for field in FIELDS if field not in HOW)
 COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
-"""Fields in which cells have to agree where another is compared."""
+"""Fields in which cells must agree for another field to be compared."""
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
-"""Which fields split a crowded chart into panels first: those with the lowest number."""
+"""Order in which fields split a crowded chart into panels, the lowest number first."""
 _MOST_SERIES = 6
 _MOST_MARKS = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A run and what tells it apart."""
+    """A run and the values that distinguish it."""
 
     run: Run
     """The record."""
     values: dict[str, Scalar]
     """A value for every one of FIELDS; None where the run does not say."""
     unsaid: frozenset[str] = frozenset()
-    """Fields that a label leaves out, because others tell this cell from its neighbours."""
+    """Fields that a label leaves out, because others distinguish the cell."""
 
     @property
     def id(self) -> str:
@@ -74,7 +74,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
 
 
 def _unsaid(cell: Cell, alike: Sequence[Cell]) -> frozenset[str]:
-    """The fields of HOW that do not tell the cell from those `alike` in all the fields said before."""
+    """The fields of HOW that do not distinguish the cell from those `alike` in all earlier fields."""
     unsaid = set()
     for field in HOW:
         same = [other for other in alike if other.values[field] == cell.values[field]]
@@ -95,7 +95,7 @@ def _values(run: Run) -> dict[str, Scalar]:
 
 
 def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
-    """Place of each value of a field; unknown names come after the known ones, as they appeared."""
+    """Place of each value of a field; unknown names come after the known ones, in order of appearance."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
     step = _STEP.get(field)
     known = (step.choices or step.about.order) if step else ()
@@ -109,13 +109,13 @@ def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
 
 
 def varying(cells: Sequence[Cell]) -> list[str]:
-    """The fields that tell cells apart: those with more than one value, where a label says them at all."""
+    """The fields with more than one value, of those that labels show."""
     differing = [f for f in FIELDS if len({c.values[f] for c in cells} - {None}) > 1]
     return [f for f in differing if not all(f in c.unsaid for c in cells)]
 
 
 def short(field: str, value: Scalar) -> str:
-    """A value where its field is plain from the place it stands in."""
+    """Text of a value in a place that names its field."""
     if value is None:
         return ""
     step = _STEP.get(field)
@@ -123,17 +123,17 @@ def short(field: str, value: Scalar) -> str:
 
 
 def said(field: str, value: Scalar) -> str:
-    """A value that must explain itself: 'context 1024', 'compiled (max-autotune)'."""
+    """Text of a value together with its field: 'context 1024', 'compiled (max-autotune)'."""
     return _STEP[field].say(value) if field in _STEP else _AROUND[field].format(value)
 
 
 def axis_name(field: str) -> str:
-    """What values of a field are called on an axis, where there is little room."""
+    """Short name of a field, for an axis."""
     return _STEP[field].axis_name if field in _STEP else field
 
 
 def label(cell: Cell, fields: Sequence[str]) -> str:
-    """The cell in words, by those of the fields that tell it apart; by its model where none does."""
+    """Label of a cell by the fields that distinguish it, or by its model where none does."""
     telling = [field for field in fields if cell.values[field] is not None and field not in cell.unsaid]
     return " · ".join(said(field, cell.values[field]) for field in telling or ("model",))
 
@@ -143,13 +143,13 @@ class Panel:
     """One set of axes."""
 
     title: str
-    """What its cells share; empty for the only panel."""
+    """What the cells of the panel share; empty for a single panel."""
     marks: tuple[tuple[int, int, Cell], ...]
     """Position on the x axis, series, cell."""
 
 
 def arrange(cells: Sequence[Cell]) -> tuple[Layout, tuple[Panel, ...]]:
-    """Give each varying field its part of the picture; there is one panel at least."""
+    """Assign each varying field to an axis, the colours or the panels; there is at least one panel."""
     rest = varying(cells)
     axes = [field for field in _AXES if field in rest][:2] or rest[:1]
     rest = [field for field in rest if field not in axes]

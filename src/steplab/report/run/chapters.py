@@ -1,4 +1,4 @@
-"""What a page says of measured steps: a chapter on each of their figures, each a function of the cells."""
+"""The chapters of a page about measured steps, each a function of the cells."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -59,7 +59,7 @@ TERMS = (
     ),
     (
         "compile time",
-        "By how much the first, compiling step exceeds a later one. It is in no step time.",
+        "Time of the first, compiling step minus that of a later one. No step time includes it.",
     ),
 )
 """Terms of these chapters, and what they mean."""
@@ -68,7 +68,7 @@ _MANY = 4  # runs, more of which are listed apart
 
 
 def summary_chapter(cells: Sequence[Cell], of_memory: Iterable[Fact]) -> Section | None:
-    """The most telling figures, those of watched memory among them."""
+    """The most important figures, including those of memory profiles."""
     found = tuple(facts(cells, of_memory))
     return Section(title="", blocks=(Facts(facts=found),)) if found else None
 
@@ -138,7 +138,7 @@ def utilization_chapter(cells: Sequence[Cell]) -> Section | None:
 
 
 def utilization_table(cells: Sequence[Cell]) -> Table | None:
-    """One row per run, one column per convention, and the peak that they are shares of."""
+    """One row per run, one column per convention, and the peak that the shares are relative to."""
     fields = varying(cells)
     rows: list[Row] = []
     kinds: dict[str, str] = {}
@@ -166,7 +166,7 @@ def utilization_table(cells: Sequence[Cell]) -> Table | None:
 
 
 def runs_chapter(cells: Sequence[Cell]) -> Section | None:
-    """All runs, and what was chosen for them."""
+    """The table of all runs with their choices."""
     return chapter("Runs", "runs", runs_table(cells), *_told_once(cells, choices)) if cells else None
 
 
@@ -202,7 +202,7 @@ def _missing(run: Run) -> list[str]:
 
 
 def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[Block]:
-    """What is told of the runs, each text once, with the cells it holds for."""
+    """Notes of the runs, each text once, with the cells that it concerns."""
     fields = varying(cells)
     found: dict[str, list[str]] = {}
     for cell in cells:

@@ -1,7 +1,7 @@
-"""The pictures of a page: each a function from cells to a Chart, which is a few small SVGs and their legend.
+"""The charts of a page: each is a function from cells to a Chart, which is a few small SVGs and their legend.
 
-Hover texts give exact figures, so that marks need no labels where there are many. Failures are drawn too: a
-cell that ran out of memory is a result, and an empty place would read as 'not tried'.
+Hover texts give exact figures, so that marks need no labels where there are many. Failures are drawn too, because
+an empty place would read as 'not measured'.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this sha
 
 
 def step_times(cells: Sequence[Cell]) -> Chart | None:
-    """Median step time of every cell that was timed, with its 95 % interval, and of those that failed their mark.
+    """Median step time of every timed cell with its 95 % interval, and a mark for every failed one.
 
-    A trace that was imported has no such time and has no place here.
+    Imported traces have no step time and are left out.
     """
     cells = [c for c in cells if step_samples(c.run) or c.run.failure]
     summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := step_samples(c.run))}
@@ -106,18 +106,18 @@ def peak_memory(cells: Sequence[Cell]) -> Chart | None:
             )
             picture.tip(bar, f"{label(cell, fields)}: {sizes[0]} allocated, {sizes[1]} reserved")
 
-    note = "Solid: most bytes in live tensors during a step. Pale: most bytes the allocator held. "
+    note = "Peak memory of a step. Solid: bytes in live tensors. Pale: bytes held by the allocator. "
     note += "OOM: the cell ran out of memory." if any(c.run.failure for c in cells) else ""
     return Chart(pictures=_panels(layout, panels, "peak memory", paint), legend=_legend(layout), note=note)
 
 
 def _host_memory(cells: Sequence[Cell]) -> Chart | None:
-    """The process's largest resident set: all that is known where the device's allocator keeps no count."""
+    """The process's largest resident set, for devices whose allocator does not count live tensors."""
     sizes = {c.run.id: s for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
     if not sizes:
         return None
     note = "Largest resident set of the measuring process, Python and libraries included: this device's "
-    note += "allocator keeps no count of live tensors."
+    note += "allocator does not count live tensors."
     return _bars(cells, sizes, kit.bytes_scale(sizes.values(), None), "peak memory of the process", note)
 
 

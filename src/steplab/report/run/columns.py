@@ -1,7 +1,7 @@
-"""The columns of a table of runs and of studies: one definition each.
+"""The columns of tables of runs and of studies, each defined once.
 
-A row (`records.rows.run_row`) holds figures in base units. JSON and CSV have those as they are; people are shown the
-columns that say something, and what all rows share once, in the caption.
+A row (`records.rows.run_row`) holds figures in base units. JSON and CSV have the figures unchanged; tables for people
+show the columns that differ, and what all rows share once, in the caption.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _DAY = Quantity(lambda value: str(value)[:10], numeric=False)
 
 
 def _unsaid(value: Scalar) -> str:
-    """Nothing: the environment says on which device it was."""
+    """An empty text, because the environment names the device."""
     return ""
 
 
@@ -71,8 +71,7 @@ COLUMNS: tuple[Column, ...] = (
     *(column for figure in RUN_FIGURES if (column := _figure_column(figure))),
     replace(RESULT, wraps_from=30),
 )
-"""Every column a table for people can have, of runs and of studies, in its order. `status` is told together with
-`failure`."""
+"""Every column that a table for people can have, of runs and of studies, in order. `failure` also shows `status`."""
 
 
 _MEMORY_RANKS = {
@@ -81,7 +80,7 @@ _MEMORY_RANKS = {
     **dict.fromkeys(("name", "attention"), 2),
     "mfu": 3,
 }
-"""What stays the longest where a table is of memory: the peak, and what moves it."""
+"""Columns that a narrow table of memory keeps longest: the peak, and the choices that change it."""
 
 
 def rows_document(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Document:
@@ -94,7 +93,7 @@ def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, 
     """One row per run or study."""
     sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
-        sentences.append("A share above 100 % means that the peak or the FLOP count is wrong: see `steplab show ID`.")
+        sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")
     return Table(
         name="runs",
         columns=tuple(_with_conventions(_columns_of(rows) if columns is None else columns, rows)),
@@ -105,7 +104,7 @@ def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, 
 
 
 def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """COLUMNS; where most of the runs were watched for their memory, ranked for that."""
+    """COLUMNS, ranked for memory where most of the runs have a memory profile."""
     watched = sum(row.get("memory_source") is not None for row in rows)
     if 2 * watched <= len(rows):
         return COLUMNS
@@ -113,7 +112,7 @@ def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 
 def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """Say beside MFU and HFU how FLOPs were counted: in the heading, where one convention serves all."""
+    """Name the FLOP convention of MFU and HFU, in the heading where all rows share it."""
     conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
     headings = {"hfu": "HFU (as executed)"}
     if len(conventions) == 1:

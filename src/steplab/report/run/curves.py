@@ -1,4 +1,4 @@
-"""Warm-up curves: every step from the first on, a small panel a run, and which runs are worth one."""
+"""Warm-up curves: every step from the first on, in one small panel per run, and which runs get one."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -28,7 +28,7 @@ def worth_a_curve(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def steady_step(run: Run) -> int | None:
-    """The step, counted from 1, from which the run is steady; None if it never is, or too short to say."""
+    """The step, counted from 1, from which the step time is steady; None if it never settles or is too short."""
     first = stats.steady_from(curve(run.timing)) if run.timing else None
     return None if first is None else first + 1
 
@@ -38,7 +38,7 @@ def _settles(run: Run) -> bool:
 
 
 def warmup_curves(cells: Sequence[Cell]) -> Chart | None:
-    """Step times in the order they were taken, the warm-up hollow, the point of steadiness marked."""
+    """Step times in order, with hollow marks for warm-up steps and a line where the step time settles."""
     chosen = worth_a_curve(cells)
     if not chosen:
         return None
@@ -102,14 +102,14 @@ def _curve(picture: Drawing, run: Run) -> None:
 
 
 def settling(cells: Sequence[Cell]) -> list[tuple[str, int]]:
-    """How many runs are steady from which step on, in words and counts; empty where no run can say."""
+    """The number of runs that are steady from each step on, in words and counts; empty where no curve can tell."""
     long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
     steps = [steady_step(run) for run in long_enough]
     counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]
-    return counts + ([("not steady", steps.count(None))] if None in steps else [])
+    return counts + ([("not settled", steps.count(None))] if None in steps else [])
 
 
 def relative(value: float | None, run: Run) -> float | None:
-    """A mean as a multiple of the run's own median: what too few warm-up steps add."""
+    """A mean as a multiple of the run's own median, which shows what too few warm-up steps add."""
     settled = median(samples.best_s) if run.timing and (samples := run.timing.phase("step")) else None
     return value / settled if value is not None and settled else None

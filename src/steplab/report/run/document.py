@@ -1,4 +1,4 @@
-"""What a report says of one run: its figures first, then what they are made of, then what was not measured."""
+"""The report of one run: its figures first, then their parts, then what was not measured."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
@@ -29,11 +29,11 @@ from steplab.report.run.ranks import ranks_section
 from steplab.report.run.words import run_subtitle, run_title
 
 _NOTICEABLY = 1.02
-"""Phases that together take so many times their step: rounded shares no longer sum to 100 %."""
+"""Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
 
 
 def run_document(run: Run, further: Iterable[Section] = ()) -> Document:
-    """Everything a record says about the measurement of one run; `further` sections stand behind it."""
+    """Everything that a record says about the measurement of one run, followed by the `further` sections."""
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
@@ -119,7 +119,7 @@ def _step_time(run: Run, timing: Timing) -> Pairs:
 
 
 def _phases(run: Run, timing: Timing) -> Iterator[Block]:
-    """Medians of every phase: as training runs them, then, where they were also timed alone, by both clocks."""
+    """Median of every phase back to back, and, where phases were also timed alone, by both clocks."""
     whole = step_median(run)
     rows: list[Row] = []
     for name in (*phase_names(run), "step"):
@@ -163,7 +163,7 @@ def _median(samples: Sequence[float] | None) -> float | None:
 
 
 def _warmup(timing: Timing) -> Table:
-    """What the figures would have been after fewer warm-up steps."""
+    """The figures as they would be after fewer warm-up steps."""
     effects = warmup_study(timing)
     mean: Row = {"figure": "mean of the next steps"} | {str(effect.count): effect.mean_s for effect in effects}
     middle: Row = {"figure": "median of the next steps"} | {str(effect.count): effect.median_s for effect in effects}
@@ -224,7 +224,7 @@ def _memory(run: Run) -> Iterator[Block]:
             ),
         )
     else:
-        yield Sentences(texts=("No peaks of live tensors are known: this device's allocator keeps no count.",))
+        yield Sentences(texts=("Peaks of live tensors are not known: this device's allocator does not count them.",))
     pairs = []
     if run.memory.total_bytes is not None:
         pairs.append(("device memory", units.format_bytes(run.memory.total_bytes)))

@@ -12,7 +12,7 @@ from steplab.records.timing import Timing, curve
 T = TypeVar("T")
 
 WARMUP_COUNTS = (0, 1, 2, 5)
-"""Numbers of warm-up steps whose effect is shown."""
+"""Numbers of warm-up steps whose effect on the figures is shown."""
 
 _FEWEST = 4  # steps from which stats.steady_from says anything
 
@@ -22,12 +22,12 @@ PARTS = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupEffect:
-    """What the figures would have been had only `count` steps been left out."""
+    """The figures as they would be with only `count` warm-up steps."""
 
     count: int
     """Warm-up steps left out."""
     mean_s: float | None
-    """Mean of the next measured-count steps; None where the curve is too short to say."""
+    """Mean of as many steps as were measured, after the first `count`; None where the curve is too short."""
     median_s: float | None
     """Their median."""
 
@@ -35,8 +35,8 @@ class WarmupEffect:
 def warmup_study(timing: Timing, counts: Sequence[int] = WARMUP_COUNTS) -> list[WarmupEffect]:
     """Mean and median of as many steps as were measured, from the curve's step k on, for each k of `counts`.
 
-    One recorded curve stands for a run with each number of warm-up steps: the first steps of a process are
-    the same steps, however many of them are counted.
+    One recorded curve serves for every number of warm-up steps, because the first steps of a process are the same
+    however many of them are counted.
     """
     samples, step = curve(timing), timing.phase("step")
     steps = len(step.best_s) if step else 0
@@ -55,23 +55,23 @@ def warmup_study(timing: Timing, counts: Sequence[int] = WARMUP_COUNTS) -> list[
 
 
 def steady_words(samples: Sequence[float]) -> str:
-    """When the step time settled, counting steps from 1: 'steady from step 3 of 15'."""
+    """When the step time settled, with steps counted from 1: 'steady from step 3 of 15'."""
     if len(samples) < _FEWEST:
-        return f"too few steps to say when it is steady ({len(samples)}; {_FEWEST} are the least)"
+        return f"too few steps to tell when it settles ({len(samples)}; at least {_FEWEST} are needed)"
     first = stats.steady_from(samples)
     if first is None:
-        return f"not steady in {len(samples)} steps"
+        return f"did not settle in {len(samples)} steps"
     return f"steady from step {first + 1} of {len(samples)}"
 
 
 def never_steady(run: Run) -> bool:
-    """Whether its step times did not settle, in steps enough to say so."""
+    """Whether the step time did not settle, in a curve long enough to tell."""
     samples = curve(run.timing) if run.timing else ()
     return len(samples) >= _FEWEST and stats.steady_from(samples) is None
 
 
 def phase_names(run: Run) -> list[str]:
-    """Parts of the run's step that were timed, in the order they run; a user's own as they were recorded."""
+    """The timed parts of the run's step in the order they run, or, for a user's own loop, as they were recorded."""
     timing = run.timing
     timed = [samples.phase for samples in timing.back_to_back if samples.best_s] if timing else []
     parts = [name for name in timed if name != "step"]
@@ -85,7 +85,7 @@ def step_samples(run: Run) -> tuple[float, ...]:
 
 
 def step_median(run: Run) -> float | None:
-    """Median step time of a run, None for one that has none."""
+    """Median step time of a run; None for a run without a timing."""
     return phase_median(run, "step")
 
 

@@ -1,4 +1,4 @@
-"""What a report says of findings: each with its gain, its reason and its change, then what trials of them gave."""
+"""The report of findings: each with its gain, its reason and its change, then the results of trials."""
 
 from collections.abc import Iterator
 
@@ -20,11 +20,11 @@ from steplab.report.kit.quantities import TIME, Quantity
 from steplab.report.run.words import run_title
 
 _SAME_STEP = 0.20
-"""Least difference of the step measured anew from the recorded one that a change of machine, clocks or load explains
-better than chance: repeated medians of one step differ by a few per cent."""
+"""Relative difference between the step measured again and the recorded one above which the machine, its clocks or its
+load must have changed: repeated medians of one step differ by a few per cent."""
 _CAPTION = (
-    "Each gain is predicted as if the other changes were not made: they do not add up. `--try` measures those that are "
-    "a field of the step."
+    "Each gain is predicted as if no other change were made, so the gains do not add up. `--try` measures the changes "
+    "that are options of the step."
 )
 _SIGNED = Quantity(lambda share: f"{100 * share:+.1f} %")
 
@@ -40,14 +40,14 @@ def findings_document(run: Run, findings: Findings) -> Document:
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",
-        verdict=() if found else ("Nothing found that is worth a change.",),
+        verdict=() if found else ("No finding: no change is predicted to save a considerable share of the step.",),
         sections=(*sections, *notes_section(findings.not_looked_at, "Not looked at")),
         data=Table(name="findings", columns=(), rows=tuple(map(_row, found))),
     )
 
 
 def _row(finding: Finding) -> Row:
-    """A finding for programs that read tables; the record itself has more."""
+    """One row per finding, for programs that read tables; the record itself has more."""
     trial = finding.trial
     return {
         "kind": finding.kind,
@@ -77,12 +77,12 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
-        return "What it saves cannot be said from this record."
+        return "Its gain cannot be predicted from this record."
     about = "at most" if finding.at_most else "about"
     if step_s is None:
-        return f"It saves {about} {units.format_time(finding.saves_s)} a step."
+        return f"It saves {about} {units.format_time(finding.saves_s)} per step."
     share = units.format_percent(finding.saves_s / step_s)
-    return f"It saves {about} {units.format_time(finding.saves_s)} of {units.format_time(step_s)} a step ({share})."
+    return f"It saves {about} {units.format_time(finding.saves_s)} of {units.format_time(step_s)} per step ({share})."
 
 
 def _figure(evidence: Evidence) -> str:
@@ -123,7 +123,7 @@ def _predicted(finding: Finding) -> str | None:
 def _trials(findings: Findings) -> Section:
     changed = tuple(_changed_step(findings))
     told = Sentences(texts=changed) if changed else None
-    return named_section("Predicted against measured, saved a step", trials_table(findings), told)
+    return named_section("Time saved per step, predicted and measured", trials_table(findings), told)
 
 
 def trials_table(findings: Findings) -> Table:
@@ -140,8 +140,8 @@ def trials_table(findings: Findings) -> Table:
             Column(key="after_s", header="after", quantity=TIME, rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
-        caption="The error is predicted less measured, as a share of the step before. Before and after are step times, "
-        "after for as many tokens as before.",
+        caption="Before and after are median step times, both for the tokens of one step before. The error is "
+        "predicted minus measured savings, as a share of the step before.",
     )
 
 
@@ -155,19 +155,19 @@ def _trial_row(finding: Finding) -> Row:
     }
     if trial.after_s is None or trial.saved_s is None:
         return row | {"measured": trial.failure}
-    # Of the step, and not of the gain: a gain of nothing may be predicted, and would be missed by infinity.
+    # The error is relative to the step and not to the gain, because a predicted gain may be zero.
     error = None if finding.saves_s is None else (finding.saves_s - trial.saved_s) / trial.before_s
     after_s = trial.after_s / trial.tokens_ratio
     return row | {"measured": trial.saved_s, "error": error, "before_s": trial.before_s, "after_s": after_s}
 
 
 def _changed_step(findings: Findings) -> Iterator[str]:
-    """That the step, measured anew without any change, was another than the one the predictions are made from."""
+    """A warning where the unchanged step, measured again, differs from the one that the predictions are made from."""
     before = next((f.trial.before_s for f in findings.findings if f.trial), None)
     step_s = findings.step_s
     if before is not None and step_s and abs(before / step_s - 1) > _SAME_STEP:
         yield (
             f"The step as it was took {units.format_time(before)} now and {units.format_time(step_s)} in the record "
-            f"({100 * (before / step_s - 1):+.0f} %), so the machine is not as it was: the predictions are of the "
-            "record, the measurements of today."
+            f"({100 * (before / step_s - 1):+.0f} %), so the machine has changed: the predictions are made from the "
+            "record, the measurements on the machine as it is now."
         )

@@ -1,4 +1,4 @@
-"""What a run did not measure, and which of its figures are in doubt, each with the reason."""
+"""What was not measured in a run, and which of its figures are doubtful, each with the reason."""
 
 from steplab.records.run import Run
 
@@ -11,12 +11,12 @@ def gaps(run: Run) -> list[str]:
 
 
 def doubts(run: Run) -> list[str]:
-    """Notes on figures that are there and cannot be right: a share above one of a peak."""
+    """Notes on figures that cannot be right, such as a utilization above 100 % of a peak."""
     return [note for note in run.notes if _is_doubt(note)]
 
 
 def choices(run: Run) -> list[str]:
-    """Notes on what was chosen where the spec left it open: whom attention `auto` was."""
+    """Notes on choices that the spec left open, such as the implementation that attention `auto` chose."""
     return [note for note in run.notes if _is_choice(note)]
 
 
@@ -29,13 +29,13 @@ def _is_doubt(note: str) -> bool:
 
 
 def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
-    """Why a step of steplab's own that was timed has no MFU or no HFU, unless it is told already."""
+    """Why a timed built-in step has no MFU or no HFU, unless a note says so already."""
     if run.spec is None or run.failure or run.timing is None:
         return []
     reasons = []
     kinds = {used.kind for used in run.utilizations}
     if "mfu" not in kinds and not _tells(told, "MFU"):
-        why = "what a factory's model needs is not known, only what it executes"
+        why = "the FLOPs that a factory's model needs are not known, only those that it executes"
         reasons.append(f"MFU: {why if run.spec.model.kind == 'factory' else 'the sizes of the model are not known'}")
     if "hfu" not in kinds and not _tells(told, "HFU"):
         reasons.append("HFU: the FLOPs that the step executes were not counted")

@@ -1,4 +1,4 @@
-"""How far Python was ahead of the device in a step, and what that says of it."""
+"""The host lead: how far the host was ahead of the device in a step."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,19 +8,19 @@ from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
 
 
 def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
-    """Median of a phase's samples, of the step the least at any phase's end; None where it is not known."""
+    """Median host lead at the end of a phase, or, for the step, the least of its phases; None where it is not known."""
     samples = find_phase(tuple(phases), name)
     return median(samples.lead_s) if samples and samples.lead_s else None
 
 
 def waits_for_host(phases: Sequence[PhaseSamples]) -> bool:
-    """Whether Python was hardly ahead at the end of some phase: then the device waits for it, if only at times."""
+    """Whether the host lead was near zero at the end of some phase, so that the device waits for the host at times."""
     lead, step = lead_s(phases), find_phase(tuple(phases), "step")
     return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
 
 
 def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
-    """A sentence where Python was hardly ahead; None otherwise."""
+    """A sentence for a step that is nearly launch-bound; None for any other."""
     if not waits_for_host(phases):
         return None
     step = find_phase(tuple(phases), "step")
@@ -31,7 +31,7 @@ def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
     where = f" of {' and '.join(late)}" if late else ""
     least = units.format_time(lead_s(phases) or 0.0)
     return (
-        f"At the end{where} Python was hardly ahead of the device ({least}): the step waits for Python, at times at "
-        "least. Where it is slow to start kernels, larger batches, compiling or CUDA graphs give the device more to do "
-        "for each start; where it waits for a result itself, that can be put off. `steplab profile` shows which."
+        f"Nearly launch-bound: the host lead at the end{where} is {least}, under 1 % of the step, so the device waits "
+        "for the host at times. If launching kernels is slow, larger batches, compiling or CUDA graphs give the device "
+        "more work per launch; if the host waits for a result, that can be deferred. `steplab profile` shows which."
     )

@@ -1,4 +1,4 @@
-"""The sentences at the top of a page, computed from the runs; each names the cells that it is about."""
+"""The sentences at the top of a page, computed from the runs; each names the cells that it concerns."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from steplab.units import format_share
 _MOST_NAMED = 6
 _NEGLIGIBLE = 0.02  # choices that change the step time of no pair of cells by more share one sentence
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
-"""The fields whose values are compared, each with the value that the others are compared with."""
+"""The fields whose values are compared, each with its baseline."""
 
 
 def facts(cells: Sequence[Cell], of_memory: Iterable[Fact] = ()) -> list[Fact]:
@@ -31,7 +31,7 @@ def facts(cells: Sequence[Cell], of_memory: Iterable[Fact] = ()) -> list[Fact]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two cells that differ in one field alone."""
+    """Two cells that differ in one field only."""
 
     ratio: float
     """Time before divided by time after; above 1, the step became faster."""
@@ -93,9 +93,7 @@ def _gains(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
                 gains.append(_gain(pairs, choice, [name for name in fields if name != field]))
     if negligible:
         share = f"{_NEGLIGIBLE:.0%}".replace("%", " %")
-        text = (
-            f"Step time changes by less than {share} in every pair of cells that differ in one of these choices alone"
-        )
+        text = f"Step time changes by less than {share} in every pair of cells that differ in one of these choices only"
         gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
     return gains
 
@@ -176,7 +174,7 @@ def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
 
 
 def _waiting(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
-    """The cells whose device waits for Python; faster kernels would gain less in them."""
+    """The nearly launch-bound cells, in which faster kernels would gain less."""
     late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
     if not late:
         return []

@@ -1,4 +1,4 @@
-"""What the steps of a page are made of: a bar a run, divided into the parts of its step."""
+"""The parts of each step on a page: one bar per run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ _SEEN = 0.98  # a bar that covers less of its step visibly leaves something empt
 
 
 def phases(cells: Sequence[Cell]) -> Chart | None:
-    """What a step is made of: its parts as shares of their sum, a bar a run."""
+    """The parts of a step as shares of their sum, one bar per run."""
     chosen = _parted(cells)
     if not chosen:
         return None
@@ -52,16 +52,16 @@ def phases(cells: Sequence[Cell]) -> Chart | None:
     legend = tuple((i % len(SERIES) + 1, "■", name) for i, name in enumerate(names))
     note = "Share of each part, by median time back to back; at the right, the median step."
     if any(_covered(cell.run) < _SEEN for cell in shown):
-        note += " What a bar leaves empty is time in no part."
+        note += " The empty part of a bar is time outside all parts."
     if len(shown) < len(chosen):
         note += f" {len(shown)} of {len(chosen)} runs, spread from the fastest to the slowest."
     return Chart(pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),), legend=legend, note=note)
 
 
 def _parted(cells: Sequence[Cell]) -> list[Cell]:
-    """The runs whose parts are worth a bar: loops of one's own with any, and steps of several.
+    """The runs that get a bar: recorded loops with any parts, and steps with several.
 
-    A forward-backward cell says nothing that its training cell does not.
+    A forward_backward cell adds nothing to its training cell.
     """
     trained = {_but_for_the_pass(cell) for cell in cells if "optimizer" in phase_names(cell.run)}
 
@@ -79,9 +79,9 @@ def _but_for_the_pass(cell: Cell) -> tuple[Scalar, ...]:
 
 
 def _covered(run: Run) -> float:
-    """Share of the step's time that is in any of its parts: all of it, except in a loop that marks only some."""
+    """Share of the step's time inside its parts: 1, except in a loop that marks only some parts."""
     if run.spec is not None or run.timing is None:
-        return 1.0  # and what its medians add up to more or less is the spread of a noisy machine
+        return 1.0  # the medians may add up to more or less on a noisy machine
     totals = {samples.phase: sum(samples.best_s) for samples in run.timing.back_to_back}
     whole = totals.pop("step", 0.0)
     return min(sum(totals.values()) / whole, 1.0) if whole else 1.0

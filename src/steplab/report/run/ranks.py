@@ -49,7 +49,7 @@ def ranks_section(ranks: Sequence[RankSamples]) -> Section:
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:
-    """How far apart the ranks' own clocks are; None where they did not time the same steps."""
+    """How far apart the ranks' step times are; None where they did not time the same steps."""
     columns = [samples.best_s for rank in ranks if (samples := rank.phase("step"))]
     if len(columns) < len(ranks) or len({len(column) for column in columns}) != 1 or not columns[0]:
         return None

@@ -1,11 +1,11 @@
-"""What a run is called: the choices of its step on one line, and which record it is."""
+"""The title and subtitle of a run: the choices of its step on one line, and its record."""
 
 from steplab.records.run import Run
 from steplab.specs.step import STEP_FIELDS, StepSpec
 
 
 def run_title(run: Run) -> str:
-    """What was measured, on one line."""
+    """What was measured, in one line."""
     if run.spec:
         return describe(run.spec)
     if run.profile and run.profile.file:
@@ -16,7 +16,7 @@ def run_title(run: Run) -> str:
 
 
 def describe(spec: StepSpec) -> str:
-    """Every choice of a spec that decides what its step computes, but for defaults that go without saying."""
+    """The choices of a spec that decide what its step computes, without defaults that need no mention."""
     fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]
@@ -24,6 +24,6 @@ def describe(spec: StepSpec) -> str:
 
 
 def run_subtitle(run: Run) -> str:
-    """Which record it is, of when, and by which version."""
+    """The id, date, steplab version and name of the record."""
     made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
     return " · ".join(made + ([f"'{run.name}'"] if run.name else []))
