@@ -15,9 +15,9 @@ from torch import Tensor
 
 from steplab.lab.attention import attention_cells
 from steplab.measurement import attention_repeats, attention_session
-from steplab.measurement.attention_contender import make_attention, make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_session import measure_attention_here
+from steplab.measurement.attention_variant import make_attention, make_inputs
 from steplab.measurement.cells_launch import measure_cells
 from steplab.measurement.device import HostClockDevice
 from steplab.measurement.listener import Listener

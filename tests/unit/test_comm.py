@@ -41,9 +41,9 @@ def test_gpus_get_the_sizes_of_the_convention_and_a_laptop_smaller_ones() -> Non
 
 def test_a_backend_gets_the_devices_it_can_serve() -> None:
     both = {"backend": ["nccl", "gloo"], "collective": ["all-reduce"], "size": ["1MB"], "world_size": ["2"]}
-    assert [cell.way for cell in comm_cells(both, num_processes=2, on_gpus=True)] == ["nccl", "gloo"]
+    assert [cell.transport for cell in comm_cells(both, num_processes=2, on_gpus=True)] == ["nccl", "gloo"]
     every = comm_cells(both | {"device": ["cuda", "cpu"]}, num_processes=2, on_gpus=True)
-    assert [cell.way for cell in every] == ["nccl", "gloo on cuda", "gloo"]
+    assert [cell.transport for cell in every] == ["nccl", "gloo on cuda", "gloo"]
     copies = comm_cells({"backend": ["nccl", "peer_copy"], "size": ["1MB"]}, num_processes=2, on_gpus=True)
     assert [cell.collective for cell in copies if cell.backend == "peer_copy"] == ["all_reduce"]
     assert len(copies) == len(COLLECTIVES) + 1

@@ -17,8 +17,8 @@ def left_behind(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[tup
     monkeypatch.setattr(ddp_session, "free", lambda device: next(looks))
     monkeypatch.setattr(ddp_session, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     session: Any = object.__new__(ddp_session._Session)
-    session._world, session._beside_bytes = SimpleNamespace(device=None), BASELINE
-    return session._left_behind(), session._beside_bytes
+    session._world, session._baseline_bytes = SimpleNamespace(device=None), BASELINE
+    return session._left_behind(), session._baseline_bytes
 
 
 def test_what_is_let_go_of_a_little_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_each_change_is_measured_against_the_step_measured_again() -> None:
     assert trial.run_ids == ("000000000001", "000000000002")
     assert tried.findings[1].trial is None  # no field does it
     assert [spec.compile for spec in bench.asked] == ["off", "default"]
-    assert told == ["the step as it was", "compile default"]
+    assert told == ["the unchanged step", "compile default"]
 
 
 def test_one_change_proposed_twice_is_measured_once() -> None:

@@ -1,4 +1,4 @@
-"""Why some fields, most of them of several processes, have no effect on some steps, and what to type instead."""
+"""Why a field, such as one for several processes, has no effect on some steps, and what to type instead."""
 
 from steplab.specs.layout import Layout
 
@@ -14,7 +14,7 @@ def no_strategy(layout: Layout) -> str | None:
         return None
     if layout.world_size == 1:
         return (
-            "one process has no other to average gradients with; leave it out, "
+            "one process alone averages no gradients; leave it out, "
             "or start several: --layout dp=2 (--gpus 2, or --processes 2 on the CPU)"
         )
     whose = "FSDP2 averages" if layout.data_ranks > 1 else "no data-parallel ranks average"

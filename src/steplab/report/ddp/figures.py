@@ -123,7 +123,7 @@ def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
 
 def peak_bytes(cell: DdpCell) -> int | None:
     """Most that a rank allocated for it at once, without what the baseline held beside it; None where nobody knows."""
-    if any(rank.others_let_go for rank in cell.ranks):
+    if any(rank.baseline_freed for rank in cell.ranks):
         return None
     own = [rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0) for rank in cell.ranks if rank.peak is not None]
     return max(own, default=None)

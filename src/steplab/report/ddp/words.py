@@ -75,7 +75,7 @@ def verdict(run: DdpRun) -> Iterator[str]:
             f"Nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication there "
             "includes the device's waits for the host."
         )
-    if uncounted := [cell.contender.label for cell in run.cells if any(rank.others_let_go for rank in cell.ranks)]:
+    if uncounted := [cell.contender.label for cell in run.cells if any(rank.baseline_freed for rank in cell.ranks)]:
         yield (
             f"Other memory and the peak are not known for {', '.join(uncounted)}: an earlier variant's memory was "
             "freed during the measurement."
