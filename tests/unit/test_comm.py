@@ -54,15 +54,18 @@ def test_a_backend_gets_the_devices_it_can_serve() -> None:
     [
         ({"collective": ["gossip"]}, "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
         ({"backend": ["mpi"]}, "backend 'mpi' is not known; choose one of nccl, gloo, peer_copy"),
-        ({"backend": ["nccl"], "device": ["cpu"]}, "nccl moves no tensors of a cpu; use --backend gloo"),
+        ({"backend": ["nccl"], "device": ["cpu"]}, "nccl cannot send tensors on cpu; use --backend gloo"),
         ({"device": ["tpu"]}, "device 'tpu' is not known; choose one of cuda, cpu"),
         ({"dtype": ["fp8"]}, "dtype 'fp8' is not known; choose one of fp32, bf16, fp16"),
-        ({"size": ["large"]}, "'large' is not a size; write for instance 4096, 10kB, 1MB or 1MiB"),
-        ({"size": ["24"]}, "size must be at least 16 bytes a rank (32 B) and at most 1 TB, not 24 B"),
+        ({"size": ["large"]}, "'large' is not a size; write it as 4096, 10kB, 1MB or 1MiB"),
+        ({"size": ["24"]}, "size must be at least 16 bytes per rank (32 B) and at most 1 TB, not 24 B"),
         ({"world_size": ["1"]}, "world-size must be at least 2, not 1"),
         ({"world_size": ["two"]}, "world-size must be a whole number, not 'two'"),
         ({"world_size": ["3"]}, "world-size 3 needs 3 processes, and 2 are started; start more with --gpus 3"),
-        ({"backend": ["peer_copy"], "collective": ["broadcast"]}, "peer_copy does all_reduce alone, and no broadcast"),
+        (
+            {"backend": ["peer_copy"], "collective": ["broadcast"]},
+            "backend peer_copy has no broadcast; choose all_reduce",
+        ),
         ({"topology": ["ring"]}, "unknown field 'topology'"),
     ],
 )
@@ -91,7 +94,7 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lab, "visible_gpus", lambda: 1)
     study, device = comm_study({}, repeats=7)
     assert (study.num_processes, device, study.least_repeats, study.most_repeats) == (2, "cpu", 7, 7)
-    with pytest.raises(UserError, match="--processes must be at least 2: one process has nobody to talk to"):
+    with pytest.raises(UserError, match="--processes must be at least 2, not 1: a collective needs two processes"):
         comm_study({}, processes=1)
     with pytest.raises(UserError, match=r"^1000000 processes do not fit: each takes 128 MiB"):
         comm_study({}, processes=10**6)

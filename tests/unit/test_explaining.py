@@ -130,7 +130,7 @@ def test_a_trace_from_elsewhere_cannot_be_run_again() -> None:
 def test_another_device_says_nothing_of_the_first() -> None:
     elsewhere = dataclasses.replace(ENVIRONMENT, device=dataclasses.replace(ENVIRONMENT.device, name="NVIDIA L4"))
     run = dataclasses.replace(RUN, environment=elsewhere)
-    with pytest.raises(SteplabError, match="measured on NVIDIA L4, and this machine has NVIDIA H200"):
+    with pytest.raises(SteplabError, match="measured on NVIDIA L4, but this machine has NVIDIA H200"):
         try_findings(run, findings(finding("a", compile="default")), measure=Bench(base=0.012))
 
 

@@ -102,8 +102,8 @@ class AttentionVariant:
         """Say of a pass in how many of its repeats the device may have waited for the host."""
         if self.num_waits:
             self.notes.append(
-                f"{name}: in {self.num_waits} of {repeats} repeats the device may have waited for Python, which had not "
-                "started all kernels in time"
+                f"{name}: in {self.num_waits} of {repeats} repeats the device may have waited for Python, which had "
+                "not started all kernels in time"
             )
 
     def cell(self, device: Device) -> AttentionCell:
