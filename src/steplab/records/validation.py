@@ -138,7 +138,7 @@ def _within(path: str, problems: Iterator[Problem] | Sequence[Problem]) -> Itera
 
 def _known(path: str, value: str, known: Sequence[str] | set[str]) -> Iterator[Problem]:
     if value not in known:
-        yield path, f"must be one of {', '.join(sorted(known))}, not '{value[:64]}'"
+        yield path, f"'{value[:64]}' is not known; it must be one of {', '.join(sorted(known))}"
 
 
 def _as_long(path: str, column: Sequence[object], length: int, other: str) -> Iterator[Problem]:
