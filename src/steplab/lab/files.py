@@ -29,7 +29,7 @@ _COMPANIONS = {
     "-shm": "the shared memory of the store",
     "-journal": "the journal of the store",
 }
-"""What SQLite may keep beside a file, by what it adds to the name."""
+"""Files that SQLite may keep with a database, by the suffix of their names."""
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _DEVICES = Path("/dev")
 
@@ -53,7 +53,7 @@ class _Kind:
 
 _RECORD = r'\{("failure":(null|\{"kind":"\w+".*\}),)?("schema":"steplab\.[^"]*",)?"id":"[^"]*","created_utc":'
 _JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study)":|\{\s*"[a-z_]+": \[\s*\{\s*")'
-"""Rows; findings, a prediction or tiles; tables by their names."""
+"""The first bytes of rows; of findings, a prediction or tiles; and of tables by name."""
 _MARKDOWN_TABLE = r"\| [^\n]* \|\n\|( -+:? \|)+\n"
 _MARKDOWN_TEXT = r"# [^\n]+\n\n<!-- written by steplab -->\n"
 KINDS: dict[str, _Kind] = {
@@ -98,11 +98,14 @@ class Destination:
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Raise UserError, before the work begins, for what must not be replaced, and SteplabError for what cannot."""
+        """Check before the work begins that the file can be written.
+
+        Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written.
+        """
         self._checked()
 
     def write(self, content: bytes) -> None:
-        """Make the file, or replace it; a device gets the content. Raises what `check` does."""
+        """Create or replace the file, or write to the device. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -119,7 +122,7 @@ class Destination:
                 raise
 
     def take(self, written: Path) -> Path:
-        """Move a finished file here, and give where it lies then; a device gets a copy. Raises what `check` does."""
+        """Move a finished file here and return its new path; a device gets a copy. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -135,7 +138,7 @@ class Destination:
         Links are followed once: another user may change one in a shared folder after the check.
         """
         if self.path.is_dir():
-            raise UserError(f"cannot write to the folder {self.path}; name a file in it")
+            raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
         self._refuse_the_store()
         if self.is_written_to:
             return None
@@ -261,7 +264,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def _described(name: str, beginning: bytes) -> str | None:
-    """What a file is, where its beginning tells."""
+    """What a file is, by its first bytes; None: not recognised."""
     if beginning.startswith(_SQLITE_MAGIC):
         return "an SQLite database"
     return next((kind.what for kind in KINDS.values() if kind.is_like(name, beginning)), None)

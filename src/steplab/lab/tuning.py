@@ -17,10 +17,10 @@ SHORT_UP_TO = 2048
 """Longest sequence in tokens that uses the choice for short sequences, where the two choices differ: about the
 geometric mean of the two timed lengths."""
 TOLERATED = 1.02
-"""A candidate this close to the fastest at both lengths saves a second row."""
+"""Largest slowdown, at both lengths, of a candidate that is chosen for all lengths in place of two rows."""
 _FIELDS = ("kernel", "gpu", "bits", "box", "tokens", "variant", "queries", "keys", "stages", "warps")
 _USUAL = {"tokens": None, "warps": 4}
-"""Values that a row does not spell out."""
+"""Default values, which a row of the table leaves out."""
 _Row = Mapping[str, object]
 
 

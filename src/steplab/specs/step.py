@@ -344,8 +344,8 @@ class StepSpec:
 
     @property
     def strategy(self) -> str | None:
-        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and beside other axes, where
-        FSDP2 averages them."""
+        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and in a layout with other
+        axes, where FSDP2 averages them."""
         return self.data_parallel if layout_options.averages_gradients(self.layout) else None
 
     @property

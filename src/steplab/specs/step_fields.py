@@ -47,14 +47,15 @@ class Declared:
     check: Callable[[str], None] | None = None
     """Function that raises UserError for a text that is not valid."""
     parse: Callable[[str], object] | None = None
-    """Makes the value from text, which may then contain commas, where the type is none of text and numbers."""
+    """Function that makes the value from text, for a type that is neither text nor a number; the text may contain
+    commas."""
     applies: Callable[[Spec], bool] = lambda spec: True
-    """Whether the field has an effect on a step; rows and labels leave it out where it has none."""
+    """Function that says whether the field has an effect on a step; rows and labels leave it out if it has none."""
     unused: Callable[[Spec], str | None] | None = None
-    """For a field that is refused where it has no effect: why it has none there and what to type, or None where it has
-    one. In a grid, such a field is left out of the cells that it does not affect."""
+    """For a field that is refused if it has no effect: function that says why it has none on a step and what to type
+    instead, or None if it has one. In a grid, such a field is left out of the cells that it does not affect."""
     shown: Callable[[Spec], Scalar] | None = None
-    """The value as rows and labels show it; None: the field's own."""
+    """Function that gives the value as rows and labels show it; None: the field's own value."""
     column: str | None = None
     """Name in a row; None: the field's own name."""
     header: str | None = None
@@ -100,9 +101,9 @@ class StepField:
     default: Any
     """Value of a field that is left out; MISSING for a size, which the model decides."""
     about: Declared
-    """The rest of the declaration."""
+    """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
-    """The value in a spec; None for a size of a model that has none of ours."""
+    """Function that reads the value from a spec; it gives None for a size of a model that is not built in."""
 
     @property
     def column(self) -> str:
@@ -130,11 +131,11 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "") + (f" [default: {default}]" if default else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Why the field, if it is given, is refused for this step; None where it is not."""
+        """Why the field, if it is given, is refused for this step; None if it is not refused."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
-        """The value as rows and labels show it; None where it has no effect."""
+        """The value as rows and labels show it; None if the field has no effect."""
         if not self.about.applies(spec) or self.unused(spec):
             return None
         value: Scalar = self.about.shown(spec) if self.about.shown else self.read(spec)
@@ -180,8 +181,11 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """The fields of a dataclass of which each is declared. `read` finds the object that has them in a spec; what it
-    has as `pass_name` is called `pass`, which Python does not allow."""
+    """The declared fields of a dataclass.
+
+    `read` finds the object that has them in a spec. The attribute `pass_name` becomes the field `pass`, a name that
+    Python does not allow for an attribute. Raises TypeError for a field without a declaration.
+    """
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:
