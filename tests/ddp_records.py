@@ -111,7 +111,7 @@ def make_ddp_cell(contender: Variant, *, broken: bool = False) -> DdpCell:
         turns="interleaved" if calls else "",
         first_step_s=1.5,
         traced=_traced(alone_s, left_s),
-        notes=("its communication was not timed by itself",) if contender.kind == "fsdp2" else (),
+        notes=("communication alone: not timed",) if contender.kind == "fsdp2" else (),
     )
 
 

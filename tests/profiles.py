@@ -510,6 +510,6 @@ def imported_run(**overrides: Any) -> Run:
         "steplab_version": "0.1.0",
         "name": "rank0",
         "profile": profile,
-        "notes": ("timing, memory: an imported trace holds profiled steps alone",),
+        "notes": ("timing, memory: an imported trace has only profiled steps",),
     }
     return Run(**(values | overrides))

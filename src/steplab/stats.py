@@ -1,4 +1,4 @@
-"""Statistics of a handful of noisy timings: pure functions from raw samples to figures.
+"""Statistics of small sets of noisy timings: pure functions from raw samples to figures.
 
 The median with a bootstrap interval is the headline, because step times have a long right tail (clock
 changes, other processes) that drags the mean. All functions take seconds and give seconds.
@@ -19,12 +19,12 @@ _STEADY_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a column of raw samples comes to."""
+    """The statistics of one set of raw samples, in the samples' unit."""
 
     count: int
-    """How many samples."""
+    """Number of samples."""
     median: float
-    """The headline figure."""
+    """Median, the headline figure."""
     low: float
     """Lower end of the 95 % bootstrap interval of the median."""
     high: float
@@ -44,21 +44,24 @@ class Summary:
 
 
 def medians_of_thirds(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Of the first, the middle and the last third of the samples, in the order they were taken; three at least."""
+    """Medians of the first, the middle and the last third of the samples, in the order they were taken.
+
+    It takes at least three samples.
+    """
     third = len(samples) // 3
     return median(samples[:third]), median(samples[third:-third]), median(samples[-third:])
 
 
 def drift(samples: Sequence[float]) -> float:
-    """The median over the least of those three: by how much a disturbance that passed, or set in, has moved it.
+    """The median divided by the smallest of the three thirds' medians, which shows a disturbance that began or ended.
 
-    1 for fewer samples than tell a change from noise.
+    It is 1 for too few samples to tell a change from noise.
     """
     return median(samples) / min(medians_of_thirds(samples)) if len(samples) >= _FEWEST_FOR_DRIFT else 1.0
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """All the figures of one column of samples; raises ValueError on an empty one."""
+    """The statistics of one set of samples. Raises ValueError if it is empty."""
     import numpy as np
 
     if not samples:
@@ -81,7 +84,7 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The value that so many per cent of the samples do not exceed, with linear interpolation between two."""
+    """The value that `percent` per cent of the samples do not exceed, with linear interpolation between samples."""
     import numpy as np
 
     return float(np.percentile(np.asarray(samples, dtype=np.float64), percent))

@@ -1,7 +1,7 @@
-"""The one place that scales by 1e3 or 1024.
+"""Units for people: formats and parses times, sizes, rates and shares.
 
-Inside steplab every time is in seconds, every size in bytes, every rate in units a second; names carry the
-unit (`_s`, `_bytes`, `_flops`). Only text shown to people is scaled, here. Memory is shown in binary units
+Inside steplab every time is in seconds, every size in bytes, every rate in units per second; names carry the
+unit (`_s`, `_bytes`, `_flops`). Only this module scales them, for text shown to people. Memory is shown in binary units
 (GiB), bandwidth and message sizes in decimal ones (GB = 1e9), as vendors and nccl-tests do.
 """
 
@@ -23,7 +23,7 @@ _TIME_SUFFIXES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def three_digits(value: float) -> str:
-    """At least three significant digits, the integer part never rounded away: 1234, 123, 12.3, 1.23, 0.123."""
+    """A number with at least three significant digits and its whole integer part: 1234, 123, 12.3, 1.23, 0.123."""
     if value == 0:
         return "0"
     magnitude = abs(value)
@@ -34,7 +34,7 @@ def three_digits(value: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """12.3 ms; the unit is chosen so that the number reads between 1 and 1000."""
+    """A time such as 12.3 ms, in the unit that makes the number lie between 1 and 1000."""
     for unit, scale in _TIME:
         if abs(seconds) >= scale:
             return f"{three_digits(seconds / scale)} {unit}"
@@ -49,7 +49,7 @@ def format_clock(seconds: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """1.50 GiB."""
+    """A size in binary units, such as 1.50 GiB."""
     for unit, scale in _BINARY:
         if abs(size_bytes) >= scale:
             return f"{three_digits(size_bytes / scale)} {unit}"
@@ -73,7 +73,7 @@ def format_count(count: float) -> str:
 
 
 def format_message(size_bytes: float) -> str:
-    """The size of a message, decimal and without digits that say nothing: 1 MB, 2.5 kB, 640 B."""
+    """The size of a message in decimal units, without trailing zeros: 1 MB, 2.5 kB, 640 B."""
     for prefix, scale in _DECIMAL:
         if abs(size_bytes) >= scale:
             digits = three_digits(size_bytes / scale)
@@ -82,14 +82,14 @@ def format_message(size_bytes: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """0.4312 -> '43.1 %'."""
+    """A percentage with one decimal: 0.4312 -> '43.1 %'."""
     return f"{100 * share:.1f} %"
 
 
 def format_share(share: float) -> str:
-    """A percentage whose digits never round away: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %'.
+    """A percentage that never rounds to zero: 0.4312 -> '43.1 %', 0.000154 -> '0.015 %', 0.0 -> '0.0 %'.
 
-    What is smaller than a ten-thousandth of a per cent is told as that.
+    A share below a ten-thousandth of a per cent is shown as '<0.0001 %'.
     """
     if 0 < share < _SMALLEST_SHARE:
         return f"<{100 * _SMALLEST_SHARE:.4f} %"
@@ -110,7 +110,7 @@ def parse_duration(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise UserError(f"'{text}' is not a duration; write for instance 90s, 5min or 2h")
+        raise UserError(f"'{text}' is not a duration; write it as 90s, 5min or 2h")
     return seconds
 
 
@@ -125,16 +125,16 @@ def parse_bytes(text: str) -> int:
     except ValueError:
         size_bytes = -1.0
     if not 0 < size_bytes < float("inf") or size_bytes != int(size_bytes):
-        raise UserError(f"'{text}' is not a size; write for instance 4096, 10kB, 1MB or 1MiB")
+        raise UserError(f"'{text}' is not a size; write it as 4096, 10kB, 1MB or 1MiB")
     return int(size_bytes)
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: 1 cell, 2 cells."""
+    """A number with its noun: 1 cell, 2 cells."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def counted_results(number: int, noun: str, num_failed: int) -> str:
-    """How many there are and how they ended: '28 cells, all measured', '28 cells, of which 2 failed'."""
+    """The number of results and how many failed: '28 cells, all measured', '28 cells, of which 2 failed'."""
     ended = "all measured" if number and not num_failed else "all failed" if num_failed == number else ""
     return f"{counted(number, noun)}, {ended or f'of which {num_failed} failed'}" if number else f"no {noun}s"

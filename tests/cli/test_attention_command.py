@@ -30,7 +30,7 @@ TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "--devi
         (("--pass", "sideways"), "pass 'sideways' is not known; choose some of forward, backward, both"),
         (
             ("--grid", "nowhere"),
-            "no grid 'nowhere': neither one of choice, long, peers, study, tiny nor a readable TOML file",
+            "no grid 'nowhere': choose one of choice, long, peers, study, tiny, or give the path of a TOML file",
         ),
         (("--hardware", "H200 SXM"), "--hardware needs --derive"),
         (("--derive", "--hardware", "abacus"), "unknown hardware 'abacus'"),

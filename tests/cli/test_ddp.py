@@ -17,7 +17,7 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
     [
         (("--contenders", "magic"), "variant 'magic' is not known; choose some of none, naive, flat"),
         (("--bucket-sizes", "0"), "a bucket of 0 MB holds nothing"),
-        (("--compile", "default"), "gives all its gradients at the end; choose one of off, block"),
+        (("--compile", "default"), "delivers all gradients at the end; choose one of off, block"),
         (("--processes", "1"), "processes must be at least 2, not 1"),
         (("--gpus", "2", "--processes", "2"), "not both"),
         (("--precision", "fp16"), "use --precision bf16"),

@@ -129,7 +129,7 @@ def test_trying_measures_the_step_again_and_with_each_change(tried: Path) -> Non
     assert optimizer.before_s > 0
     assert optimizer.after_s is not None
     assert all(f.trial is None for f in found.findings if not f.fields)
-    assert "trying the step as it was" in result.stderr
+    assert "trying the unchanged step" in result.stderr
     assert "trying optimizer adamw_fused" in result.stderr
     program = Program(tried)
     rows = {str(row["id"]): row for row in program.rows()}

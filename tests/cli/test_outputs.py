@@ -126,7 +126,7 @@ def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: st
 
 def test_force_replaces_it(filled: Program) -> None:
     notes = filled.write("notes.txt", "mine\n")
-    assert "nothing in plain text says whether steplab wrote it" in complaint(filled("list", "--output", notes), 2)
+    assert "because plain text does not say so" in complaint(filled("list", "--output", notes), 2)
     assert filled("list", "--output", notes, "--force").code == 0
     assert notes.read_text().startswith("id ")
 

@@ -19,7 +19,7 @@ from steplab.specs.attention_tuning import KERNELS, TileCandidate, TuningStudy, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(steplab: Program) -> None:
     result = steplab("tune", "attention")
-    assert "tuning attention here is not supported: flash_triton's kernels are for CUDA" in complaint(result, 2)
+    assert "tuning attention here is not supported: flash_triton's kernels need CUDA" in complaint(result, 2)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so(steplab: Program) -> None:
     [
         (("--dim", "wide"), "--dim takes whole numbers, as in 64,128, not 'wide'"),
         (("--dtype", "fp16"), "tiles are not tuned in 'fp16'; choose bf16, whose tiles serve fp16 too, or fp32"),
-        (("--dim", "64,512"), "flash_triton has head dimensions from 1 to 256, not 512"),
+        (("--dim", "64,512"), "head dimension must be from 1 to 256 for flash_triton, not 512"),
         (("--tiles", __file__), "exists and is not a table of tiles; name another file, or add --force"),
         (("--tiles", "nowhere/tiles.toml"), "there is no folder nowhere"),
         (("--output", "table.toml"), "the suffix .toml is not that of a format"),

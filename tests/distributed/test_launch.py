@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(steplab: Program)
         (("--processes", "2", "--gpus", "2"), "not both"),
         (("--processes", "0"), "--processes must be at least 1, not 0"),
         (("--layout", "dp=2,xp=2"), "layout 'dp=2,xp=2' is not known; write each of dp, fsdp, tp, pp once"),
-        (("--layout", "dp=2", "--device", "cuda:1"), "device cuda:1 is one device, and layout dp=2 takes 2"),
+        (("--layout", "dp=2", "--device", "cuda:1"), "device cuda:1 is one device, but layout dp=2 takes 2"),
         (("--layout", "tp=3", "--device", "cpu"), "tp=3 does not divide"),
         (("--model", "faulty:whole_step", "--processes", "2"), "layout dp=2 for faulty:whole_step is not supported"),
     ],
@@ -176,7 +176,7 @@ def test_a_rank_that_dies_is_named_by_the_first_of_the_joined(steplab: Program) 
 def test_more_processes_than_memory_holds_are_refused_before_any_is_started(steplab: Program) -> None:
     result = steplab("run", "--processes", "1000000")
     assert result.code == 2
-    assert result.stderr.startswith("steplab: 1000000 processes do not fit: each takes 128 MiB at the least, and ")
+    assert result.stderr.startswith("steplab: 1000000 processes do not fit: each takes at least 128 MiB, and ")
     assert len(result.stderr.splitlines()) == 1
     assert steplab.rows() == []
 
@@ -184,7 +184,7 @@ def test_more_processes_than_memory_holds_are_refused_before_any_is_started(step
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("run", "--layout", "dp=4"), "torchrun started 2 processes and layout dp=4 takes 4"),
+        (("run", "--layout", "dp=4"), "torchrun started 2 processes, but layout dp=4 takes 4"),
         (("sweep", "quick"), "torchrun started 2 processes, and each would measure the whole sweep"),
     ],
 )

@@ -53,4 +53,4 @@ def test_nccl_is_right_and_timed_by_events_on_every_rank(steplab: Program) -> No
 
 def test_backends_stand_beside_each_other(steplab: Program) -> None:
     run = measured(steplab, "--collective", "all_reduce", "--size", "1MB,10MB", "--backend", "nccl,peer_copy,gloo")
-    assert {cell.spec.way for cell in run.cells if cell.failure is None} == {"nccl", "peer_copy", "gloo"}
+    assert {cell.spec.transport for cell in run.cells if cell.failure is None} == {"nccl", "peer_copy", "gloo"}

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from steplab.lab.attention import attention_cells
 from steplab.measurement import attention_repeats, attention_session
-from steplab.measurement.attention_contender import make_attention, make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_session import measure_attention_here
+from steplab.measurement.attention_variant import make_attention, make_inputs
 from steplab.measurement.cells_launch import measure_cells
 from steplab.measurement.device import HostClockDevice
 from steplab.measurement.listener import Listener
@@ -200,7 +200,7 @@ def test_the_device_is_busy_until_python_has_started_the_pass_or_the_cell_says_t
     # The host did not wait for the repeat before: what the device still had to do of it is a head start as well.
     assert others == pytest.approx([queue.work_s + max(waited_s - queue.work_s, 0)] * 3)
     assert queue.flushes - before[0] == 4 * num_flushes
-    waits = "forward: in 4 of 4 repeats the device was done with all before it"
+    waits = "forward: in 4 of 4 repeats the device may have waited for Python"
     assert any(note.startswith(waits) for note in cell.notes) == (waited_s > 0)
 
 
@@ -340,7 +340,7 @@ def test_a_device_that_answers_no_more_ends_the_process_and_names_only_who_is_kn
         assert bench.results[0].status == "crashed"
         assert 1 not in bench.results
     else:
-        with pytest.raises(RuntimeError, match="the device answers no more"):
+        with pytest.raises(RuntimeError, match="the device does not answer any more"):
             bench.run(study)
         assert bench.results == {}
         assert bench.under_way[-1] == [0, 1]

@@ -289,7 +289,7 @@ def test_an_account_is_computed_for_a_gpu_or_taken_from_the_store(tmp_path: Path
     path = tmp_path / "store.db"
     with Store.open(path, write=True) as store:
         store.add(make_benchmark("peers", {"implementation": ["flex"]}))
-    with pytest.raises(UserError, match="in no stored benchmark did plain attention run out of memory"):
+    with pytest.raises(UserError, match="plain attention ran out of memory in no stored benchmark"):
         account_for_memory(cells, None, store=path)
     study = make_benchmark("study")
     with Store.open(path, write=True) as store:

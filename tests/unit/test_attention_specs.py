@@ -98,7 +98,7 @@ def test_a_grid_of_ones_own(tmp_path: Path) -> None:
     path.write_text("[[grids]]\n")
     with pytest.raises(UserError, match="unknown key 'grids'"):
         cells_of_grid(str(path), {})
-    with pytest.raises(UserError, match="no grid 'nowhere': neither one of choice, long, peers, study, tiny nor"):
+    with pytest.raises(UserError, match="no grid 'nowhere': choose one of choice, long, peers, study, tiny, or"):
         cells_of_grid("nowhere", {})
 
 

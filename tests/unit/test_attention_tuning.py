@@ -336,7 +336,7 @@ def test_float32_is_checked_and_timed_as_such_and_in_little_time(monkeypatch: py
 
 def test_without_a_gpu_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Unsupported, match="kernels are for CUDA"):
+    with pytest.raises(Unsupported, match="kernels need CUDA"):
         tune_attention(TuningStudy(), Observer())
 
 
@@ -501,5 +501,5 @@ def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
     assert read_table(table_before(path))  # there is none yet: the package's
     for text in ("[project]", "[[tiles]]\nkernel = ", 'tiles = ["forward"]', '[[tiles]]\nkernel = "forward"\n'):
         path.write_text(text)
-        with pytest.raises(UserError, match="is no table of tiles"):
+        with pytest.raises(UserError, match="is not a table of tiles"):
             table_before(path)

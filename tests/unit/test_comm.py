@@ -41,9 +41,9 @@ def test_gpus_get_the_sizes_of_the_convention_and_a_laptop_smaller_ones() -> Non
 
 def test_a_backend_gets_the_devices_it_can_serve() -> None:
     both = {"backend": ["nccl", "gloo"], "collective": ["all-reduce"], "size": ["1MB"], "world_size": ["2"]}
-    assert [cell.way for cell in comm_cells(both, num_processes=2, on_gpus=True)] == ["nccl", "gloo"]
+    assert [cell.transport for cell in comm_cells(both, num_processes=2, on_gpus=True)] == ["nccl", "gloo"]
     every = comm_cells(both | {"device": ["cuda", "cpu"]}, num_processes=2, on_gpus=True)
-    assert [cell.way for cell in every] == ["nccl", "gloo on cuda", "gloo"]
+    assert [cell.transport for cell in every] == ["nccl", "gloo on cuda", "gloo"]
     copies = comm_cells({"backend": ["nccl", "peer_copy"], "size": ["1MB"]}, num_processes=2, on_gpus=True)
     assert [cell.collective for cell in copies if cell.backend == "peer_copy"] == ["all_reduce"]
     assert len(copies) == len(COLLECTIVES) + 1
@@ -54,15 +54,18 @@ def test_a_backend_gets_the_devices_it_can_serve() -> None:
     [
         ({"collective": ["gossip"]}, "collective 'gossip' is not known; choose one of all_reduce, all_gather"),
         ({"backend": ["mpi"]}, "backend 'mpi' is not known; choose one of nccl, gloo, peer_copy"),
-        ({"backend": ["nccl"], "device": ["cpu"]}, "nccl moves no tensors of a cpu; use --backend gloo"),
+        ({"backend": ["nccl"], "device": ["cpu"]}, "nccl cannot send tensors on cpu; use --backend gloo"),
         ({"device": ["tpu"]}, "device 'tpu' is not known; choose one of cuda, cpu"),
         ({"dtype": ["fp8"]}, "dtype 'fp8' is not known; choose one of fp32, bf16, fp16"),
-        ({"size": ["large"]}, "'large' is not a size; write for instance 4096, 10kB, 1MB or 1MiB"),
-        ({"size": ["24"]}, "size must be at least 16 bytes a rank (32 B) and at most 1 TB, not 24 B"),
+        ({"size": ["large"]}, "'large' is not a size; write it as 4096, 10kB, 1MB or 1MiB"),
+        ({"size": ["24"]}, "size must be at least 16 bytes per rank (32 B) and at most 1 TB, not 24 B"),
         ({"world_size": ["1"]}, "world-size must be at least 2, not 1"),
         ({"world_size": ["two"]}, "world-size must be a whole number, not 'two'"),
-        ({"world_size": ["3"]}, "world-size 3 needs 3 processes, and 2 are started; start more with --gpus 3"),
-        ({"backend": ["peer_copy"], "collective": ["broadcast"]}, "peer_copy does all_reduce alone, and no broadcast"),
+        ({"world_size": ["3"]}, "world-size 3 needs 3 processes, but only 2 are started; start more with --gpus 3"),
+        (
+            {"backend": ["peer_copy"], "collective": ["broadcast"]},
+            "backend peer_copy has no broadcast",
+        ),
         ({"topology": ["ring"]}, "unknown field 'topology'"),
     ],
 )
@@ -91,9 +94,9 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lab, "visible_gpus", lambda: 1)
     study, device = comm_study({}, repeats=7)
     assert (study.num_processes, device, study.least_repeats, study.most_repeats) == (2, "cpu", 7, 7)
-    with pytest.raises(UserError, match="--processes must be at least 2: one process has nobody to talk to"):
+    with pytest.raises(UserError, match="--processes must be at least 2, not 1: a collective needs two processes"):
         comm_study({}, processes=1)
-    with pytest.raises(UserError, match=r"^1000000 processes do not fit: each takes 128 MiB"):
+    with pytest.raises(UserError, match=r"^1000000 processes do not fit: each takes at least 128 MiB"):
         comm_study({}, processes=10**6)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -1,4 +1,4 @@
-"""Whether a contender of a data-parallel study has given its memory back before the next one is built."""
+"""Whether a variant of a data-parallel study has given its memory back before the next one is built."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,8 @@ def left_behind(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[tup
     monkeypatch.setattr(ddp_session, "free", lambda device: next(looks))
     monkeypatch.setattr(ddp_session, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     session: Any = object.__new__(ddp_session._Session)
-    session._world, session._beside_bytes = SimpleNamespace(device=None), BASELINE
-    return session._left_behind(), session._beside_bytes
+    session._world, session._baseline_bytes = SimpleNamespace(device=None), BASELINE
+    return session._left_behind(), session._baseline_bytes
 
 
 def test_what_is_let_go_of_a_little_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,5 +27,5 @@ def test_what_is_let_go_of_a_little_later_is_waited_for(monkeypatch: pytest.Monk
 
 def test_what_stays_is_told_of_and_counts_as_held_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     (note,), held = left_behind([BASELINE + 7 * GIB], monkeypatch)
-    assert note == "memory: 7.00 GiB were still held once it was gone"
+    assert note == "memory: 7.00 GiB were not freed after the variant was measured"
     assert held == BASELINE + 7 * GIB

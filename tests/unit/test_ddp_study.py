@@ -55,7 +55,7 @@ def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
     ("fields", "changes", "said"),
     [
         ({}, {"processes": 1}, "processes must be at least 2, not 1"),
-        ({"compile": "default"}, {}, "compile 'default' is not compared here, .* choose one of off, block"),
+        ({"compile": "default"}, {}, "compile 'default' is not supported here, .* choose one of off, block"),
         ({"pass": "forward"}, {}, "use --pass train"),
         ({"precision": "fp16"}, {}, "use --precision bf16"),
         ({"layout": "dp=2"}, {}, "leave --layout out"),

@@ -79,7 +79,7 @@ def test_each_change_is_measured_against_the_step_measured_again() -> None:
     assert trial.run_ids == ("000000000001", "000000000002")
     assert tried.findings[1].trial is None  # no field does it
     assert [spec.compile for spec in bench.asked] == ["off", "default"]
-    assert told == ["the step as it was", "compile default"]
+    assert told == ["the unchanged step", "compile default"]
 
 
 def test_one_change_proposed_twice_is_measured_once() -> None:
@@ -130,7 +130,7 @@ def test_a_trace_from_elsewhere_cannot_be_run_again() -> None:
 def test_another_device_says_nothing_of_the_first() -> None:
     elsewhere = dataclasses.replace(ENVIRONMENT, device=dataclasses.replace(ENVIRONMENT.device, name="NVIDIA L4"))
     run = dataclasses.replace(RUN, environment=elsewhere)
-    with pytest.raises(SteplabError, match="measured on NVIDIA L4, and this machine has NVIDIA H200"):
+    with pytest.raises(SteplabError, match="measured on NVIDIA L4, but this machine has NVIDIA H200"):
         try_findings(run, findings(finding("a", compile="default")), measure=Bench(base=0.012))
 
 

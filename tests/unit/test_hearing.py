@@ -209,7 +209,7 @@ def test_a_first_rank_that_is_gone_and_does_not_exit_is_not_waited_for(joined_wo
 )
 def test_a_message_that_cannot_be_read_is_a_failure_of_its_rank(world: World, line: bytes) -> None:
     world.ranks[1]._socket.sendall(line + b"\n")
-    assert message_of(world.hear()) == f"rank 1 on {HERE}: it sent a message that cannot be read"
+    assert message_of(world.hear()) == f"rank 1 on {HERE}: the process sent an unreadable message"
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_rank_says_where_its_main_thread_stands() -> None:
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR or MASTER_PORT is not"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK 2 is not below WORLD_SIZE 2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "the variable RANK is 'one' and should be a number"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "the variable RANK must be a number, not 'one'"),
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(variables: dict[str, str], told: str) -> None:

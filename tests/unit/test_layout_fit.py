@@ -26,16 +26,16 @@ from steplab.specs.study import study_from_grids
         ),
         (
             {"model": "tiny", "layout": "pp=3"},
-            "pp=3 makes 3 stages (schedule 1f1b), and tiny has 2 blocks; valid for pp: 1 to 2",
+            "pp=3 makes 3 stages (schedule 1f1b), but tiny has 2 blocks; valid for pp: 1 to 2",
         ),
         (
             {"model": "tiny", "layout": "pp=2", "pipeline_schedule": "interleaved"},
-            "makes 4 stages (schedule interleaved), and tiny has 2 blocks; valid for pp: 1 to 1",
+            "makes 4 stages (schedule interleaved), but tiny has 2 blocks; valid for pp: 1 to 1",
         ),
         (
             {"model": "small", "layout": "pp=2", "batch": 6, "microbatches": 4},
-            "a batch of 6 sequences cannot go through a pipeline of pp=2 in 4 microbatches, "
-            "which have to be at least pp and to divide the batch; valid: 2, 3, 6",
+            "a batch of 6 sequences cannot be split into 4 microbatches for a pipeline of pp=2: "
+            "their number must be at least pp and divide the batch; valid: 2, 3, 6",
         ),
         ({"model": "small", "layout": "pp=4", "batch": 2}, "use --batch 4 or a multiple"),
         ({"layout": "fsdp=2", "microbatches": 0}, "microbatches must be at least 1"),

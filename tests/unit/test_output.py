@@ -121,7 +121,7 @@ def test_any_ending_serves_with_a_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bell\a", "two\nlines", "\x1b[31mred"])
 def test_a_name_that_would_garble_a_listing_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="not one line of printable text"):
+    with pytest.raises(UserError, match="must be one line of printable text"):
         checked_name(name)
 
 
@@ -347,7 +347,7 @@ def test_every_document_is_known_again_by_its_beginning(tmp_path: Path, what: st
     for compressed in (path, tmp_path / f"rows.{ending}.gz"):
         emit(RENDERED[what](format), to(compressed), format)
         if format == "table":
-            with pytest.raises(UserError, match="nothing in plain text says whether steplab wrote it"):
+            with pytest.raises(UserError, match="because plain text does not say so"):
                 emit("again", to(compressed), format)
         else:
             emit("again", to(compressed), format)

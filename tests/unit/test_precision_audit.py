@@ -466,7 +466,7 @@ def test_a_compiled_part_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch
 
     found, record = audit_of(build, monkeypatch, precision="bf16")
     assert "fc1" not in {m.module for m in found.modules}
-    assert any(note.startswith("module fc1: not looked into") for note in record.notes)
+    assert any(note.startswith("module fc1: not audited inside") for note in record.notes)
 
 
 def test_a_whole_step_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def phase_of_a_taken_name(rec: Recorder) -> Iterator[None]:
     [
         (nested_steps, "inside another step"),
         (phase_outside, "outside a step"),
-        (phase_of_a_taken_name, "call the phase something else"),
+        (phase_of_a_taken_name, "choose another name"),
     ],
 )
 def test_steps_and_phases_out_of_place_are_refused_with_the_fix(

@@ -15,7 +15,7 @@ from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share
 
-NO_PEAK = "no fp32 peak is known for a CPU; `steplab doctor` measures one, for the runs after it"
+NO_PEAK = "no fp32 peak is known for a CPU; `steplab doctor` measures one for later runs"
 OVER = "MFU over 100 %: the ceiling `steplab doctor` measured is below what the step reached"
 
 

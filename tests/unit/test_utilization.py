@@ -96,7 +96,7 @@ def test_a_stated_peak_is_not_blamed_on_doctor(store: Store) -> None:
     phases = tuple(replace(p, device_s=tuple(s / 1e6 for s in p.best_s)) for p in run.timing.back_to_back)
     told = with_utilizations(replace(run, timing=replace(run.timing, back_to_back=phases)), store)
     (note,) = told.notes
-    assert note.startswith("MFU and HFU over 100 %: the step reached more than the peak that is stated")
+    assert note.startswith("MFU and HFU over 100 %: the step exceeds the stated peak")
 
 
 def test_a_convention_that_counts_too_much_is_blamed_alone(store: Store) -> None:

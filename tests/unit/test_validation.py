@@ -73,7 +73,7 @@ BAD: dict[str, tuple[Record, tuple[str | int, ...], Any, str]] = {
         make_run(),
         ("timing", "back_to_back", 0, "device_s", 2),
         -1.0,
-        "timing.back_to_back[0].device_s[2] must not be negative, and is -1",
+        "timing.back_to_back[0].device_s[2] must not be negative, but is -1",
     ),
     "an absurd time": (make_run(), ("timing", "back_to_back_host_s"), 1e300, "must be below 1e+18, not 1e+300"),
     "absurd FLOPs": (make_run(), ("utilizations", 0, "flops"), 1e300, "utilizations[0].flops must be below 1e+30"),

@@ -1,2 +1,2 @@
-"""The use cases that the command line and Python users share. Nothing here imports torch; measuring happens in
-a child process."""
+"""The use cases that the command line and the Python interface share. Nothing here imports torch, because measuring
+happens in a child process."""

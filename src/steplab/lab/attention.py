@@ -1,4 +1,4 @@
-"""Benchmark attention: measure a study's cells, store them as one record; account for memory that was not there."""
+"""Benchmark attention: measure a study's cells, store them as one record, and explain cells that ran out of memory."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +33,10 @@ def measure_attention(
     on_progress: OnProgress = lambda progress: None,
     on_cell: Callable[[int, AttentionCell], None] = lambda index, cell: None,
 ) -> AttentionRun:
-    """Measure a study's cells and store the record, which an interruption stores too, with the cells that it has.
+    """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
 
-    `timeout_s` is how long one cell may be without a sign. Raises UserError for a request that cannot be served, and
-    SteplabError where the store cannot be written.
+    `timeout_s` is how long one cell may go without progress. Raises UserError for a request that is not supported, and
+    SteplabError if the store cannot be written.
     """
     run = AttentionRun(
         id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study
@@ -53,7 +53,7 @@ def measure_attention(
 
 
 def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
-    """The study's cells, those of one shape to be timed in turns."""
+    """The study's cells; cells of one shape are timed in turns."""
     numbers = {cell: number for number, cell in enumerate(study.cells)}
     return Cells(
         job="attention",
@@ -68,10 +68,10 @@ def attention_cells(study: AttentionStudy) -> Cells[AttentionCell]:
 def account_for_memory(
     cells: Sequence[AttentionSpec], hardware: str | None, *, store: Path | str | None = None
 ) -> AttentionAccount:
-    """The smallest plain attention that runs out of memory, tensor by tensor.
+    """The tensors of the smallest plain attention that runs out of memory.
 
-    With `hardware`, a name of the catalogue, it is computed for these shapes; without, it is that of the newest stored
-    benchmark in which one did. Raises UserError where there is none.
+    With `hardware`, a name of the catalogue, it is computed for these shapes; without, it comes from the newest stored
+    benchmark in which plain attention ran out of memory. Raises UserError if there is none.
     """
     if hardware is not None:
         spec = hardware_named(hardware)
@@ -86,7 +86,7 @@ def account_for_memory(
                 if account:
                     return account
     raise UserError(
-        "in no stored benchmark did plain attention run out of memory; name a GPU to compute it for: "
+        "plain attention ran out of memory in no stored benchmark; name a GPU to compute it for: "
         '--derive --hardware "H200 SXM"'
     )
 
@@ -101,9 +101,9 @@ def attention_study(
     errors: bool = True,
     seed: int = 0,
 ) -> AttentionStudy:
-    """The benchmark that a grid, lists of fields, or both ask for; without either, that which suits the device.
+    """The benchmark described by a grid, lists of fields, or both; without either, the default one for the device.
 
-    Raises UserError naming what is wrong with it, and what is valid.
+    Raises UserError that names what was given and what is valid.
     """
     check_device(device)
     on_gpu = device.startswith("cuda") or (device == "auto" and visible_gpus() > 0)

@@ -1,4 +1,4 @@
-"""Run any benchmark of several cells: measure them, hear each as it ends, and store one record of all."""
+"""Run any benchmark of several cells: measure them, report each as it ends, and store one record of all."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,14 +33,14 @@ def measure_benchmark(
     with_traces: Callable[[Run], Run] = lambda run: run,
     concluded: Callable[[Run], Run] = lambda run: run,
 ) -> Run:
-    """Measure the cells and store the record, which an interruption stores too, with the cells that had ended.
+    """Measure the cells and store the record; an interrupted benchmark is stored with the cells that had ended.
 
     `run` is the record without its cells. `with_costs` adds to a cell what follows from its spec; `with_facts` adds
-    what the ranks say of themselves; `with_traces` reads what was traced, once nothing is measured any more that
-    reading would slow; `concluded` adds what follows from all cells. `timeout_s` is how long one cell may take.
+    the facts that the ranks report; `with_traces` reads the traces after all measuring, which reading would slow;
+    `concluded` adds what follows from all cells. `timeout_s` is how long one cell may take.
 
-    Under torchrun every process calls it, and the first one alone stores. Raises UserError for a request that cannot be
-    served, and SteplabError where the store cannot be written.
+    Under torchrun every process calls it, and only the first stores the record. Raises UserError for a request that is
+    not supported, and SteplabError if the store cannot be written.
     """
     heard = _Heard(run, on_cell if is_first_rank() else lambda number, cell: None, with_costs, with_facts)
 
@@ -68,7 +68,7 @@ def measure_benchmark(
             if not heard.cells:
                 raise
             why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            result = concluded(heard.record(f"{why}: only the cells that had ended by then are here"))
+            result = concluded(heard.record(f"{why}: the record has only the cells that had ended"))
             keep(opened, result)
             stored = f"record {result.id} has the {counted(len(result.cells), 'cell')} that had ended"
             if isinstance(error, KeyboardInterrupt):
@@ -79,13 +79,13 @@ def measure_benchmark(
 
 
 def went_well(run: Benchmark[Any]) -> bool:
-    """Whether some cell was measured, and none ended its processes."""
+    """Whether at least one cell was measured, and none ended its processes."""
     crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
     return not crashed and any(cell.failure is None for cell in run.cells)
 
 
 class _Heard:
-    """What has been heard of a benchmark so far."""
+    """The results of a benchmark so far."""
 
     def __init__(
         self,
@@ -96,22 +96,22 @@ class _Heard:
     ) -> None:
         self._run, self._tell, self._with_costs, self._with_facts = run, tell, with_costs, with_facts
         self.cells: dict[int, Any] = {}
-        """Those that have ended, by their numbers."""
+        """The cells that have ended, by number."""
 
     def on_cell(self, number: int, cell: Any) -> None:
-        """Take in a cell that has ended."""
+        """Add a cell that has ended."""
         self.cells[number] = self._with_costs(cell)
         self._tell(number, self.cells[number])
 
     def on_environment(self, environment: Environment) -> None:
-        """Take in where it is measured."""
+        """Set the environment of the measurement."""
         self._run = dataclasses.replace(self._run, environment=environment)
 
     def on_facts(self, facts: Any) -> None:
-        """Take in what holds for all cells."""
+        """Add the facts that are the same for all cells."""
         self._run = self._with_facts(self._run, facts)
 
     def record(self, *notes: str) -> Any:
-        """The record of all that."""
+        """The record of the results so far, with these notes."""
         cells = tuple(self.cells[number] for number in sorted(self.cells))
         return dataclasses.replace(self._run, created_utc=now_utc(), cells=cells, notes=(*self._run.notes, *notes))

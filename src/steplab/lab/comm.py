@@ -24,7 +24,7 @@ from steplab.units import format_time
 DEFAULT_TIMEOUT_S = 300.0
 _FEWEST = 2
 _SETTLED = 1.5
-"""Up to which ratio a cell's median may exceed that of its quietest third."""
+"""Largest ratio of a settled cell's median to the median of its quietest third."""
 
 
 def comm_study(
@@ -34,10 +34,10 @@ def comm_study(
     processes: int | None = None,
     repeats: int | None = None,
 ) -> tuple[CommStudy, str]:
-    """The benchmark that these lists ask for, and whether its processes are on GPUs or on the CPU (cuda, cpu).
+    """The benchmark described by these lists, and the device of its processes: cuda or cpu.
 
-    Without a number of processes: as torchrun has started them; else one a GPU, where there are two or more; else two
-    on the CPU. Raises UserError naming what is wrong, and what is valid.
+    The default number of processes is the number that torchrun started, otherwise one per GPU if there are two or more,
+    otherwise two on the CPU. Raises UserError that names what was given and what is valid.
     """
     count, device = _processes(gpus, processes)
     cells = comm_cells(lists, num_processes=count, on_gpus=device == "cuda")
@@ -57,8 +57,8 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
     count, device = asked or ((found, "cuda") if found > 1 else (_FEWEST, "cpu"))
     if count < _FEWEST:
         option = "gpus" if gpus is not None else "processes"
-        raise UserError(f"--{option} must be at least {_FEWEST}: one process has nobody to talk to")
-    refuse_too_many(count)  # first: a size too small for so many is not what is wrong
+        raise UserError(f"--{option} must be at least {_FEWEST}, not {count}: a collective needs two processes")
+    refuse_too_many(count)  # before sizes are checked, whose error would name the wrong cause
     return count, device
 
 
@@ -72,11 +72,11 @@ def measure_comm(
     on_progress: OnProgress = lambda progress: None,
     on_cell: Callable[[int, CommCell], None] = lambda index, cell: None,
 ) -> CommRun:
-    """Measure a study's cells and store the record, which an interruption stores too, with the cells that it has.
+    """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
 
-    `device` is that of the processes, cuda or cpu; `timeout_s` is how long one cell may take. Under torchrun the first
-    process alone stores. Raises UserError for a request that cannot be served, and SteplabError where the store cannot
-    be written.
+    `device` is that of the processes, cuda or cpu; `timeout_s` is how long one cell may take. Under torchrun only the
+    first process stores the record. Raises UserError for a request that is not supported, and SteplabError if the store
+    cannot be written.
     """
     run = CommRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
     return measure_benchmark(
@@ -118,13 +118,13 @@ def with_profile(run: CommRun) -> CommRun:
 def _why_left_out(cell: CommCell) -> str:
     thirds_s = cell.slowest.thirds_s if cell.slowest else ()
     return (
-        f"{cell.spec.label}: its calls had not settled ({', '.join(map(format_time, thirds_s))}: "
-        "medians of the first, middle and last third), and the communication profile is without it"
+        f"{cell.spec.label}: call times did not settle (medians of the first, middle and last third: "
+        f"{', '.join(map(format_time, thirds_s))}), so the communication profile leaves this cell out"
     )
 
 
 def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
-    """A note for each cell in whose time Python may have a part."""
+    """A note for each cell whose times may include waiting for Python."""
     for cell in cells:
         waiting = max(cell.ranks, key=lambda times: times.num_waits or 0, default=None)
         if waiting and waiting.num_waits:
@@ -135,24 +135,24 @@ def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
 
 
 def _why_no_line(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> list[str]:
-    """A note of what was timed and has no line of its own; none where all of it has."""
+    """A note on the collectives that were timed but have no line in the profile; empty if all have one."""
     has_one = {(fit.collective, fit.way, fit.dtype, fit.world_size) for fit in profile}
     asked = dict.fromkeys(_line_of(cell.spec) for cell in cells if cell.slowest is not None)
     without = [f"{line[0]} ({', '.join(line[1:3])}, {line[3]} ranks)" for line in asked if line not in has_one]
     if not without:
         return []
-    whose = f"has no line for {', '.join(without)}" if profile else "is empty"
-    return [f"the communication profile {whose}: a line takes at least {FEWEST_SIZES} sizes that could be timed"]
+    lacks = f"has no line for {', '.join(without)}" if profile else "is empty"
+    return [f"the communication profile {lacks}: a line needs at least {FEWEST_SIZES} timed sizes"]
 
 
 def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
-    """What cells have in common that lie on one line."""
-    return spec.collective, spec.way, spec.dtype, spec.world_size
+    """The line that a cell belongs to: its collective, transport, number format and world size."""
+    return spec.collective, spec.transport, spec.dtype, spec.world_size
 
 
 def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
-    """Lines through the median times: one for each collective, backend, type and world size, and where there are
-    several world sizes, one with a term a rank for all of them; without the cells that are `left_out`."""
+    """Lines through the median times: one for each collective, transport, number format and world size and, if there
+    are several world sizes, one with a term per rank for all of them. The cells of `left_out` are not used."""
     by_world: dict[tuple[str, str, str, int | None], list[Point]] = {}
     over_worlds: dict[tuple[str, str, str, int | None], list[Point]] = {}
     unsettled = left_out(cells)
@@ -163,18 +163,18 @@ def profile_of(cells: Sequence[CommCell]) -> tuple[CommFit, ...]:
             by_world.setdefault(_line_of(spec), []).append(point)
             over_worlds.setdefault((*_line_of(spec)[:3], None), []).append(point)
     fits = []
-    for (collective, way, dtype, world_size), points in (by_world | over_worlds).items():
+    for (collective, transport, dtype, world_size), points in (by_world | over_worlds).items():
         line = fit_line(points, by_rank=world_size is None)
         if line is not None:
-            kind = {"collective": collective, "way": way, "dtype": dtype, "world_size": world_size}
+            kind = {"collective": collective, "way": transport, "dtype": dtype, "world_size": world_size}
             fits.append(CommFit(**kind, **dataclasses.asdict(line)))  # type: ignore[arg-type]
     return tuple(fits)
 
 
 def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
-    """The cells that something disturbed for most of the time, and not all of it: their medians say what it cost.
+    """The cells whose call times did not settle, so that their medians are not those of an undisturbed call.
 
-    Only where the others of the same line are enough for it.
+    A cell is left out only if the settled cells suffice for its line.
     """
     groups: dict[tuple[str, str, str, int], list[CommCell]] = {}
     for cell in cells:
@@ -188,9 +188,11 @@ def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
 
 
 def predict_comm_s(profile: Sequence[CommFit], spec: CommSpec) -> float | None:
-    """Time of a call by a machine's profile: by the line of its world size, else by that over all of them; None where
-    the profile has neither."""
-    alike = [fit for fit in profile if (fit.collective, fit.way, fit.dtype) == (spec.collective, spec.way, spec.dtype)]
+    """Seconds of a call by a machine's profile, from the line of its world size, otherwise from the line over all world
+    sizes; None if the profile has neither."""
+    alike = [
+        fit for fit in profile if (fit.collective, fit.way, fit.dtype) == (spec.collective, spec.transport, spec.dtype)
+    ]
     for world_size in (spec.world_size, None):
         for fit in alike:
             if fit.world_size == world_size:
@@ -205,7 +207,7 @@ def predict_comm_s(profile: Sequence[CommFit], spec: CommSpec) -> float | None:
 
 
 def machine_profile(device_name: str, *, store: Path | str | None = None) -> tuple[CommFit, ...]:
-    """The communication profile of the newest benchmark on machines with that device; empty where there is none."""
+    """The communication profile of the newest benchmark on that device; empty if there is none."""
     with open_store(store, write=False) as opened:
         for row in opened.rows(kind="comm"):
             run = opened.get(str(row["id"])) if row.get("device") == device_name else None

@@ -37,9 +37,9 @@ _SMALL_STEP = {"context": 64, "batch": 2}
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:
-    """The step of each rank, and how many ranks there are: as many as asked for, as torchrun started, or two on a CPU.
+    """The step of each rank and the number of ranks: the requested number, the number that torchrun started, or two.
 
-    On a CPU, what the fields leave out is small. Raises UserError for fields or numbers that do not go together.
+    On a CPU the defaults make a small step. Raises UserError for fields or numbers that contradict each other.
     """
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
@@ -59,9 +59,9 @@ def ddp_study(
     transports: Sequence[str] | None = None,
     profiled_steps: int = 2,
 ) -> DdpStudy:
-    """The study of a step; without bucket sizes, of those that suit the device; without transports, by collectives.
+    """The study of a step; by default with the bucket sizes for the device, and with collectives as the transport.
 
-    Raises UserError naming what is wrong with it, and what is valid; Unsupported for a transport that needs GPUs.
+    Raises UserError that names what was given and what is valid, and Unsupported for a transport that needs GPUs.
     """
     small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
     if small and transports and "peer_copy" in transports:
@@ -125,7 +125,7 @@ def ddp_cells(study: DdpStudy, traces: Path | None) -> Cells[DdpCell]:
 
 
 def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
-    """The record with what the traces of its cells say of overlap."""
+    """The record with the overlap read from the traces of its cells."""
     numbers = {contender: number for number, contender in enumerate(run.study.contenders)}
     found = []
     for done, cell in enumerate(run.cells):
@@ -135,14 +135,14 @@ def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
 
 
 def _with_model(run: DdpRun) -> DdpRun:
-    """The record with what each cell sends, the memory expected of it, and the model of what communication costs."""
+    """The record with the bytes that each cell sends, its expected memory, and the overhead model."""
     sent = (with_wire_bytes(cell, run.study) for cell in run.cells)
     cells = tuple(with_expected(cell, run.study, run.facts) for cell in sent)
     return dataclasses.replace(run, cells=cells, model=overhead_model(cells, run.facts))
 
 
 def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | None, force: bool) -> list[Destination]:
-    """Where the traces are to stay, in a folder that is made if need be. Raises UserError where one cannot."""
+    """Destinations of the traces, in a folder that is created if needed. Raises UserError if one cannot be written."""
     if kept is None:
         return []
     try:
@@ -158,7 +158,7 @@ def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | 
 
 @contextmanager
 def _folder(targets: Sequence[Destination]) -> Iterator[Path]:
-    """Where traces are written, from where they are taken to where they stay; after an interruption too."""
+    """A folder for the traces, which are moved from there to their destinations, also after an interruption."""
     with folder_for(targets[0] if targets else None) as folder:
         try:
             yield folder

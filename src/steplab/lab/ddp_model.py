@@ -1,4 +1,4 @@
-"""What the formulas say of a data-parallel study: the memory of each variant, and the overhead over bucket sizes."""
+"""Formulas for a data-parallel study: the expected memory of each variant, and the overhead by bucket size."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,12 @@ from steplab.specs.ddp import BYTES_PER_MB, DdpStudy
 
 _STAGES = {"sharded": 1, "fsdp2": 3}
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
-"""Whose messages by themselves the link is fitted to: all-reduces, launched without waiting for one another."""
+"""Kinds of variant whose communication by itself the link is fitted to: all-reduces, launched without waiting."""
 _POINTS_A_DECADE = 12
 
 
 def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> DdpCell:
-    """With the memory that the formulas give."""
+    """The cell with the memory that the formulas give."""
     if facts is None or cell.failure or not facts.num_parameters:
         return cell
     held = state_bytes(
@@ -40,7 +40,7 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
 
 
 def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
-    """With the bytes that each rank sends in a step, by nccl-tests' factors."""
+    """The cell with the bytes that each rank sends in a step, by the factors of nccl-tests."""
     if not cell.messages:
         return cell
     sent = (bus_factor(sent.collective, study.processes) * sent.total_bytes for sent in cell.messages)
@@ -48,7 +48,7 @@ def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
 
 
 def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
-    """The model fitted to the variants' communication by itself; None where too little of it was measured."""
+    """The model fitted to the variants' communication by itself; None if there are too few measurements."""
     points = [
         (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
         for cell in cells
@@ -80,9 +80,9 @@ def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> Overhead
 
 
 def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
-    """The backward pass without communication on the slowest rank, 0 where it was not timed.
+    """Seconds of the backward pass without communication on the slowest rank; 0 if it was not timed.
 
-    In turns with the variants; by itself it is timed first, when a machine may not have settled.
+    With `baseline`, the samples that the baseline took in turns with the variant, when the machine has settled.
     """
     timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
     return max((median(samples) for samples in timed), default=0.0)
@@ -91,7 +91,7 @@ def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
 def _curve(
     link: Link, total: float, backward_s: float, num_tensors: int, cells: Sequence[DdpCell]
 ) -> Iterator[CurvePoint]:
-    """Over the bucket sizes measured, and a little beyond."""
+    """Predictions over the measured bucket sizes, and a little beyond."""
     sizes_mb = [cell.contender.bucket_size_mb for cell in cells if cell.contender.bucket_size_mb is not None]
     if not sizes_mb:
         return

@@ -1,4 +1,4 @@
-"""Explain a stored run, and try what the findings propose: predicted against measured."""
+"""Explain a stored run, and measure the changes that the findings propose."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from steplab.specs.step import FIELDS, StepSpec
 
 
 class Measure(Protocol):
-    """steplab.measure, or what stands in for it in a test."""
+    """The signature of steplab.measure, for which a test may pass a substitute."""
 
     def __call__(
         self, spec: StepSpec, *, name: str, store: Path | str | None, timeout_s: float | None, on_progress: OnProgress
@@ -28,11 +28,11 @@ class Measure(Protocol):
 
 
 def explain(run: Run | str | None = None, *, store: Path | str | None = None) -> Findings:
-    """What could be faster in a run, by how much, and how that is known.
+    """The findings on a run: what could be faster, the predicted gain, and the evidence.
 
-    `run` is a record, or the beginning of a stored one's id; without it, the newest run with a profile. Ceilings that
-    `steplab doctor` measured on the run's device serve where the catalogue does not know it. Raises UserError where
-    there is no such run.
+    `run` is a record, or the beginning of a stored one's id; without it, the newest run with a profile. For a device
+    outside the catalogue, ceilings that `steplab doctor` measured on it are used. Raises UserError if there is no such
+    run.
     """
     from steplab import __version__
 
@@ -51,20 +51,23 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
 
 
 def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None) -> Run:
-    """The stored run whose id begins so; without an id, the newest that has a profile. Raises UserError otherwise."""
+    """The stored run whose id begins with `run_id`; without it, the newest run with a profile.
+
+    Raises UserError if there is no such run.
+    """
     with open_store(store, write=False) as opened:
         if run_id is not None:
             record = opened.get(run_id)
             if isinstance(record, Run):
                 return record
-            raise UserError(f"record {record.id} is no run; `steplab list` shows the runs there are")
+            raise UserError(f"record {record.id} is not a run; `steplab list` shows the stored runs")
         for row in opened.rows():
             newest = opened.find(str(row["id"]))
             if isinstance(newest, Run) and newest.profile is not None:
                 return newest
         raise UserError(
-            f"no run in {opened.path} has a profile; `steplab profile` makes one, `steplab import-trace` takes one of "
-            "your own, and `steplab explain ID` explains a run that was only timed"
+            f"no run in {opened.path} has a profile; `steplab profile` makes one, `steplab import-trace` imports one, "
+            "and `steplab explain ID` explains a run without a profile"
         )
 
 
@@ -80,15 +83,15 @@ def try_findings(
 ) -> Findings:
     """The findings with a trial for each whose change is a field of the spec.
 
-    The step is measured again as it was, and then with each change, each in a process of its own; every measurement is
-    stored. `timeout_s` is for one of them, `on_trial` is told what begins. A change that runs out of memory, fails or
-    is not supported is a trial that says so. Raises UserError where the run has no step that can be run again, and
-    SteplabError where the step no longer runs as it was, or runs on another device.
+    The unchanged step is measured again, and then the step with each change, each in a process of its own; every
+    measurement is stored. `timeout_s` is for one measurement; `on_trial` is called with the name of each as it begins.
+    A change that runs out of memory, fails or is not supported gives a trial with a failure. Raises UserError if the
+    run has no step that can be run again, and SteplabError if the unchanged step fails or runs on another device.
     """
     if run.spec is None:
         what = "an imported trace" if run.profile else "a loop of your own"
         raise UserError(
-            f"run {run.id} is {what}: steplab cannot run it again; apply the changes there, and profile anew"
+            f"run {run.id} is {what}, which steplab cannot run again; apply the changes there, and profile it again"
         )
     spec = _on_the_same_kind(run.spec, run)
 
@@ -99,7 +102,7 @@ def try_findings(
     proposed = [finding for finding in findings.findings if finding.fields]
     if not proposed:
         return findings
-    base = measured(spec, "the step as it was")
+    base = measured(spec, "the unchanged step")
     before_s = _step_s(base)
     if before_s is None:
         raise SteplabError(f"the step of run {run.id} did not run again: {_why(base)}")
@@ -119,7 +122,7 @@ def try_findings(
 
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
-    """The spec with some fields changed, by their outer names. Raises UserError for a value that is not valid."""
+    """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value."""
     sizes = {FIELDS[name].attribute: int(value) for name, value in fields.items() if name.startswith("model.")}
     others = {name: value for name, value in fields.items() if not name.startswith("model.")}
     valid = resolve_step(others)
@@ -149,7 +152,7 @@ def _trial(
 
 
 def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
-    """The spec with `auto` replaced by the kind of device it meant, so that a machine without one refuses."""
+    """The spec with `auto` replaced by the run's kind of device, so that a machine without that kind refuses it."""
     kind = run.environment.device.kind if run.environment else None
     return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 
@@ -159,8 +162,8 @@ def _refuse_another_device(run: Run, base: Run) -> None:
     now = base.environment.device.name if base.environment else None
     if was is not None and was != now:
         raise SteplabError(
-            f"run {run.id} was measured on {was}, and this machine has {now}: what was predicted for one says nothing "
-            f"of the other; explain run {base.id} instead, once it has a profile"
+            f"run {run.id} was measured on {was}, but this machine has {now}, for which its predictions do not hold; "
+            f"explain run {base.id} instead, once it has a profile"
         )
 
 

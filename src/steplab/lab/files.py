@@ -1,4 +1,4 @@
-"""Every file that is written where the user says: it appears whole or not at all, and replaces nothing but its like.
+"""Output files at paths that the user chooses, written completely or not at all.
 
 No store is ever replaced. Another file is replaced where it is empty or, by its first bytes, an earlier output of the
 same kind; what else is there stays, unless it is forced. Tables in CSV, JSON and Markdown are known by their shape
@@ -29,21 +29,21 @@ _COMPANIONS = {
     "-shm": "the shared memory of the store",
     "-journal": "the journal of the store",
 }
-"""What SQLite may keep beside a file, by what it adds to the name."""
+"""Files that SQLite may keep with a database, by the suffix of their names."""
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _DEVICES = Path("/dev")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """One thing that steplab writes, and how a file of it is known."""
+    """One kind of output, and how an earlier output of that kind is recognised."""
 
     what: str
-    """As a message calls it."""
+    """Name of the kind in messages."""
     opening: str | None = None
-    """A pattern of its first bytes; None: nothing in them tells whose it is, and it is replaced by force alone."""
+    """Pattern of its first bytes; None: they do not identify steplab, so the file is replaced only by force."""
     endings: tuple[str, ...] = ()
-    """Asked of the file's name as well, where the opening is that of any program's; empty: the opening will do."""
+    """Endings of the file's name that are required too, if other programs write the same first bytes; empty: none."""
 
     def is_like(self, name: str, beginning: bytes) -> bool:
         """Whether a file may be an earlier output of the kind."""
@@ -53,7 +53,7 @@ class _Kind:
 
 _RECORD = r'\{("failure":(null|\{"kind":"\w+".*\}),)?("schema":"steplab\.[^"]*",)?"id":"[^"]*","created_utc":'
 _JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study)":|\{\s*"[a-z_]+": \[\s*\{\s*")'
-"""Rows; findings, a prediction or tiles; tables by their names."""
+"""The first bytes of rows; of findings, a prediction or tiles; and of tables by name."""
 _MARKDOWN_TABLE = r"\| [^\n]* \|\n\|( -+:? \|)+\n"
 _MARKDOWN_TEXT = r"# [^\n]+\n\n<!-- written by steplab -->\n"
 KINDS: dict[str, _Kind] = {
@@ -75,34 +75,37 @@ KINDS: dict[str, _Kind] = {
     "marks": _Kind(what="the marks of a memory snapshot", opening=r'\{"device_index":\d+,"source":'),
     "tiles": _Kind(what="a table of tiles", opening=r"(\s|#[^\n]*\n)*\[\[tiles\]\]"),
 }
-"""Whatever is written where the user says, by what `--format` or its option calls it."""
+"""The kinds of output by their names in `--format` or in the option of the command."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
-    """Where a file is to go."""
+    """The path of an output file, and the rules for replacing a file there."""
 
     path: Path
-    """As the user gave it."""
+    """Path as the user gave it."""
     kind: str
-    """One of KINDS."""
+    """Kind of output, one of KINDS."""
     store: Path | str | None = None
-    """The store that the command has; None: the one it has by default."""
+    """The store of the command; None: the default store."""
     force: bool = False
-    """Whether a file is replaced that is no earlier output of this kind. The store never is."""
+    """Whether to replace a file that is not an earlier output of this kind; the store is never replaced."""
 
     @property
     def is_written_to(self) -> bool:
-        """Whether it is a device or a pipe, which is written to; a file is replaced."""
+        """Whether it is a device or a pipe, which is written to directly rather than replaced."""
         in_devices = self.path.parent in (_DEVICES, _DEVICES / "fd")
         return in_devices or (self.path.exists() and not self.path.is_file())
 
     def check(self) -> None:
-        """Raise UserError, before the work begins, for what must not be replaced, and SteplabError for what cannot."""
+        """Check before the work begins that the file can be written.
+
+        Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written.
+        """
         self._checked()
 
     def write(self, content: bytes) -> None:
-        """Make the file, or replace it; a device gets the content. Raises what `check` does."""
+        """Create or replace the file, or write to the device. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -119,7 +122,7 @@ class Destination:
                 raise
 
     def take(self, written: Path) -> Path:
-        """Move a finished file here, and give where it lies then; a device gets a copy. Raises what `check` does."""
+        """Move a finished file here and return its new path; a device gets a copy. Raises as `check` does."""
         target = self._checked()
         with self._errors():
             if target is None:
@@ -135,7 +138,7 @@ class Destination:
         Links are followed once: another user may change one in a shared folder after the check.
         """
         if self.path.is_dir():
-            raise UserError(f"cannot write to the folder {self.path}; name a file in it")
+            raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
         self._refuse_the_store()
         if self.is_written_to:
             return None
@@ -184,7 +187,7 @@ class Destination:
         if self.force or not beginning.strip() or kind.is_like(target.name, beginning):
             return
         if kind.opening is None:
-            why = f"exists, and nothing in {kind.what} says whether steplab wrote it"
+            why = f"exists, and steplab cannot tell whether it wrote it, because {kind.what} does not say so"
         else:
             found = _described(target.name, beginning)
             why = f"exists and is {f'{found}, ' if found else ''}not {kind.what}"
@@ -193,9 +196,9 @@ class Destination:
 
 @contextmanager
 def folder_for(target: Destination | None) -> Iterator[Path]:
-    """A folder for a file under way, on the disk that it is to stay on; what is left in it goes.
+    """A temporary folder for an unfinished file, on the disk of its destination; it is removed at the end.
 
-    target: where the file is to stay; None: nowhere. Raises what `check` does, before anything is measured.
+    target: destination of the file; None: it is not kept. Raises as `check` does, before anything is measured.
     """
     if target:
         target.check()
@@ -209,22 +212,22 @@ def folder_for(target: Destination | None) -> Iterator[Path]:
 
 
 def refuse_the_same(*paths: Path | None) -> None:
-    """Raise UserError where two files that one command is to write are one."""
+    """Raise UserError if a command would write two outputs to the same file."""
     given = [path for path in paths if path is not None]
     for number, path in enumerate(given):
         if any(_is_same(path, other) for other in given[:number]):
-            raise UserError(f"two outputs would go to {path}, and the later replace the earlier; name two files")
+            raise UserError(f"two outputs would go to {path}, and the second would replace the first; name two files")
 
 
 def unread(error: Exception, run: Run, what: str, *, kept: Path | None) -> SteplabError:
-    """What to say of a raw file that was not understood; kept: where it is."""
+    """The error for a raw file that could not be read; kept: where the file is, None if it was not kept."""
     why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
-    where = f"the {what} is in {kept}" if kept else f"no folder would take the {what}"
-    return SteplabError(f"the {what} could not be read: {why}; {where}, the timing in record {run.id}")
+    where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"
+    return SteplabError(f"the {what} could not be read: {why}; {where}, and the timing is in record {run.id}")
 
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
-    """Move a file out of the folder that is about to go; None if nothing takes it."""
+    """Move a file out of a folder that is about to be removed; None if no other folder can take it."""
     for folder in (Path.cwd(), Path(tempfile.gettempdir())):
         try:
             return Path(shutil.move(written, folder / f"steplab-{what}-{run_id}{written.suffix}"))
@@ -234,14 +237,14 @@ def rescue(written: Path, what: str, run_id: str) -> Path | None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Whether both are one file, whatever they are called; of what is not there yet, by what it will be called."""
+    """Whether two paths name the same file; paths that do not exist yet are compared without links."""
     with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
     return _real(path) == _real(other)
 
 
 def _real(path: Path) -> Path:
-    """The path without links; unlike Path.resolve, of links in a circle too."""
+    """The path without links; unlike Path.resolve, it also accepts links in a circle."""
     return Path(os.path.realpath(path))
 
 
@@ -261,19 +264,19 @@ def _beginning(path: Path) -> bytes:
 
 
 def _described(name: str, beginning: bytes) -> str | None:
-    """What a file is, where its beginning tells."""
+    """What a file is, by its first bytes; None: not recognised."""
     if beginning.startswith(_SQLITE_MAGIC):
         return "an SQLite database"
     return next((kind.what for kind in KINDS.values() if kind.is_like(name, beginning)), None)
 
 
 def compressed(content: bytes) -> bytes:
-    """The content as gzip writes it, the same each time."""
+    """The content compressed by gzip, with the same bytes each time."""
     return gzip.compress(content, mtime=0)
 
 
 def _new_file_mode() -> int:
-    """What a file made here may be read by: mkstemp's are for their owner alone."""
+    """Permissions of a new file by the user's umask; mkstemp would make it readable by its owner only."""
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

@@ -1,4 +1,4 @@
-"""Exported records from files into the store."""
+"""Import exported records from files into the store."""
 
 import gzip
 import io
@@ -14,20 +14,20 @@ from steplab.store.record_table import ForeignRecord, read_foreign
 from steplab.units import format_bytes
 
 LARGEST_UNPACKED_BYTES = 1 << 30
-"""A compressed file that holds more is refused: a few kilobytes can be made to unpack to any size."""
+"""Largest unpacked size of a compressed file; larger ones are refused, since a few kilobytes can unpack to any size."""
 _GZIP_MAGIC, _XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
 
 def import_files(files: Sequence[Path], store: Path | str | None = None) -> tuple[int, int]:
     """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
 
-    Returns how many were added and how many were there already. Raises UserError for a file that cannot be read or
-    where none holds a record, and SteplabError, with file and line, for a record that is none, that no steplab can
-    have written, or whose id another record has.
+    Returns how many were added and how many were already stored. Raises UserError for a file that cannot be read or if
+    no file holds a record, and SteplabError, with file and line, for a line that is not a valid record or that has the
+    id of another record.
     """
     found = [foreign for file in files for foreign in _records(file)]
     if not found:
-        raise UserError(f"nothing to import: {', '.join(map(str, files))} holds no record")
+        raise UserError(f"nothing to import: no record in {', '.join(map(str, files))}")
     with open_store(store, write=True) as opened:
         return opened.import_records(found)
 
@@ -57,6 +57,6 @@ def _in_lines(file: Path, stream: io.BufferedReader) -> Iterator[ForeignRecord]:
         left, number = left - len(line), number + 1
         if lines is not stream and left < 0:
             most = format_bytes(LARGEST_UNPACKED_BYTES)
-            raise UserError(f"{file} unpacks to more than {most}; if that is meant, unpack it first and import that")
+            raise UserError(f"{file} unpacks to more than {most}; if that is right, unpack it and import the result")
         if line.strip():
             yield read_foreign(f"{file}, line {number}", line)

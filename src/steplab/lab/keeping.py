@@ -1,4 +1,4 @@
-"""Opening the store, beginning a record of a file, and not losing a measurement when the store fails under it."""
+"""Open the store, begin the record of an imported file, and keep a measurement even if the store fails."""
 
 import tempfile
 from pathlib import Path
@@ -13,22 +13,24 @@ from steplab.store.location import default_path, make_data_home
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
-    """The store at `path`, or at the place the XDG rules give. Raises SteplabError as Store.open does."""
+    """The store at `path`, or at the default path (store.location). Raises SteplabError as Store.open does."""
     if write and not path:
         make_data_home()
     return Store.open(Path(path) if path else default_path(), write=write)
 
 
 def checked_name(name: str) -> str:
-    """The name, for listings. Raises UserError where it would garble one."""
+    """The name, checked. Raises UserError if it is not one line of printable text."""
     if not name.isprintable():
-        raise UserError(f"the name {name!r} is not one line of printable text")
+        raise UserError(f"a name must be one line of printable text, not {name!r}")
     return name
 
 
 def imported_run(path: Path, name: str | None) -> Run:
-    """A record for what a file tells, and so far without it; called as the file is (step.json.gz: step), unless it is
-    given a name. Raises UserError for a name that would garble a listing."""
+    """An empty record for an imported file, named after the file (step.json.gz: step) unless a name is given.
+
+    Raises UserError for a name that is not one line of printable text.
+    """
     return Run(
         id=new_id(),
         created_utc=now_utc(),
@@ -38,7 +40,7 @@ def imported_run(path: Path, name: str | None) -> Run:
 
 
 def keep(store: Store, record: Record) -> None:
-    """Add a record to the store; where that fails, write it beside and say so.
+    """Add a record to the store; if that fails, write it to a file.
 
     Raises SteplabError naming the file that holds the record, or, if nothing can be written, why.
     """

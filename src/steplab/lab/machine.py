@@ -1,4 +1,4 @@
-"""What this machine is and what it can reach: measured ceilings, for the devices no data sheet is kept of."""
+"""Measure the ceilings of this machine, for devices outside the catalogue of hardware."""
 
 import importlib.metadata
 import os
@@ -18,9 +18,9 @@ def doctor(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Ceilings:
-    """Look at the machine, measure its matmul and copy ceilings, and store them for later MFU figures.
+    """Measure the machine's matmul and copy ceilings, and store them for later MFU figures.
 
-    Raises UserError for a device that is not there, SteplabError where the store cannot be written.
+    Raises UserError for a device that does not exist, SteplabError if the store cannot be written.
     """
     check_device(device)
     with open_store(store, write=True) as opened:
@@ -30,7 +30,7 @@ def doctor(
 
 
 def visible_gpus() -> int:
-    """How many CUDA devices torch will probably find: asking torch itself would mean importing it."""
+    """The number of CUDA devices that torch will probably find, estimated without importing torch."""
     try:
         if "+cpu" in importlib.metadata.version("torch"):
             return 0

@@ -1,4 +1,4 @@
-"""Measure one step, store it, give its record."""
+"""Measure one step, store its record and return it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def measure(
     arguments, and the first one stores the record of all.
 
     A failed measurement (out of memory, a crash, a timeout) is a record too: see `run.failure`. Raises UserError
-    for a request that cannot be served, and SteplabError where the store cannot be written.
+    for a request that is not supported, and SteplabError if the store cannot be written.
     """
     given = fields if isinstance(spec, StepSpec) else fields_here(fields)
     asked, name = spread_here(asked_step("measure", spec, given)), checked_name(name)
@@ -53,10 +53,10 @@ def measure(
 
 
 def asked_step(caller: str, spec: StepSpec | str | None, fields: Mapping[str, object]) -> StepSpec:
-    """The step that a call of `caller(spec, **fields)` asks for; raises UserError if it asks for none that is."""
+    """The step that a call of `caller(spec, **fields)` asks for. Raises UserError for an invalid request."""
     if isinstance(spec, StepSpec):
         if fields:
-            raise UserError(f"{caller} takes a whole StepSpec or fields, not both; leave out {', '.join(fields)}")
+            raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")
         return spec
     named = {"model": spec} if spec is not None else {}
     given = {("pass" if name == "pass_name" else name): value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""See what the memory of a step is made of: measure it, then watch one step more; and what it was predicted to be."""
+"""Measure the memory of a step by category, and predict it."""
 
 import dataclasses
 import shutil
@@ -31,22 +31,22 @@ def memory(
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then watch the memory of one step more; store one record of both.
+    """Measure one training step as `measure` does, then watch the memory of one further step; store one record of both.
 
-    `spec` and `fields` are as in `measure`. The watched step comes after all timing, which it does not touch:
+    `spec` and `fields` are as in `measure`. The watched step runs after all timing and does not affect it:
 
         run = steplab.memory("small", context=256, precision="bf16")
         run.memory_profile.at_peak  # bytes by category
 
-    `snapshot` keeps the raw history, step.pickle as torch.cuda.memory._dump_snapshot writes it, which
-    https://pytorch.org/memory_viz shows, and beside it step.marks.json, which says whose memory it is:
-    `import_snapshot("step.pickle")` reads both again. A file that is neither an earlier snapshot nor its marks is
-    replaced with `force` alone, and the store never.
+    `snapshot` is a path for the raw history, such as step.pickle, in the format of torch.cuda.memory._dump_snapshot,
+    which https://pytorch.org/memory_viz shows. The file step.marks.json in the same folder names the owners of the
+    memory; `import_snapshot("step.pickle")` reads both again. A file that is neither an earlier snapshot nor its marks
+    is replaced only with `force`, and the store never.
 
-    A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`; so is one that failed only
-    when it was watched: it has a note, and `run.memory_profile` is None. Raises UserError for a request that cannot be
-    served, and SteplabError where the store or the snapshot cannot be written, or the snapshot not read: then the
-    measurement is stored, and the snapshot is kept with its marks.
+    A failed measurement (out of memory, a crash, a timeout) is a record, as in `measure`. If only the watched step
+    fails, the record has a note, and `run.memory_profile` is None. Raises UserError for a request that is not
+    supported, and SteplabError if the store or the snapshot cannot be written or the snapshot cannot be read; the
+    measurement is then stored, and the snapshot is kept with its marks.
     """
     refuse_torchrun("watch the memory of a step")
     asked, name = asked_step("memory", spec, fields), checked_name(name)
@@ -76,9 +76,9 @@ def memory(
 def _destinations(
     snapshot: Path | str | None, store: Path | str | None, force: bool
 ) -> tuple[Destination | None, Destination | None]:
-    """Where the snapshot and its marks are to stay; a snapshot that goes down a pipe has no place for marks beside it.
+    """Destinations of the snapshot and its marks; the marks have none if the snapshot is written to a pipe.
 
-    Raises UserError for what must not be replaced, or has a name that says it is something else.
+    Raises UserError for a file that must not be replaced, and for a name that does not end as a pickle's.
     """
     if snapshot is None:
         return None, None
@@ -87,7 +87,7 @@ def _destinations(
     if target.is_written_to and not path.is_dir():
         return target, None
     if path.suffix not in (".pickle", ".pkl"):
-        raise UserError(f"the snapshot is a pickle; call it {path.with_suffix('.pickle')}")
+        raise UserError(f"cannot write the snapshot to {path}: it is a pickle; call it {path.with_suffix('.pickle')}")
     target.check()
     beside = Destination(path=marks_beside(path), kind="marks", store=store, force=force)
     beside.check()
@@ -95,10 +95,12 @@ def _destinations(
 
 
 def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
-    """What the step's memory should be made of, from a dry run. Raises Unsupported for one that cannot be run dry.
+    """The predicted memory of a step by category, from a dry run.
 
-    device: the GPU's name as torch gives it; None: a Hopper. Whatever device the step is to run on, it is a CUDA device
-    that is predicted, and a report of another says so.
+    Raises Unsupported for a step that a dry run does not support.
+
+    device: name of the GPU by torch; None: a Hopper. The prediction is for a CUDA device, whatever device the step is
+    to run on; a report of a run on another device says so.
     """
     from steplab.plan.memory import predict_memory
 
@@ -106,8 +108,8 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:
-    """What is predicted of the runs whose memory was watched on a CUDA device, by their ids; without those that cannot
-    be run dry."""
+    """Predictions for the runs whose memory was watched on a CUDA device, by id; runs that a dry run does not support
+    are left out."""
     watched = [
         (run, run.spec)
         for run in runs

@@ -1,4 +1,4 @@
-"""Take a memory snapshot that anyone made into a record."""
+"""Import a memory snapshot from a file as a record."""
 
 import dataclasses
 from pathlib import Path
@@ -16,21 +16,21 @@ def import_snapshot(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store what a memory snapshot tells: a pickle of torch.cuda.memory._dump_snapshot's, or that
-    compressed by gzip or xz.
+    """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
+    or xz.
 
     Nothing in the file is executed: only containers, texts and numbers are admitted. `name` is the file's by default.
-    The record has a memory profile and nothing else. Where the marks that `memory` keeps lie beside the file
-    (step.pickle, step.marks.json), it says whose everything is, as the measured record does; else its categories are
-    what was there before the history begins and what came since, for a snapshot does not say. Raises UserError for a
-    file that cannot be read or is no snapshot, SteplabError for one that holds no allocation.
+    The record has a memory profile and nothing else. If the marks that `memory` writes are in the same folder
+    (step.pickle, step.marks.json), its categories are owners, as in the measured record; otherwise they are memory from
+    before the history begins and memory allocated since. Raises UserError for a file that cannot be read or is not a
+    snapshot, SteplabError for one without any allocation.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
         run = dataclasses.replace(
             imported_run(path, name),
             memory_profile=read_memory(path, on_progress, file=path.name),
-            notes=("timing: an imported snapshot tells of memory alone",),
+            notes=("timing: an imported snapshot has no timing",),
         )
         keep(opened, run)
         return run

@@ -1,4 +1,4 @@
-"""A memory snapshot and the marks beside it, read from their files and summed up."""
+"""Read a memory snapshot and its marks from their files, and summarise them."""
 
 from pathlib import Path
 
@@ -9,17 +9,17 @@ from steplab.records.memory_profile import MemoryProfile
 
 
 def marks_beside(snapshot: Path) -> Path:
-    """Where the marks of a snapshot are kept: step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
+    """Path of a snapshot's marks: step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
     return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz').removesuffix('.xz')).stem}.marks.json")
 
 
 def read_memory(
     snapshot: Path, on_progress: OnProgress, *, file: str | None = None, unwatched_peak_bytes: int | None = None
 ) -> MemoryProfile:
-    """The profile in a snapshot, by the owners in the marks beside it where there are any; the rest as in `digest`.
+    """The profile of a snapshot, by owner if its marks exist; the other arguments are those of `digest`.
 
-    Raises UserError for a file that cannot be read, is not what it should be, or for marks that are of another
-    snapshot; SteplabError for a snapshot without any allocation.
+    Raises UserError for a file that cannot be read or is invalid, and for marks of another snapshot; SteplabError for a
+    snapshot without any allocation.
     """
     from steplab.snapshots.digest import digest
     from steplab.snapshots.marks import check_same_history, read_marks

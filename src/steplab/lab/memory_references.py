@@ -1,4 +1,4 @@
-"""What watched memory is set against: the same cell as it was measured otherwise, or else as it is predicted."""
+"""Find the runs and predictions that the memory of a run is compared with."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ _LOW_PRECISION = ("bf16", "fp16", "bf16_pure")
 
 
 def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> MemoryReferences:
-    """Of every watched run: the newest stored run of the same step in fp32, and of the same without checkpointing; and
-    for a step in low precision that has none in fp32, what a dry run says of both.
+    """For every watched run, the newest stored runs of the same step in fp32 and without checkpointing, on the same
+    device and with the same torch; for a step in low precision without a run in fp32, predictions of both.
 
-    On the same device and with the same torch. A run's own predictions cost up to a second.
+    The predictions for a run take up to a second.
     """
     watched = [run for run in runs if run.spec is not None and run.memory_profile is not None]
     if not watched:
@@ -39,8 +39,8 @@ def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> M
 
 
 def fp32_forecast(run: Run) -> Fp32Forecast | None:
-    """Of a run in low precision on a CUDA device, what a dry run says of it and of the same in fp32; None where one of
-    them cannot be run dry, or would be a lower bound alone."""
+    """Predictions for a run in low precision on a CUDA device, and for the same step in fp32; None if a dry run does
+    not support one of them or gives only a lower bound."""
     spec, profile = run.spec, run.memory_profile
     if spec is None or profile is None or profile.source != "cuda allocator" or spec.precision not in _LOW_PRECISION:
         return None
@@ -68,7 +68,7 @@ def _counterparts(run: Run, opened: Store) -> Iterator[Run]:
 
 
 def _differs_by(run: Run, other: Run, field: str, value: str) -> bool:
-    """Whether the other is the same step on the same machine but for one field, where it has that value."""
+    """Whether the other run is the same step on the same machine, except that `field` has this value."""
     assert run.spec is not None
     wanted = _memory_fields(dataclasses.replace(run.spec, **{field: value}))  # type: ignore[arg-type]  # a field of it
     return other.spec is not None and _memory_fields(other.spec) == wanted and _machine(other) == _machine(run)

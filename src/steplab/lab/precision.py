@@ -1,6 +1,7 @@
-"""What a precision does to a step: the types it runs in, what is lost in them, sums that go wrong, and what it saves.
+"""Compare precisions on one step: its data types, the values that they lose, inexact sums, and the time saved.
 
-Each audit and each timing has a process of its own. The records of one call share a study, by which a page finds them.
+Each audit and each timing has a process of its own. The records of one call share a study, by which a report finds
+them.
 """
 
 import dataclasses
@@ -25,22 +26,22 @@ from steplab.specs.study import StudySpec
 from steplab.store.database import Store
 
 AUDITED = ("fp16", "bf16")
-"""The precisions that are audited where none is named: those of autocast."""
+"""The precisions that are audited by default: those of autocast."""
 TIMED: tuple[str, ...] = get_args(Precision)
-"""Those that are timed where none is named: all."""
+"""The precisions that are timed by default: all."""
 PARTS = ("audit", "accumulation", "timings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionResult:
-    """What a study of precisions has come to."""
+    """The records of a study of precisions."""
 
     numerics: tuple[Numerics, ...] = ()
-    """An audit a precision, in their order; with sums alone, one record without a step."""
+    """One audit per precision, in order; for sums alone, one record without a step."""
     runs: tuple[Run, ...] = ()
-    """A timed step a precision, in their order."""
+    """One timed step per precision, in order."""
     study_id: str | None = None
-    """Identity under which the store keeps the runs; None: nothing was timed."""
+    """Id of the runs' study in the store; None: nothing was timed."""
 
 
 def compare_precisions(
@@ -54,12 +55,12 @@ def compare_precisions(
     on_progress: OnProgress = lambda progress: None,
     on_sweep: Callable[[SweepProgress], None] = lambda progress: None,
 ) -> PrecisionResult:
-    """Audit and time one step in several precisions, and store what was found.
+    """Audit and time one step in several precisions, and store the records.
 
-    `fields` are the step's, by the names the command line has, without its precision. `precisions` are audited and
-    timed; without any, AUDITED are audited and TIMED are timed. `parts` are some of PARTS. A precision that fails, or
-    that the device refuses, is a record with a failure. Raises UserError for a request that cannot be served in any of
-    the precisions, and SteplabError where the store cannot be written.
+    `fields` are the step's fields by their names on the command line, without the precision. `precisions` are audited
+    and timed; by default AUDITED are audited and TIMED are timed. `parts` are some of PARTS. A precision that fails or
+    that the device does not support gives a record with a failure. Raises UserError for a request that is not supported
+    in any of the precisions, and SteplabError if the store cannot be written.
     """
     _check_parts(parts)
     checked_name(name)
@@ -82,7 +83,7 @@ def compare_precisions(
 
 
 class _Book:
-    """Puts records into the store as they come, under the study that is to time the same step."""
+    """Stores records as they are made, under the study that times the same step."""
 
     def __init__(self, store: Store, name: str, study: StudySpec) -> None:
         self.records: list[Numerics] = []
@@ -90,7 +91,7 @@ class _Book:
         self._study_id: str | None = None
 
     def study_id(self) -> str | None:
-        """The study's identity, begun when it is first asked for; None where nothing is to be timed."""
+        """The study's id; the study is begun at the first call. None: nothing is timed."""
         if self._study_id is None and self._study.cells:
             self._study_id = self._store.begin_study(self._study)
         return self._study_id
@@ -105,7 +106,7 @@ class _Book:
 def _check_parts(parts: Sequence[str]) -> None:
     for part in parts:
         if part not in PARTS:
-            raise UserError(f"'{part}' is no part of this study; choose among {', '.join(PARTS)}")
+            raise UserError(f"part '{part}' is not known; choose some of {', '.join(PARTS)}")
 
 
 def _step(fields: Mapping[str, object], precision: str) -> StepSpec:
@@ -113,7 +114,7 @@ def _step(fields: Mapping[str, object], precision: str) -> StepSpec:
 
 
 def _audit(specs: Sequence[StepSpec], book: _Book, timeout_s: float, on_progress: OnProgress) -> None:
-    """Store a record a step; raises the first refusal, and stores none, where every one of them is refused."""
+    """Store one record per step; if every step is refused, store none and raise the first refusal."""
     first: SteplabError | None = None
     served = False
     waiting: list[Numerics] = []

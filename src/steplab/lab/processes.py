@@ -1,4 +1,4 @@
-"""One use case run by several command lines at once: torchrun starts one for each rank."""
+"""Use cases under torchrun, which starts one command line for each rank."""
 
 import dataclasses
 import time
@@ -14,9 +14,9 @@ _FIRST_STORES_S = 5.0
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that stores and prints: it is, unless torchrun started it as another.
+    """Whether this process stores and prints: it is rank 0 of torchrun, or was not started by torchrun.
 
-    Raises UserError where torchrun's variables contradict each other.
+    Raises UserError if torchrun's variables contradict each other.
     """
     around = torchrun_around()
     return around is None or around.is_first
@@ -25,18 +25,18 @@ def is_first_rank() -> bool:
 def fields_here(
     fields: Mapping[str, object], gpus: int | None = None, processes: int | None = None
 ) -> dict[str, object]:
-    """The fields of a step with the layout that `--gpus` or `--processes` stand for, or torchrun where it names none.
+    """The fields of a step with the layout that follows from `--gpus` or `--processes`, or from torchrun.
 
-    Raises UserError where layout, device and number do not go together.
+    Raises UserError if layout, device and number of processes contradict each other.
     """
     given, around = with_processes(fields, gpus, processes), torchrun_around()
     return given if around is None or "layout" in given else {**given, "layout": f"dp={around.size}"}
 
 
 def spread_here(spec: StepSpec) -> StepSpec:
-    """The step as it runs here: under torchrun, without a layout of its own, data parallel over what that started.
+    """The step as it runs here; under torchrun, a step without a layout is data parallel over torchrun's processes.
 
-    Raises UserError where torchrun started another number of processes than the layout takes.
+    Raises UserError if torchrun started another number of processes than the layout takes.
     """
     around = torchrun_around()
     if around is None or spec.layout.world_size == around.size:
@@ -44,27 +44,27 @@ def spread_here(spec: StepSpec) -> StepSpec:
     if spec.layout == SINGLE:
         return dataclasses.replace(spec, layout=Layout(dp=around.size))
     raise UserError(
-        f"torchrun started {around.size} processes and layout {spec.layout} takes {spec.layout.world_size}: give "
+        f"torchrun started {around.size} processes, but layout {spec.layout} takes {spec.layout.world_size}; give "
         f"torchrun --nproc-per-node and --nnodes for {spec.layout.world_size} in all, or leave --layout out"
     )
 
 
 def refuse_torchrun(verb: str) -> None:
-    """Raise UserError where torchrun started several processes for something that is to be done once."""
+    """Raise UserError if torchrun started several processes for a command that runs in one."""
     around = torchrun_around()
     if around is not None:
         raise UserError(
-            f"torchrun started {around.size} processes, and each would {verb}: run steplab without it; "
-            "--gpus, --processes and --layout start processes too"
+            f"torchrun started {around.size} processes, and each would {verb}; run steplab without torchrun "
+            "(--gpus, --processes and --layout start processes too)"
         )
 
 
 def is_told_here(failure: Failure) -> bool:
-    """Whether this command line is one to say it: the first, or that of the rank that failed."""
+    """Whether this command line reports the failure: it is the first, or that of the rank that failed."""
     around = torchrun_around()
     return around is None or around.is_first or failure.rank == around.rank
 
 
 def let_the_first_store() -> None:
-    """Wait a little before ending badly: torchrun ends all the others when one does."""
+    """Wait briefly before exiting with an error, because torchrun then ends all other processes."""
     time.sleep(_FIRST_STORES_S)

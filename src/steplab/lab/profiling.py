@@ -1,4 +1,4 @@
-"""See where the time of a step goes: measure it, then have some steps recorded; or take a trace made by anyone."""
+"""Profile a step after measuring it, or import the trace of another program."""
 
 import dataclasses
 from pathlib import Path
@@ -30,20 +30,20 @@ def profile(
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
 ) -> Run:
-    """Measure one training step as `measure` does, then profile some steps more, and store one record of both.
+    """Measure one training step as `measure` does, then profile further steps, and store one record of both.
 
-    `spec` and `fields` are as in `measure`. The profiled steps come after all timing, which they do not touch:
+    `spec` and `fields` are as in `measure`. The profiled steps run after all timing and do not affect it:
 
         run = steplab.profile("small", context=256, precision="bf16")
         run.profile.kernels[0]
 
-    `trace` keeps the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys` the steps are
-    recorded by Nsight Systems in place of torch.profiler, and `trace` keeps its SQLite export. A file that is no
-    earlier trace is replaced with `force` alone, and the store never.
+    `trace` is a path for the raw trace, which Perfetto opens (compressed if it ends in .gz). With `nsys`, the steps are
+    recorded by Nsight Systems in place of torch.profiler, and its SQLite export is written to `trace`. A file that is
+    not an earlier trace is replaced only with `force`, and the store never.
 
-    A failed measurement is a record, as in `measure`; so is one whose profiling failed: it has a note, and
-    `run.profile` is None. Raises UserError for a request that cannot be served, and SteplabError where the store or
-    the trace cannot be written, or the trace not read: then the measurement is stored, and the trace is kept.
+    A failed measurement is a record, as in `measure`. If only the profiling fails, the record has a note, and
+    `run.profile` is None. Raises UserError for a request that is not supported, and SteplabError if the store or the
+    trace cannot be written or the trace cannot be read; the measurement is then stored, and the trace is kept.
     """
     refuse_torchrun("profile a step")
     asked, name = asked_step("profile", spec, fields), checked_name(name)
@@ -82,35 +82,35 @@ def import_trace(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store the profile in a file: a Kineto trace (.json, .json.gz) or an nsys SQLite export, made by anyone.
+    """Store the profile of a trace: a Kineto trace (.json, .json.gz) or an nsys SQLite export of any program.
 
-    `name` is the file's by default. The record has a profile and nothing else: a trace says neither what was asked
-    nor how long a step takes unwatched. Raises UserError for a file that cannot be read or is no trace.
+    `name` is the file's by default. The record has a profile and nothing else, because a trace contains neither the
+    spec nor step times without a profiler. Raises UserError for a file that cannot be read or is not a trace.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
         run = dataclasses.replace(
             imported_run(path, name),
             profile=_read(path, None, on_progress, file=path.name),
-            notes=("timing, memory: an imported trace holds profiled steps alone",),
+            notes=("timing, memory: an imported trace has only profiled steps",),
         )
         keep(opened, run)
         return run
 
 
 def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None, force: bool) -> Destination | None:
-    """Where the trace is to stay. Raises UserError for a name that says it is something else."""
+    """Destination of the trace. Raises UserError for a name that does not end as a trace's."""
     if trace is None:
         return None
     target = Destination(path=Path(trace), kind="nsys" if nsys else "trace", store=store, force=force)
     target.check()
     if not nsys and not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
-        raise UserError(f"cannot write the trace to {target.path}: it is JSON; let the name end in .json or .json.gz")
+        raise UserError(f"cannot write the trace to {target.path}: it is JSON; use a name ending in .json or .json.gz")
     return target
 
 
 def is_recorded_elsewhere(run: Run) -> bool:
-    """Whether a record lacks a profile because nsys, around this program, has the steps in a report of its own."""
+    """Whether a record lacks a profile because this program runs under nsys, whose own report has the steps."""
     return run.timing is not None and run.profile is None and is_watched_by_nsys()
 
 
@@ -132,7 +132,7 @@ def _with_notes_on_nsys(run: Run, written: Path) -> Run:
 
 
 def _with_profile(run: Run, found: Profile) -> Run:
-    """What the measuring process noted of the trace is said where the profile is shown."""
+    """The run with its profile, to which the measuring process's notes on the trace are moved."""
     moved = tuple(note for note in run.notes if note.startswith(("ranges: ", "kernels: ")))
     kept = tuple(note for note in run.notes if note not in moved)
     return dataclasses.replace(run, profile=dataclasses.replace(found, notes=moved + found.notes), notes=kept)

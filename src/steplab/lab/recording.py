@@ -1,4 +1,4 @@
-"""Record the user's own training loop into the same store as everything else."""
+"""Record the user's own training loop in the store."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def recorder(
     device: str = "auto",
     store: Path | str | None = None,
 ) -> "Iterator[Recorder]":
-    """Time the steps of a loop, and store them as one record when the loop is over.
+    """Time the steps of a loop, and store them as one record at its end.
 
         with steplab.recorder("my loop", tokens_per_step=4096) as rec:
             for batch in loader:
@@ -30,9 +30,9 @@ def recorder(
                         loss = model(batch)
                     ...
 
-    The first `warmup` steps are kept apart. Nothing is synchronised before the end, so the loop runs as it does
-    alone. A loop that raises is stored with what it had measured, and the exception passes on. Raises
-    SteplabError before the loop begins if the store cannot be written, and UserError for a device that is not there.
+    The first `warmup` steps count as warm-up. Nothing is synchronised before the end, so steplab does not change how
+    the loop runs. A loop that raises is stored with the steps until then, and the exception is raised again. Raises
+    SteplabError before the loop begins if the store cannot be written, and UserError for a device that does not exist.
     """
     from steplab.measurement.recorder import Recorder
 

@@ -1,4 +1,4 @@
-"""Which records a report is about."""
+"""Select the records of a report."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from steplab.records.registry import KINDS, kind_of
 from steplab.store.database import Store
 
 _MOST_TOGETHER = 60
-"""Records of one kind that belong to no study are reported together, the newest of them."""
+"""Largest number of records of one kind without a study in one report; older ones are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Records, and what they have in common."""
+    """The records of a report, with its title."""
 
     records: tuple[Record, ...]
-    """At least one; those of a kind in the order they were measured."""
+    """The records, at least one; those of one kind are in the order they were measured."""
     title: str
-    """The study's name, or what the selection is."""
+    """Name of the study, or a description of the selection."""
     description: str = ""
-    """The study's description, if it has one."""
+    """Description of the study; empty: none."""
 
     def of(self, kind: str) -> tuple[Any, ...]:
-        """Those of one kind, by its name in the registry."""
+        """The records of one kind, by its name in the registry."""
         return tuple(record for record in self.records if kind_of(record).name == kind)
 
 
@@ -47,7 +47,7 @@ def records_to_report(
         if name is not None:
             found = list(opened.iterate(name=name))
             if not found:
-                raise UserError(f"no record is called '{name}'; `steplab list` shows the names there are")
+                raise UserError(f"no record is called '{name}'; `steplab list` shows the names")
             return _selected(found, title=name)
         if study is not None:
             return _of_study(opened, opened.study_id(study))
@@ -61,7 +61,7 @@ def records_to_report(
 
 
 def _newest(opened: Store) -> Record:
-    """The newest measurement that can be read. Raises UserError where there is none."""
+    """The newest measurement that can be read. Raises UserError if there is none."""
     rows = [row for kind in KINDS.values() if kind.verb != "doctor" for row in opened.rows(kind=kind.name)]
     for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
         if record := opened.find(str(row["id"])):
@@ -79,7 +79,7 @@ def _of_study(opened: Store, study_id: str) -> Selection:
 
 
 def _selected(records: Iterable[Record], title: str | None = None) -> Selection:
-    """These records, called by the title, or by what the first of them are."""
+    """A selection of these records, with this title or one made from their kind."""
     found = tuple(records)
     kinds = {kind_of(record).name for record in found}
     return Selection(records=found, title=title or next(kind.title for name, kind in KINDS.items() if name in kinds))

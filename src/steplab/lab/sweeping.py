@@ -1,4 +1,4 @@
-"""Measure every cell of a study, each in a process of its own, and lose nothing when it is interrupted."""
+"""Measure every cell of a study, each in a process of its own; an interrupted sweep can be resumed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,30 +24,30 @@ DEFAULT_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepProgress:
-    """Where a sweep stands."""
+    """Progress of a sweep."""
 
     cell: StepSpec
-    """The cell under way, or just ended."""
+    """The cell that is running or has just ended."""
     index: int
-    """Its number among those to run now, from 0."""
+    """Number of that cell among the cells to run, from 0."""
     to_run: int
-    """Cells to run now."""
+    """Number of cells to run in this call."""
     skipped: int
-    """Cells found finished by a resumed sweep."""
+    """Number of cells that a resumed sweep found finished."""
     within: Progress | None = None
     """Progress inside the cell."""
     run: Run | None = None
-    """The cell's record, once it has ended."""
+    """The cell's record; None until it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepResult:
-    """What a sweep has come to."""
+    """The result of a sweep."""
 
     study_id: str
-    """Identity under which the store keeps it."""
+    """Id of the study in the store."""
     runs: tuple[Run, ...]
-    """The newest record of each cell, those of an earlier attempt included."""
+    """The newest record of each cell, including records of an earlier attempt."""
 
 
 def sweep(
@@ -60,9 +60,9 @@ def sweep(
 ) -> SweepResult:
     """Measure the study's cells one after the other; each is in the store as soon as it has ended.
 
-    resume continues the newest sweep over the same cells: those that were measured, ran out of memory or raised
-    are not run again; those whose process was killed or timed out are. A cell that fails is a record, and the
-    sweep goes on. `timeout_s` is for one cell. Raises SteplabError where the store cannot be written.
+    `resume` continues the newest sweep over the same cells: cells that were measured, ran out of memory or raised
+    are not run again; cells whose process was killed or timed out are. A cell that fails is stored as a record, and the
+    sweep continues. `timeout_s` is for one cell. Raises SteplabError if the store cannot be written.
     """
     refuse_torchrun("measure the whole sweep")
     checked_name(study.name)

@@ -1,4 +1,4 @@
-"""Tune flash_triton's tiles for the GPU at hand: measure candidates, choose, and write the table that kernels read."""
+"""Tune flash_triton's tiles for this machine's GPU: measure candidates, choose, and write the table of tiles."""
 
 import dataclasses
 import json
@@ -14,23 +14,24 @@ from steplab.records.attention_tuning import AttentionTuning, ChosenTiles
 from steplab.specs.attention_tuning import KERNELS, TunedKernel, TuningStudy
 
 SHORT_UP_TO = 2048
-"""Tokens for which what was fastest at the shorter of both lengths holds, where it differs: up to about their geometric
-mean."""
+"""Longest sequence in tokens that uses the choice for short sequences, where the two choices differ: about the
+geometric mean of the two timed lengths."""
 TOLERATED = 1.02
-"""A candidate this close to the fastest at both lengths saves a second row."""
+"""Largest slowdown, at both lengths, of a candidate that is chosen for all lengths in place of two rows."""
 _FIELDS = ("kernel", "gpu", "bits", "box", "tokens", "variant", "queries", "keys", "stages", "warps")
 _USUAL = {"tokens": None, "warps": 4}
-"""Values that a row does not spell out."""
+"""Default values, which a row of the table leaves out."""
 _Row = Mapping[str, object]
 
 
 def tune_attention(study: TuningStudy, *, on_progress: OnProgress = lambda progress: None) -> AttentionTuning:
-    """Measure the candidates and choose. Raises UserError where there is no GPU for it."""
+    """Measure the candidates and choose. Raises UserError without a suitable GPU."""
     return with_choice(tuning_in_child(study, on_progress))
 
 
 def with_choice(tuning: AttentionTuning) -> AttentionTuning:
-    """The same with the rows for its GPU: for each kernel and box one, or two where short sequences want another."""
+    """The tuning with the rows for its GPU: for each kernel and tile width one row, or two if short sequences need
+    other tiles."""
     rows = [row for box in tuning.boxes for kernel in KERNELS for row in _choice(tuning, kernel, box)]
     return dataclasses.replace(tuning, chosen=tuple(rows))
 
@@ -50,28 +51,31 @@ def _choice(tuning: AttentionTuning, kernel: TunedKernel, box: int) -> Iterator[
 
 
 def packaged_table() -> Path:
-    """The table that the kernels read."""
+    """Path of the table that the kernels read."""
     return Path(str(files("steplab") / "ops" / "attention" / "triton_tiles.toml"))
 
 
 def table_before(path: Path) -> str:
-    """The table to be changed: the one at `path`, or where nothing is, the package's.
+    """Text of the table to change: the one at `path`, or the package's if there is no file.
 
-    Raises UserError if what is there is none.
+    Raises UserError if the file is not a table of tiles.
     """
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else packaged_table().read_text(encoding="utf-8")
         rows = tomllib.loads(text).get("tiles")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} is no table of tiles: {error}; name a file that does not exist yet") from error
+        raise UserError(f"{path} is not a table of tiles: {error}; name a file that does not exist yet") from error
     named = {"kernel", "gpu", "box"}
     if not isinstance(rows, list) or not all(isinstance(row, dict) and named <= set(row) for row in rows):
-        raise UserError(f"{path} is no table of tiles: it lacks [[tiles]] with kernel, gpu and box")
+        raise UserError(
+            f"{path} is not a table of tiles: it lacks [[tiles]] with kernel, gpu and box; "
+            "name a file that does not exist yet"
+        )
     return text
 
 
 def table_with(tuning: AttentionTuning, before: str) -> str:
-    """The table with the tuning's rows in place of those it had for this GPU, kernel, type and box."""
+    """The table with the tuning's rows in place of the rows for the same GPU, kernel, number size and tile width."""
     new = rows_of(tuning)
     tuned = {_of_what(row) for row in new}
     kept = [row for row in tomllib.loads(before).get("tiles", []) if _of_what(row) not in tuned]
@@ -85,7 +89,7 @@ def rows_of(tuning: AttentionTuning) -> list[_Row]:
 
 
 def rows_text(rows: Sequence[_Row]) -> str:
-    """Rows in TOML, in the order of the table's fields; what is as usual is left out."""
+    """Rows in TOML, with fields in the table's order; default values are left out."""
     return "\n".join(
         "\n".join(["[[tiles]]", *(f"{name} = {_toml(row[name])}" for name in _FIELDS if _is_told(row, name)), ""])
         for row in rows
@@ -97,7 +101,7 @@ def _is_told(row: _Row, name: str) -> bool:
 
 
 def _toml(value: object) -> str:
-    """JSON's texts, numbers and truth values are TOML's too."""
+    """The value in TOML, whose texts, numbers and truth values are written as in JSON."""
     return json.dumps(value, ensure_ascii=False)
 
 

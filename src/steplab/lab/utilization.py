@@ -1,4 +1,4 @@
-"""MFU and HFU of a step, each stored with what it is made of."""
+"""MFU and HFU of a step, each stored with the figures that it is computed from."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ class PeakFigure:
     """A device's dense peak in one data type, or why there is none."""
 
     flops_per_s: float | None
-    """None: not known."""
+    """The dense peak; None: not known."""
     source: str
-    """Data sheet or measurement; or the reason it is not known."""
+    """Source of the peak, a data sheet or a measurement; or the reason why it is not known."""
     measured: bool = False
-    """Whether `steplab doctor` measured it, which a busy machine makes too low."""
+    """Whether `steplab doctor` measured it; on a busy machine such a peak is too low."""
 
 
 def with_utilizations(run: Run, store: Store) -> Run:
@@ -44,10 +44,10 @@ def with_utilizations(run: Run, store: Store) -> Run:
 
 
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
-    """The device's dense peak: stated for a listed GPU, else measured by `steplab doctor`, else unknown.
+    """The device's dense peak: stated for a GPU of the catalogue, otherwise measured by `steplab doctor`.
 
-    Of several measurements the highest: whatever else ran at the time can only have lowered one. Never another
-    device's figure, nor the same one's with another number of threads.
+    Of several measurements the highest is used, because other work on the machine only lowers one. Measurements of
+    another device, or with another number of threads, are not used.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
@@ -65,7 +65,7 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
         source = f"measured: {dtype} matmul by steplab doctor, {best_of}{record.created_utc[:10]}, record {record.id}"
         return PeakFigure(flops_per_s=highest, source=source, measured=True)
     threads = f" with {device.threads} threads" if found and device.threads is not None else ""
-    why = f"no {dtype} peak is known for {device.name}{threads}; `steplab doctor` measures one, for the runs after it"
+    why = f"no {dtype} peak is known for {device.name}{threads}; `steplab doctor` measures one for later runs"
     return PeakFigure(flops_per_s=None, source=why)
 
 
@@ -94,7 +94,7 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
 
 
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
-    """What to say of shares above one, which no step can reach of a true peak."""
+    """Notes on utilizations above 100 %, which are impossible with a correct peak."""
     over = [u for u in used if u.value is not None and u.value > 1]
     # Causal MFU and HFU count only FLOPs that are done; the other conventions may count some that are not.
     done = [u for u in over if u.convention in ("causal", "as_executed")]
@@ -107,12 +107,12 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
         why = "the ceiling `steplab doctor` measured is below what the step reached; run `steplab doctor` again on an "
         why += "idle machine"
     else:
-        why = "the step reached more than the peak that is stated for the device; one of the two figures is wrong"
+        why = "the step exceeds the stated peak of the device, so one of the two figures is wrong"
     return [f"{kinds} over 100 %: {why}"]
 
 
 def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
-    """Why there is no HFU of a checkpointed model whose blocks steplab did not build."""
+    """A note why a checkpointed model of transformers has no HFU."""
     spec = run.spec
     if (
         not used
@@ -122,11 +122,11 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
         or spec.checkpointing == "none"
     ):
         return []
-    return ["HFU: how much of a transformers model its checkpointing recomputes has no closed form here"]
+    return ["HFU: steplab has no formula for what checkpointing recomputes in a transformers model"]
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
-    """FLOPs of a step under each convention. What a foreign model needs is not known, only what it executes."""
+    """FLOPs of a step under each convention. For a user's own model only the executed FLOPs are known."""
     if spec.model.kind == "factory":
         counted = model.counted_flops  # by one process
         return [("hfu", "as_executed", None if counted is None else counted * spec.layout.world_size)]

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from steplab.measurement.attention_contender import Contender
+from steplab.measurement.attention_variant import AttentionVariant
 from steplab.measurement.device import Device
 from steplab.specs.attention import AttentionPass
 from steplab.units import MIB
@@ -33,38 +33,38 @@ class Repeats:
         self._flush = flush_buffer(device)
         self._flush_s = _seconds_of(self._flush, device)
 
-    def warm_up(self, name: AttentionPass, contender: Contender, warmup_s: float) -> float:
+    def warm_up(self, name: AttentionPass, variant: AttentionVariant, warmup_s: float) -> float:
         """Run a pass until the device is up to speed; gives the seconds a call took at the end, all included."""
-        contender.num_flushes, contender.num_waits = 1, 0
+        variant.num_flushes, variant.num_waits = 1, 0
         calls, batch = 0, 1
         self._device.synchronize()
         started = time.perf_counter()
         while True:
             batch_started = time.perf_counter()
             for _ in range(batch):
-                self._run(name, contender)
+                self._run(name, variant)
             self._device.synchronize()
             calls += batch
             now = time.perf_counter()
             if calls >= _LEAST_WARMUP_CALLS and now - started >= warmup_s:
                 break
             batch *= 2
-        contender.num_flushes = self._enough_flushes(name, contender)
-        return (now - batch_started) / batch + (contender.num_flushes - 1) * self._flush_s
+        variant.num_flushes = self._enough_flushes(name, variant)
+        return (now - batch_started) / batch + (variant.num_flushes - 1) * self._flush_s
 
-    def run_ahead(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
+    def run_ahead(self, name: AttentionPass, variant: AttentionVariant) -> tuple[object, object]:
         """One repeat whose kernels were all started before the device got to them, or that is counted as none; gives
         its marks."""
         while True:
-            span = self._run(name, contender)
+            span = self._run(name, variant)
             if self._flush is None or not self._device.has_passed(span[0]):
                 return span
-            if contender.num_flushes == MOST_FLUSHES:
-                contender.num_waits += 1
+            if variant.num_flushes == MOST_FLUSHES:
+                variant.num_waits += 1
                 return span
-            contender.num_flushes = min(2 * contender.num_flushes, MOST_FLUSHES)
+            variant.num_flushes = min(2 * variant.num_flushes, MOST_FLUSHES)
 
-    def _enough_flushes(self, name: AttentionPass, contender: Contender) -> int:
+    def _enough_flushes(self, name: AttentionPass, variant: AttentionVariant) -> int:
         """So many that the device is busy with them for longer than Python takes to start the pass behind them."""
         if self._flush is None:
             return 1
@@ -72,22 +72,22 @@ class Repeats:
         for _ in range(_LEAST_WARMUP_CALLS):
             self._device.synchronize()
             started = time.perf_counter()
-            self._run(name, contender)
+            self._run(name, variant)
             issued_s.append(time.perf_counter() - started)
         self._device.synchronize()
         return max(1, min(math.ceil(_HEAD_START * min(issued_s) / self._flush_s), MOST_FLUSHES))
 
-    def _run(self, name: AttentionPass, contender: Contender) -> tuple[object, object]:
+    def _run(self, name: AttentionPass, variant: AttentionVariant) -> tuple[object, object]:
         """One repeat, with cold caches; gives its marks."""
-        output = contender.forward_for_backward() if name == "backward" else None
+        output = variant.forward_for_backward() if name == "backward" else None
         if self._flush is not None:
-            for _ in range(contender.num_flushes):
+            for _ in range(variant.num_flushes):
                 self._flush.zero_()
         start = self._device.mark()
         if name == "forward":
-            contender.forward()
+            variant.forward()
         else:
-            contender.backward(contender.forward_for_backward() if output is None else output)
+            variant.backward(variant.forward_for_backward() if output is None else output)
         return start, self._device.mark()
 
 

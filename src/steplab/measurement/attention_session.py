@@ -16,8 +16,10 @@ from typing import TypeVar
 
 import torch
 
-from steplab.measurement.attention_contender import (
-    Contender,
+from steplab.measurement.attention_error import Inputs, Reference
+from steplab.measurement.attention_repeats import Repeats
+from steplab.measurement.attention_variant import (
+    AttentionVariant,
     MakeAttention,
     look_at_errors,
     make_attention,
@@ -25,8 +27,6 @@ from steplab.measurement.attention_contender import (
     try_both,
     try_forward,
 )
-from steplab.measurement.attention_error import Inputs, Reference
-from steplab.measurement.attention_repeats import Repeats
 from steplab.measurement.device import Device, allocated_bytes, open_device, refuse_unserved
 from steplab.measurement.environment import read_clocks, read_environment
 from steplab.measurement.failures import failure_of, refused_memory
@@ -104,29 +104,29 @@ class _Session:
                 self.observer.on_cell(index, AttentionCell(spec=cell, failure=failure))
             return
         self._idle_bytes = allocated_bytes(self.device)
-        contenders = self._prepared(group, inputs)
+        variants = self._prepared(group, inputs)
         for name in self.study.passes:
-            self._time(name, [contender for contender in contenders if name in contender.ready])
-        for contender in contenders:
-            self.observer.on_cell(contender.index, contender.cell(self.device))
+            self._time(name, [variant for variant in variants if name in variant.ready])
+        for variant in variants:
+            self.observer.on_cell(variant.index, variant.cell(self.device))
 
-    def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[Contender]:
+    def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
         """Each cell by itself for the first time: whether it runs, what it takes, how exact it is."""
         reference, note = self._reference(group, inputs)
         self._idle_bytes = allocated_bytes(self.device)
-        contenders = []
+        variants = []
         for index in group:
             cell = self.study.cells[index]
             self.observer.on_under_way([index])
-            contender = Contender(index=index, spec=cell, function=self.make(cell), inputs=inputs)
-            contender.notes += [note] if note else []
+            variant = AttentionVariant(index=index, spec=cell, function=self.make(cell), inputs=inputs)
+            variant.notes += [note] if note else []
             if cell.implementation == "auto":
                 choice = choice_for(inputs.q, inputs.k, causal=cell.causal)
-                contender.notes.append(f"auto is {choice.implementation}: {choice.reason}")
+                variant.notes.append(f"auto is {choice.implementation}: {choice.reason}")
             self._begin(f"{cell.label} {cell.column}: first call", 0)
-            self._try(contender, reference)
-            contenders.append(contender)
-        return contenders
+            self._try(variant, reference)
+            variants.append(variant)
+        return variants
 
     def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
         """float64's results and how far plain attention is from them, or a note why there are none."""
@@ -134,14 +134,14 @@ class _Session:
         if not self.study.errors:
             return None, ""
         if where == "mps":
-            return None, "errors: this device has no float64 to compare with"
+            return None, "errors against float64: this device has no float64"
         self._begin(f"{cell.label}: float64", 0)
         reference, note = None, ""
         try:
             reference = Reference(cell, inputs)
             reference.look_at_plain(cell, inputs)
         except Exception as error:
-            what = "errors against float64" if reference is None else "error of plain attention, to compare with"
+            what = "errors against float64" if reference is None else "error of plain attention"
             note = f"{what}: {failure_of(error, None).message}"
         if note:  # by now the failure's frames are gone
             self._check_device(beyond=reference.num_bytes if reference else 0)
@@ -149,26 +149,26 @@ class _Session:
             note = "errors against float64: one head alone would take too long"
         return reference, note
 
-    def _try(self, contender: Contender, reference: Reference | None) -> None:
+    def _try(self, variant: AttentionVariant, reference: Reference | None) -> None:
         """Run a cell's passes once; what fails is left out of the timing."""
         stage = "forward"
         try:
-            output = try_forward(contender, self.device)
+            output = try_forward(variant, self.device)
             gradients: tuple[torch.Tensor, ...] = ()
             if self.study.passes != ("forward",):
                 del output
                 stage = "backward"
-                output, gradients = try_both(contender, self.device)
+                output, gradients = try_both(variant, self.device)
             if reference:
                 stage = "comparison with float64"
-                look_at_errors(contender, reference, output, gradients)
+                look_at_errors(variant, reference, output, gradients)
         except Exception as error:
-            contender.fail(error, stage, self.device)
+            variant.fail(error, stage, self.device)
         output = gradients = None  # type: ignore[assignment]
-        if contender.failure:
-            self._after_failure(contender)
+        if variant.failure:
+            self._after_failure(variant)
 
-    def _after_failure(self, contender: Contender, others: Sequence[Contender] = ()) -> None:
+    def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
         """Give back what a failure held; where that cannot be done, tell its result and end the process.
 
         A device that answers no more while several took turns may have met the failure of another: then nobody is
@@ -179,10 +179,10 @@ class _Session:
         except _Broken as broken:
             died = broken.__cause__ is not None
             if died and others:
-                raise RuntimeError("the device answers no more") from broken
-            if died and contender.failure:
-                contender.failure = dataclasses.replace(contender.failure, kind="crashed")
-            self.observer.on_cell(contender.index, contender.cell(self.device))
+                raise RuntimeError("the device does not answer any more") from broken
+            if died and variant.failure:
+                variant.failure = dataclasses.replace(variant.failure, kind="crashed")
+            self.observer.on_cell(variant.index, variant.cell(self.device))
             raise
 
     def _check_device(self, beyond: int = 0) -> None:
@@ -199,60 +199,60 @@ class _Session:
         if held is not None and self._idle_bytes is not None and held > self._idle_bytes + beyond + _TOLERATED_BYTES:
             raise _Broken
 
-    def _time(self, name: AttentionPass, contenders: list[Contender]) -> None:
+    def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
         """Time one pass of these, in turns."""
-        self._begin(f"{self._label(contenders)}: {name}, warm-up", 0)
+        self._begin(f"{self._label(variants)}: {name}, warm-up", 0)
         call_s = 0.0
-        for contender in list(contenders):
-            self.observer.on_under_way([contender.index])
-            call_s += self._attempt(name, contender, contenders, self._warm_up) or 0.0
-        if not contenders:
+        for variant in list(variants):
+            self.observer.on_under_way([variant.index])
+            call_s += self._attempt(name, variant, variants, self._warm_up) or 0.0
+        if not variants:
             return
-        wanted = self.study.measured_s * len(contenders) / call_s if call_s else self.study.most_repeats
+        wanted = self.study.measured_s * len(variants) / call_s if call_s else self.study.most_repeats
         repeats = int(min(max(wanted, self.study.least_repeats), self.study.most_repeats))
-        self._begin(f"{self._label(contenders)}: {name}", repeats)
-        self.observer.on_under_way([contender.index for contender in contenders])
-        for contender in contenders:
-            contender.interleaved = tuple(other.spec.column for other in contenders if other is not contender)
-        marks: dict[int, list[tuple[object, object]]] = {contender.index: [] for contender in contenders}
-        self.device.reserve_marks(2 * repeats * len(contenders))
+        self._begin(f"{self._label(variants)}: {name}", repeats)
+        self.observer.on_under_way([variant.index for variant in variants])
+        for variant in variants:
+            variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
+        marks: dict[int, list[tuple[object, object]]] = {variant.index: [] for variant in variants}
+        self.device.reserve_marks(2 * repeats * len(variants))
         for repeat in range(repeats):
-            first = repeat % len(contenders) if contenders else 0
-            for contender in contenders[first:] + contenders[:first]:
-                span = self._attempt(name, contender, contenders, self._repeats.run_ahead)
+            first = repeat % len(variants) if variants else 0
+            for variant in variants[first:] + variants[:first]:
+                span = self._attempt(name, variant, variants, self._repeats.run_ahead)
                 if span:
-                    marks[contender.index].append(span)
+                    marks[variant.index].append(span)
             self.observer.on_step(repeat)
         self.device.synchronize()
-        for contender in contenders:
-            spans = marks[contender.index]
-            contender.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
-            contender.note_waiting(name, len(spans))
+        for variant in variants:
+            spans = marks[variant.index]
+            variant.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
+            variant.note_waiting(name, len(spans))
 
     def _attempt(
         self,
         name: AttentionPass,
-        contender: Contender,
-        contenders: list[Contender],
-        work: Callable[[AttentionPass, Contender], T],
+        variant: AttentionVariant,
+        variants: list[AttentionVariant],
+        work: Callable[[AttentionPass, AttentionVariant], T],
     ) -> T | None:
-        """Run a pass; a failure takes its contender out of the timing, and leaves the others in it."""
+        """Run a pass; a failure takes its variant out of the timing, and leaves the others in it."""
         try:
-            return work(name, contender)
+            return work(name, variant)
         except Exception as error:
-            contender.fail(error, name, self.device)
+            variant.fail(error, name, self.device)
         # Not in the clause above: there the failure's frames would still be alive, and what they hold.
-        contenders.remove(contender)
-        contender.ready.clear()
-        self._after_failure(contender, contenders if work == self._repeats.run_ahead else ())
+        variants.remove(variant)
+        variant.ready.clear()
+        self._after_failure(variant, variants if work == self._repeats.run_ahead else ())
         return None
 
-    def _warm_up(self, name: AttentionPass, contender: Contender) -> float:
-        return self._repeats.warm_up(name, contender, self.study.warmup_s)
+    def _warm_up(self, name: AttentionPass, variant: AttentionVariant) -> float:
+        return self._repeats.warm_up(name, variant, self.study.warmup_s)
 
     def _begin(self, stage: str, num_steps: int) -> None:
         self.observer.on_stage(stage, num_steps)
 
     @staticmethod
-    def _label(contenders: Sequence[Contender]) -> str:
-        return contenders[0].spec.label if contenders else "nothing"
+    def _label(variants: Sequence[AttentionVariant]) -> str:
+        return variants[0].spec.label if variants else "nothing"

@@ -11,9 +11,9 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from steplab.measurement.attention_contender import make_inputs
 from steplab.measurement.attention_error import Inputs, Reference
 from steplab.measurement.attention_repeats import MOST_FLUSHES, flush_buffer
+from steplab.measurement.attention_variant import make_inputs
 from steplab.measurement.device import Device, open_device
 from steplab.measurement.failures import failure_of
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward

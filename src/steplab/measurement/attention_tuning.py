@@ -60,7 +60,7 @@ def tune_attention(study: TuningStudy, observer: Observer, world: World | None =
     """Candidates and their times; nothing is chosen yet. Raises Unsupported without a CUDA GPU."""
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
-        raise Unsupported("tuning attention here", f"flash_triton's kernels are for CUDA, and {why}", "run it on a GPU")
+        raise Unsupported("tuning attention here", f"flash_triton's kernels need CUDA, but {why}", "run it on a GPU")
     device = open_device(study.device).torch_device
     hopper = torch.cuda.get_device_capability(device) == (9, 0) and hopper_kernels_run()
     tuning = AttentionTuning(study=study, gpu=torch.cuda.get_device_name(device), environment=read_environment(device))

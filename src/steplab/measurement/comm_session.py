@@ -70,10 +70,12 @@ def measure_comm_here(
 
 def _refuse(spec: CommSpec, world: World) -> None:
     if spec.device == "cuda" and world.device.torch_device.type != "cuda":
-        why = "the processes have no CUDA device each"
-        raise Unsupported(spec.way, why, "start a process a GPU with --gpus, or use --backend gloo --device cpu")
+        why = "not every process has a CUDA device"
+        raise Unsupported(
+            spec.transport, why, "start one process per GPU with --gpus, or use --backend gloo --device cpu"
+        )
     if spec.world_size > world.size:
-        raise Unsupported(spec.label, f"{world.size} processes are here", f"start {spec.world_size} of them")
+        raise Unsupported(spec.label, f"only {world.size} processes were started", f"start {spec.world_size}")
 
 
 def _libraries(study: CommStudy) -> dict[str, str]:
@@ -92,14 +94,14 @@ class _Groups:
 
     def of(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
         """The group, and what its members agree by; None for the latter: this rank is none."""
-        key = (spec.way, spec.world_size)
+        key = (spec.transport, spec.world_size)
         if key not in self.made:
             self.made[key] = self._make(spec)
         return self.made[key]
 
     def _make(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
         # The processes' own group sends tensors of each device by the backend native to it.
-        if spec.world_size == self.world.size and spec.way in ("nccl", "gloo"):
+        if spec.world_size == self.world.size and spec.transport in ("nccl", "gloo"):
             return None, GroupCollectives(None)
         # With gloo for what is on the CPU, as the ranks agree by it whoever moves the tensors.
         backend = "gloo" if spec.backend == "gloo" else "nccl"  # where copies find each other, too

@@ -31,13 +31,13 @@ class MeasuredVariant:
         study: DdpStudy,
         variant: Variant,
         world: World,
-        beside_bytes: int | None,
+        baseline_bytes: int | None,
         on_stage: OnStage,
         on_step: OnStep,
     ) -> None:
-        """Build it, which is a collective call; `beside_bytes` are allocated now, by others."""
+        """Build it, which is a collective call; `baseline_bytes` are allocated before, such as by the baseline."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device
-        self._beside_bytes, self._on_stage, self._on_step = beside_bytes, on_stage, on_step
+        self._baseline_bytes, self._on_stage, self._on_step = baseline_bytes, on_stage, on_step
         self.memory: list[StateMemory] = []
         """At each of the moments so far."""
         self.peak: PeakMemory | None = None
@@ -72,7 +72,7 @@ class MeasuredVariant:
             alone_s=alone_s,
             memory=tuple(self.memory),
             peak=self.peak,
-            beside_bytes=self._beside_bytes,
+            beside_bytes=self._baseline_bytes,
         )
         return DdpCell(
             contender=self._variant,
@@ -129,8 +129,8 @@ class MeasuredVariant:
             return self._repeat(alone.send, lambda: None), ()
         synchronise = next((phase.run for phase in self.step.phases if phase.name == SYNC_PHASE), None)
         if synchronise is None:
-            return (), ("its communication was not timed by itself: torch does not say what it sends",)
-        note = "its communication by itself is the averaging of gradients that are there, copies into buckets included"
+            return (), ("communication alone: not timed, because torch does not report its messages",)
+        note = "communication alone: times the averaging of existing gradients, including copies into buckets"
         return self._repeat(synchronise, self._gradients_unsent), (note,)
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
@@ -165,7 +165,7 @@ class MeasuredVariant:
             self.step.module,
             self.step.optimizer,
             self._device,
-            before_bytes=self._beside_bytes,
+            before_bytes=self._baseline_bytes,
             uncounted_bytes=self.step.shared_bytes,
         )
         self.memory.append(held)

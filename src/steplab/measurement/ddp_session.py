@@ -1,4 +1,4 @@
-"""A data-parallel study on one rank: one variant after the other, each in turns with the step that sends nothing.
+"""A data-parallel study on one rank: one variant after the other, each in turns with the baseline.
 
 Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns
 with each variant, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
@@ -30,11 +30,11 @@ from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import format_bytes
 
 _ROOM = 0.92
-"""Of the device's memory, how much the baseline beside a variant may take."""
+"""Largest share of the device's memory that the baseline and a variant may take together."""
 _LET_GO_S = 3.0
-"""How long a variant may take to give its memory back."""
+"""How long a variant may take to free its memory, in seconds."""
 _SPARE = 1.2
-"""By how much a variant may exceed the baseline's peak: buckets, and gaps between blocks."""
+"""Assumed ratio of a variant's peak to the baseline's, for buckets and gaps between blocks."""
 
 
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
@@ -57,7 +57,7 @@ def ddp_here(
         refuse_unserved_attention(study.step)
     observer.on_environment(read_environment(device))
     session = _Session(study, world, observer, traces if study.profiled_steps else None)
-    session.measure_baseline(told=0 in numbers)
+    session.measure_baseline(reported=0 in numbers)
     for number in numbers:
         if number != 0:
             session.measure(number)
@@ -69,19 +69,19 @@ class _Session:
     def __init__(self, study: DdpStudy, world: World, observer: Observer, traces: Path | None) -> None:
         self._study, self._world, self._observer, self._traces = study, world, observer, traces
         self._baseline: VariantStep | None = None
-        """None: it has not the room beside a variant."""
+        """The baseline; None: the device's memory is too small for it and a variant."""
         self._before: Samples = ()
-        """Then, its samples since the last variant."""
+        """Samples of the baseline since the last variant, if it does not stay in memory."""
         free(world.device)
-        self._beside_bytes = allocated_bytes(world.device)
-        """While no variant is there."""
+        self._baseline_bytes = allocated_bytes(world.device)
+        """Bytes allocated while no variant is in memory."""
 
-    def measure_baseline(self, *, told: bool) -> None:
-        """The first variant, whose model stays if there is room; its cell is `told` if it was asked for."""
+    def measure_baseline(self, *, reported: bool) -> None:
+        """Measure the first variant, whose model stays if there is room; its cell is `reported` if it was requested."""
         self._observer.on_under_way([0])
         measured = self._built(self._study.contenders[0])
         self._observer.on_facts(_facts(measured.step, self._world))
-        if told:
+        if reported:
             self._observer.on_cell(0, measured.cell(None, self._trace_of(0)))
         else:
             measured.timed_by_itself(1)
@@ -89,12 +89,12 @@ class _Session:
         if self._has_room_beside(measured):
             self._baseline = measured.step
         del measured
-        self._beside_bytes = free(self._world.device)
+        self._baseline_bytes = free(self._world.device)
         if self._baseline is None:
             self._before = self._baseline_by_itself()
 
     def measure(self, number: int) -> None:
-        """Any other variant, which is gone at the end."""
+        """Measure any other variant and free it."""
         variant = self._study.contenders[number]
         self._observer.on_under_way([number])
         cell = self._cell_of(number, variant)
@@ -104,7 +104,7 @@ class _Session:
         self._observer.on_cell(number, cell)
 
     def _cell_of(self, number: int, variant: Variant) -> DdpCell:
-        """Its cell, or that of the refusal on which all ranks agree."""
+        """The cell of a variant, or of the refusal on which all ranks agree."""
         measured, refusal = None, None
         try:
             measured = self._built(variant)
@@ -116,24 +116,24 @@ class _Session:
         if refusal is not None and all(refused):
             return DdpCell(contender=variant, failure=failure_of(refusal, "build"))
         ranks = ", ".join(str(rank) for rank, refuses in enumerate(refused) if refuses)
-        raise refusal or SteplabError(f"{variant.label}: rank {ranks} refuses what others do not")
+        raise refusal or SteplabError(f"{variant.label}: rank {ranks} refuses a step that other ranks can run")
 
     def _left_behind(self) -> tuple[str, ...]:
-        """Let go of a variant; a note where it does not give its memory back, which the next ones then have less.
+        """Free a variant's memory; a note if some is not freed, which later variants then lack.
 
-        It is given some time: on GPUs, buckets of torch's DDP were still counted when it was gone, and later were not.
+        It waits for a while, because on GPUs buckets of torch's DDP are freed some time after the variant.
         """
-        kept, expected = free(self._world.device), self._beside_bytes
+        kept, expected = free(self._world.device), self._baseline_bytes
         given_up_s = time.monotonic() + _LET_GO_S
         while kept is not None and expected is not None and kept > expected + TOLERATED_BYTES:
             if time.monotonic() > given_up_s:
                 break
             time.sleep(0.1)
             kept = free(self._world.device)
-        self._beside_bytes = kept
+        self._baseline_bytes = kept
         if kept is None or expected is None or kept <= expected + TOLERATED_BYTES:
             return ()
-        return (f"memory: {format_bytes(kept - expected)} were still held once it was gone",)
+        return (f"memory: {format_bytes(kept - expected)} were not freed after the variant was measured",)
 
     def _tell_clocks(self, step: VariantStep) -> None:
         """Read while the device is at work."""
@@ -160,7 +160,7 @@ class _Session:
     def _built(self, variant: Variant) -> MeasuredVariant:
         observer = self._observer
         return MeasuredVariant(
-            self._study, variant, self._world, self._beside_bytes, observer.on_stage, observer.on_step
+            self._study, variant, self._world, self._baseline_bytes, observer.on_stage, observer.on_step
         )
 
     def _has_room_beside(self, baseline: MeasuredVariant) -> bool:

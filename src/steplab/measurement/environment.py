@@ -80,7 +80,7 @@ def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str
         return DeviceInfo(kind=device.type, name=name, threads=torch.get_num_threads()), None
     properties = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
-    reading = nvml.read(uuid) if uuid else "this torch does not tell the GPU's UUID"
+    reading = nvml.read(uuid) if uuid else "this version of torch does not report the GPU's UUID"
     if isinstance(reading, str):
         gaps.append(f"clocks, power limit and driver version: {reading}")
     return (

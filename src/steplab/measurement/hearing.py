@@ -116,7 +116,7 @@ class Hearing:
         number = event.rank if event.rank >= 0 else command_line_of(event.rank)
         rank = self._ranks[number]
         if event.kind == UNREAD:
-            rank.failure = Failure(kind="error", message="it sent a message that cannot be read", phase=rank.stage)
+            rank.failure = Failure(kind="error", message="the process sent an unreadable message", phase=rank.stage)
         elif event.kind == "failed":
             rank.failure = msgspec.json.decode(event.value, type=Failure)
         elif event.rank < 0:

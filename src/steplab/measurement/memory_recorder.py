@@ -177,7 +177,7 @@ class MemoryRecorder:
                 "parameters, gradients or activations"
             )
         if self._compiled:
-            notes.append("modules: a compiled step is seen by phase alone, its graph knows no modules")
+            notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
             if self._spec.precision in ("bf16", "fp16"):
                 notes.append(
                     "autocast copies: a compiled graph casts weights among other things; a copy counts as an "
@@ -192,9 +192,9 @@ class MemoryRecorder:
                 "use of it, and when, is not recorded, and counts as workspaces"
             )
         if not self._on_cuda:
-            notes.append("cpu allocator: what a library (MKL, oneDNN) allocates for itself is not seen")
+            notes.append("cpu allocator: memory that a library (MKL, oneDNN) allocates for itself is not recorded")
             if not has_lines:
-                notes.append("lines: not found, because looking for them would change what runs")
+                notes.append("lines: not recorded, because recording them would change what runs")
         return notes
 
     def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:

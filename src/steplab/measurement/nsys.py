@@ -15,7 +15,7 @@ def nsys_command(report: Path) -> list[str]:
     found = shutil.which("nsys")
     if found is None:
         raise Unsupported(
-            "--nsys", "there is no nsys on the PATH", "install Nsight Systems, or leave --nsys out for torch.profiler"
+            "--nsys", "nsys is not on the PATH", "install Nsight Systems, or leave --nsys out to use torch.profiler"
         )
     return [
         found,

@@ -27,7 +27,7 @@ def read(uuid: str) -> Reading | str:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return f"NVML does not start: {error}"
+        return f"NVML cannot be started: {error}"
 
     def ask(function, *arguments, scale: float):  # type: ignore[no-untyped-def]
         try:

@@ -48,7 +48,7 @@ def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
     if spec is not None and spec.layout.world_size > 1:
-        raise Unsupported(f"an audit of layout {spec.layout}", "it is of one process", "leave --layout out")
+        raise Unsupported(f"an audit of layout {spec.layout}", "an audit runs in one process", "leave --layout out")
     device = open_device(spec.device if spec else device_name)
     if spec is not None:
         refuse_unserved(spec.precision, device.torch_device)
@@ -111,7 +111,7 @@ class _AuditedStep:
         step = self._step(workload, spec)
         seen = self._pass(step, 1.0, reference)
         for name in seen.watch.left_out:
-            self.notes.append(f"module {name or 'model'}: not looked into, for hooks would change what it runs")
+            self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change what it runs")
         # Worked out before the next passes, which the seen tensors make room for.
         audit = Audit(
             loss_dtype=seen.loss_dtype,
@@ -187,7 +187,7 @@ class _AuditedStep:
             if kept is not None and not kept.num_overflowed:
                 return LossScaling(largest_gradient=exact.largest, suggested_scale=scale, unscaled=lost, scaled=kept)
             scale /= 2
-        self.notes.append(f"loss scaling: the gradients overflow with a factor of {scale:g} still")
+        self.notes.append(f"loss scaling: the gradients overflow even with a loss scale of {scale:g}")
         return None
 
     def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:

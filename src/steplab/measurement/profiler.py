@@ -83,13 +83,13 @@ class StepProfiler:
     def _notes(self, left_out: tuple[str, ...]) -> list[str]:
         notes = []
         if self._compiled:
-            notes.append("ranges: the compiled step is marked by phase alone, its graph knows no modules")
+            notes.append("ranges: a compiled step has ranges for phases only, because its graph has no modules")
         if left_out:
             names = ", ".join(name or "the model" for name in left_out[:_NAMES_SHOWN])
             more = f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
             notes.append(f"ranges: none inside {names}{more}, where hooks would change what runs")
         if self._device.torch_device.type == "mps":
-            notes.append("kernels: torch.profiler sees the host's operators alone, not the kernels of mps")
+            notes.append("kernels: torch.profiler records only the host's operators on mps, not its kernels")
         return notes
 
     def _record_with_torch(

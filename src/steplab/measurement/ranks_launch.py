@@ -41,7 +41,7 @@ def converse_with_ranks(
     """
     if around is not None and around.size != request.processes:
         raise UserError(
-            f"torchrun started {around.size} processes and the layout takes "
+            f"torchrun started {around.size} processes, but the layout takes "
             f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
         )
     if around is None:
@@ -70,8 +70,8 @@ def refuse_too_many(processes: int) -> None:
     available = psutil.virtual_memory().available
     if processes * _PROCESS_BYTES > available:
         raise UserError(
-            f"{processes} processes do not fit: each takes {format_bytes(_PROCESS_BYTES)} at the least, and "
-            f"{format_bytes(available)} of memory are free: {available // _PROCESS_BYTES} at the very most"
+            f"{processes} processes do not fit: each takes at least {format_bytes(_PROCESS_BYTES)}, and "
+            f"{format_bytes(available)} of memory are free; start at most {available // _PROCESS_BYTES}"
         )
 
 

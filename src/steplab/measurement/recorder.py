@@ -60,7 +60,7 @@ class Recorder:
         if self._current is None:
             raise UserError(f"rec.phase('{name}') outside a step; open it inside `with rec.step():`")
         if name == "step":
-            raise UserError("'step' is the name of the whole; call the phase something else")
+            raise UserError("a phase must not be called 'step', the name of the whole step; choose another name")
         start = self._device.mark()
         yield
         self._current.setdefault(name, []).append((start, self._device.mark()))
@@ -70,10 +70,10 @@ class Recorder:
         self._device.synchronize()
         peak = self._device.peak("step")
         measured = self._steps[self._warmup :]
-        notes = ["MFU: a loop of one's own has no FLOP count that steplab could know"]
+        notes = ["MFU: steplab does not know the FLOPs of a user's own loop"]
         if not measured:
             ran = counted(len(self._steps), "step")
-            notes.append(f"step time: the loop ran {ran}, no more than its {self._warmup} of warm-up")
+            notes.append(f"step time: the loop ran {ran}, but {self._warmup} are warm-up")
         if peak is None:
             notes.append("peak device memory: torch keeps no high-water mark on this device")
         return Run(

@@ -160,7 +160,7 @@ class _Cell:
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
         """Count what a step of a foreign model executes: after all timing, because counting slows it down."""
         if self.spec.compile != "off":
-            self.notes.append("HFU: torch's FLOP counter does not see into a compiled model of one's own")
+            self.notes.append("HFU: torch's FLOP counter cannot count a compiled model of the user's own")
             return
         try:
             counted = count_flops(phases, self.device.torch_device)

@@ -67,11 +67,11 @@ def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | N
         return None
     if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
         raise UserError(
-            "RANK and WORLD_SIZE are set and MASTER_ADDR or MASTER_PORT is not: start the processes by torchrun, "
+            "RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not; start the processes by torchrun, "
             "or unset all four"
         )
     if not 0 <= place.rank < place.size:
-        raise UserError(f"RANK {place.rank} is not below WORLD_SIZE {place.size}: start the processes by torchrun")
+        raise UserError(f"RANK {place.rank} is not below WORLD_SIZE {place.size}; start the processes by torchrun")
     return Torchrun(
         **asdict(place),
         address=environment["MASTER_ADDR"],
@@ -93,5 +93,5 @@ def place_in(environment: Mapping[str, str] = os.environ) -> Place:
 def _number(name: str, environment: Mapping[str, str], default: int | None = None) -> int:
     text = environment.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"the variable {name} is '{text}' and should be a number: start the processes by torchrun")
+        raise UserError(f"the variable {name} must be a number, not '{text}'; start the processes by torchrun")
     return int(text)

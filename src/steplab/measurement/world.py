@@ -89,7 +89,7 @@ def _listening_at(port: int) -> int:
     try:
         return socket.create_server((LOOPBACK, port), backlog=1024).detach()
     except OSError as error:
-        raise UserError(f"MASTER_PORT {port} cannot be listened on: {error.strerror}; choose another") from None
+        raise UserError(f"cannot listen on MASTER_PORT {port}: {error.strerror}; choose another port") from None
 
 
 def join_world(
@@ -134,7 +134,7 @@ def host_name() -> str:
 
 def _open_share(place: Place, device: str) -> Device:
     if device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"device '{device}' is not one that each rank has its share of; choose one of auto, cpu, cuda")
+        raise UserError(f"device '{device}' cannot be shared by several processes; choose one of auto, cpu, cuda")
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return open_device("cpu")
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What a benchmark of attention came to: cells with raw samples, memory and errors."""
+"""The record of a benchmark of attention: cells with raw samples, memory and errors."""
 
 from dataclasses import dataclass, field
 
@@ -13,30 +13,30 @@ ATTENTION_SCHEMA = "steplab.attention/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMemory:
-    """Bytes beyond the inputs (queries, keys, values and the output's gradient), which lie there before."""
+    """Memory in bytes beyond the inputs (queries, keys, values and the output's gradient), which exist before."""
 
     saved_bytes: int | None = None
-    """Kept from the end of forward until backward, the output among it; the inputs, which are kept too, are not."""
+    """Memory saved for the backward pass, including the output and excluding the inputs."""
     forward_peak_bytes: int | None = None
-    """Most at once in forward without gradients; None where the allocator keeps no high-water mark."""
+    """Peak memory of a forward pass without gradients; None if the allocator keeps no high-water mark."""
     both_peak_bytes: int | None = None
-    """Most at once in forward and backward, the gradients among it."""
+    """Peak memory of a forward and a backward pass, including the gradients; None as above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorError:
-    """How far one result is from float64's, beside how far the plain formula is in the same number format."""
+    """Error of one result against float64, and the error of plain attention in the same number format."""
 
     tensor: str
-    """output, or the gradient of: queries, keys, values."""
+    """Which result: output, or queries, keys or values for their gradient."""
     max_abs: float | None
-    """Largest difference of an element; None: the result is not finite."""
+    """Largest absolute difference of an element; None: the result is not finite."""
     relative: float | None
     """Norm of the difference over the norm of float64's result (Frobenius); None: the result is not finite."""
     plain_max_abs: float | None = None
-    """The same of plain attention; None where that did not fit."""
+    """Largest absolute difference for plain attention; None if plain attention did not fit."""
     plain_relative: float | None = None
-    """The same of plain attention."""
+    """Relative error (as above) of plain attention; None if plain attention did not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,26 +44,27 @@ class AttentionCell(Outcome):
     """One implementation on one shape."""
 
     spec: AttentionSpec
-    """What was asked."""
+    """The cell as requested."""
     passes: tuple[PhaseSamples, ...] = ()
-    """Raw samples of forward, backward and both, a sample a repeat; empty for a failure."""
+    """Raw samples of forward, backward and both, one per repeat; empty for a failure."""
     first_call_s: float | None = None
-    """Synchronised host time of the first forward and backward, whatever is compiled in it included."""
+    """Synchronised host time of the first forward and backward pass in seconds, including compilation."""
     memory: AttentionMemory | None = None
-    """What it took; None for a failure."""
+    """Memory that the cell took; None for a failure."""
     errors: tuple[TensorError, ...] = ()
-    """Against float64; empty where that was not computed."""
+    """Errors against float64; empty if float64 results were not computed."""
     checked_heads: int | None = None
-    """Heads (of all sequences) whose results the errors are of."""
+    """Number of heads, over all sequences, whose results were compared with float64."""
     flops: dict[str, float] = field(default_factory=dict)
-    """By pass: 4 B H Sq Sk D forward, half of it if causal, 2.5 times as much backward, whatever is executed."""
+    """Nominal FLOPs by pass: 4 B H Sq Sk D forward, half of it if causal, 2.5 times as much backward; FLOPs that an
+    implementation executes beyond these do not count."""
     interleaved: tuple[str, ...] = ()
-    """Who took turns with it, repeat by repeat; empty: it was timed by itself."""
+    """The implementations that took turns with this one, repeat by repeat; empty: it was timed by itself."""
     notes: tuple[str, ...] = ()
-    """What was not measured, and why; whom `auto` chose; what its time holds besides its work."""
+    """What was not measured, and why; the implementation that `auto` chose; overhead that the times may include."""
 
     def samples(self, name: str) -> tuple[float, ...]:
-        """Seconds of each repeat of a pass; none where it was not timed."""
+        """Seconds of each repeat of a pass; empty if it was not timed."""
         found = find_phase(self.passes, name)
         return found.best_s if found else ()
 
@@ -73,7 +74,7 @@ class AttentionRun(Benchmark[AttentionCell]):
     """A stored benchmark of attention."""
 
     study: AttentionStudy
-    """What was asked, and how it was to be measured."""
+    """The study as requested."""
     schema: str = ATTENTION_SCHEMA
     """Format of this record."""
 
@@ -83,19 +84,19 @@ class TensorTerm:
     """One tensor of an accounting."""
 
     what: str
-    """'scores, scaled'."""
+    """What the tensor is, such as 'scores, scaled'."""
     formula: str
-    """Of its bytes, in the symbols of the shape: 'B H S K e'."""
+    """Formula of its size in bytes, in the symbols of the shape, such as 'B H S K e'."""
     shape: tuple[int, ...]
-    """Its sizes."""
+    """Sizes of its dimensions."""
     element_bytes: int
-    """Of one element."""
+    """Size of one element in bytes."""
     kept: bool = False
-    """Whether forward keeps it for backward."""
+    """Whether it is saved for the backward pass."""
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
+        """Size of the tensor in bytes."""
         total = self.element_bytes
         for size in self.shape:
             total *= size
@@ -104,28 +105,29 @@ class TensorTerm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionAccount:
-    """The tensors that plain attention holds at its highest moment, and the memory they must fit into."""
+    """The tensors that plain attention holds at its memory peak, and the device memory that they must fit into."""
 
     spec: AttentionSpec
     """The cell."""
     moment: str
-    """'backward of the softmax'."""
+    """When the peak occurs, such as 'backward of the softmax'."""
     terms: tuple[TensorTerm, ...]
-    """What is alive then."""
+    """The tensors that are alive at the peak."""
     memory_bytes: int
-    """Of the device."""
+    """Memory of the device in bytes."""
     memory_source: str
-    """Whose memory that is."""
+    """The device whose memory that is, and where the figure is from."""
     asked: AttentionSpec | None = None
-    """What was asked for, where that fits and this is it with its sequence doubled until it did not; None: this was."""
+    """The requested cell, if it fits: `spec` is then that cell with its sequence doubled until it no longer fits.
+    None: `spec` is the requested cell."""
     previous: AttentionSpec | None = None
-    """The largest smaller cell, which fits; None: none was looked at."""
+    """The largest smaller cell, which fits; None: no smaller cell was examined."""
     previous_bytes: int | None = None
-    """What that one needs."""
+    """Peak memory of `previous` in bytes."""
     measured: Failure | None = None
-    """What the device said, where the cell was tried."""
+    """The failure on the device, if the cell was tried; None: it was not tried."""
 
     @property
     def total_bytes(self) -> int:
-        """The sum."""
+        """Peak memory of the cell in bytes: the sum of the terms."""
         return sum(term.num_bytes for term in self.terms)

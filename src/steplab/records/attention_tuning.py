@@ -1,4 +1,4 @@
-"""What tuning flash_triton on a GPU came to: candidates with raw samples, those that were dropped, and the choice."""
+"""The result of tuning flash_triton on a GPU: candidates with raw samples, dropped candidates, and the choice."""
 
 import math
 from dataclasses import dataclass
@@ -11,58 +11,58 @@ from steplab.specs.attention_tuning import TileCandidate, TunedKernel, TuningStu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileTrial:
-    """One candidate on one shape."""
+    """The timing of one candidate on one shape."""
 
     candidate: TileCandidate
-    """What was tried."""
+    """The candidate that was timed."""
     shape: AttentionSpec
-    """On what."""
+    """The shape that it was timed on."""
     device_s: tuple[float, ...]
-    """Seconds of each repeat of this kernel alone, in turns with the others and with a cold cache."""
+    """Seconds of each repeat of this kernel alone, in turns with the other candidates and with a cold cache."""
     flops: float
-    """What the kernel executes, masked scores in whole tiles aside: forward two products, the backward sweeps four (dK
-    and dV) and three (dQ), each 2 B H S² D, half of it if causal."""
+    """FLOPs that the kernel executes, without masked scores in whole tiles: two products forward, four (dK and dV) and
+    three (dQ) in the backward sweeps, each 2 B H S² D, half of it if causal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedTiles:
-    """A candidate that may not win."""
+    """A candidate that was excluded from the choice."""
 
     candidate: TileCandidate
-    """Which one."""
+    """The excluded candidate."""
     why: str
-    """'causal, head dimension 80: out of resource: shared memory, ...'"""
+    """The reason, such as 'causal, head dimension 80: out of resource: shared memory, ...'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenTiles:
-    """A row for the table."""
+    """A row for the table of tiles."""
 
     candidate: TileCandidate
-    """What was fastest."""
+    """The chosen candidate."""
     tokens: int | None = None
-    """For sequences up to this long; None: for any."""
+    """Longest sequence in tokens that the row is for; None: any length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTuning:
-    """All of it."""
+    """The result of tuning on one GPU."""
 
     study: TuningStudy
-    """What was asked."""
+    """The study as requested."""
     gpu: str
-    """As torch names it, and as the table has it."""
+    """Name of the GPU, by torch and in the table."""
     environment: Environment
-    """Where it ran."""
+    """Where the tuning ran."""
     trials: tuple[TileTrial, ...] = ()
-    """Of candidates that were right on every shape."""
+    """Timings of the candidates whose results were right on every shape."""
     dropped: tuple[DroppedTiles, ...] = ()
-    """The others."""
+    """The candidates that were excluded."""
     chosen: tuple[ChosenTiles, ...] = ()
     """The rows for this GPU."""
 
     def of(self, kernel: TunedKernel, box: int, tokens: int) -> dict[TileCandidate, tuple[TileTrial, ...]]:
-        """The trials of each candidate for a kernel, a box and a length: over head dimensions, causal and not."""
+        """The trials of each candidate for a kernel, a tile width and a length: all head dimensions, causal and not."""
         found: dict[TileCandidate, tuple[TileTrial, ...]] = {}
         for trial in self.trials:
             at = trial.candidate.kernel, trial.candidate.box, trial.shape.queries
@@ -71,7 +71,7 @@ class AttentionTuning:
         return found
 
     def slowdowns(self, kernel: TunedKernel, box: int, tokens: int) -> dict[TileCandidate, float]:
-        """How many times as long as the fastest each candidate took, the geometric mean over the shapes."""
+        """Time of each candidate divided by that of the fastest, as the geometric mean over the shapes."""
         trials = self.of(kernel, box, tokens)
         best: dict[AttentionSpec, float] = {}
         for trial in (trial for of_candidate in trials.values() for trial in of_candidate):
@@ -83,5 +83,5 @@ class AttentionTuning:
 
     @property
     def boxes(self) -> tuple[int, ...]:
-        """The boxes of the head dimensions that were asked for."""
+        """The tile widths of the requested head dimensions."""
         return tuple(dict.fromkeys(box_of(head_dim) for head_dim in self.study.head_dims))

@@ -1,4 +1,4 @@
-"""Ceilings of a machine, measured: what a CPU or an unlisted GPU reaches, for which no data sheet is borrowed."""
+"""Measured ceilings of a machine: the rates that a CPU or a GPU outside the catalogue reaches."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,19 @@ class Ceiling:
     """One measured rate."""
 
     name: str
-    """matmul or copy."""
+    """What was measured: matmul or copy."""
     dtype: str | None
     """Data type of a matmul; None for a copy."""
     unit: str
-    """FLOP/s, or B/s (bytes read plus bytes written)."""
+    """Unit of the rate: FLOP/s, or B/s (bytes read plus bytes written)."""
     work: float
-    """FLOPs or bytes of one repeat."""
+    """Number of FLOPs or bytes in one repeat."""
     seconds: tuple[float, ...]
-    """Raw time of each repeat."""
+    """Raw time of each repeat in seconds."""
 
     @property
     def best_per_s(self) -> float:
-        """Rate of the fastest repeat: a ceiling is what the machine can do when nothing disturbs it."""
+        """Rate of the fastest repeat, the one that other work on the machine disturbed least."""
         return self.work / min(self.seconds)
 
 
@@ -34,9 +34,9 @@ class Ceilings(Record):
     """What `steplab doctor` measured on one device."""
 
     environment: Environment
-    """The machine."""
+    """The machine and its software."""
     ceilings: tuple[Ceiling, ...]
-    """The rates."""
+    """The measured rates."""
     schema: str = CEILINGS_SCHEMA
     """Format of this record."""
 

@@ -1,4 +1,4 @@
-"""Records to and from JSON: one encoder, one decoder, and the rule for formats from other versions.
+"""Encodes records as JSON and decodes them, including records of other versions of steplab.
 
 Unknown fields are ignored, so that an older steplab reads what a newer one of the same major format wrote;
 a newer major format is refused, because its fields may mean something else.
@@ -17,12 +17,12 @@ _TYPES = {kind.schema: kind.type for kind in KINDS.values()}
 
 
 def new_id() -> str:
-    """Identity of a new record: twelve random hexadecimal digits."""
+    """The id of a new record: twelve random hexadecimal digits."""
     return secrets.token_hex(6)
 
 
 def now_utc() -> str:
-    """The time as records carry it: 2026-11-21T07:30:00Z."""
+    """The current time in the format of records, such as 2026-11-21T07:30:00Z."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -38,7 +38,7 @@ class _Head(msgspec.Struct):
 def decode(text: bytes | str) -> Record:
     """The record in a line of JSON.
 
-    Raises SteplabError if it is not JSON, is no record of steplab's, or was written by a newer major format.
+    Raises SteplabError if it is not JSON, is not a record of steplab, or has a newer major format.
     """
     try:
         schema = msgspec.json.decode(text, type=_Head).schema

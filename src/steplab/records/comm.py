@@ -1,4 +1,4 @@
-"""What a benchmark of collectives came to: cells with every rank's raw samples, and the machine's profile."""
+"""The record of a benchmark of collectives: cells with every rank's raw samples, and the communication profile."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -13,86 +13,88 @@ COMM_SCHEMA = "steplab.comm/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRank:
-    """One of the processes."""
+    """One rank: its process, machine and device."""
 
     rank: int
-    """Its number, from 0."""
+    """Number of the rank, from 0."""
     host: str
-    """Name of its machine."""
+    """Name of the machine that it ran on."""
     device: str
-    """What its device is called, with its number: 'cuda:1 NVIDIA H200'."""
+    """Number and name of its device, such as 'cuda:1 NVIDIA H200'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """One rank's samples of one cell, a sample a repeat, in the order they were taken."""
+    """One rank's samples of one cell, one per repeat, in the order they were taken."""
 
     rank: int
-    """Its number."""
+    """Number of the rank, from 0."""
     device_s: tuple[float, ...] | None = None
-    """Seconds a call, calls back to back in rows with an event after each sample; None without such a device."""
+    """Seconds per call for calls back to back, between events on the device; None for a device without events."""
     calls_per_sample: int = 1
-    """Of how many calls in a row each of those is the mean."""
+    """Number of consecutive calls whose mean time is one sample of `device_s`."""
     num_waits: int | None = None
-    """How many of those samples had calls that were not all started when the device had ended the sample before: it may
-    have waited for the host in them. None where that is not known."""
+    """Number of samples of `device_s` in which the device may have waited for the host, because not all of their calls
+    were started when the device ended the sample before. None: not known."""
     held_s: float | None = None
-    """For how long the device was held before a row at the most, so that Python was ahead of it; None where that is not
-    known, or the host is the device."""
+    """Longest time in seconds that the device was held before a row of calls, to give Python a head start; None if that
+    is not known, or the device is the host."""
     alone_s: tuple[float, ...] = ()
-    """Seconds on the host's clock of single calls, each after a barrier, the device synchronised at both ends."""
+    """Seconds of single calls on the host's clock, each after a barrier, with the device synchronised before and
+    after."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
-        """Back to back where the device has a timeline of its own, else the calls one by one."""
+        """The samples that steplab reports: `device_s` if the device has events, else `alone_s`."""
         return self.device_s or self.alone_s
 
     @property
     def median_s(self) -> float:
-        """Of the better samples."""
+        """Median of `best_s`."""
         return median(self.best_s)
 
     @property
     def thirds_s(self) -> tuple[float, float, float]:
-        """Of the first, the middle and the last third of those."""
+        """Medians of the first, the middle and the last third of `best_s`."""
         return medians_of_thirds(self.best_s)
 
     @property
     def drift(self) -> float:
-        """The median over the least of these: by how much a disturbance that passed, or set in, has moved it."""
+        """The median divided by the smallest of `thirds_s`, which shows a disturbance that began or ended."""
         return drift(self.best_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCheck:
-    """The result of one call set beside the closed form, over all ranks."""
+    """Comparison of one call's result with the closed form, over all ranks."""
 
     num_elements: int
-    """How many were compared."""
+    """Number of elements that were compared."""
     num_wrong: int
-    """How many differ; the data are small whole numbers, of which every sum is exact."""
+    """Number of wrong elements; the data are small whole numbers, whose sums are exact in every type."""
     first_wrong: str = ""
-    """In words, the first that differs: 'rank 1, element 17 is 3 and should be 5'; empty where none does."""
+    """The first wrong element, such as 'rank 1, element 17 is 3 and should be 5'; empty if all are right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCell(Outcome):
-    """One collective of one size."""
+    """The measurement of one collective at one message size."""
 
     spec: CommSpec
-    """What was asked."""
+    """The cell as requested."""
     message_bytes: int
-    """The message as it was moved, S."""
+    """Size of the message that was sent, S of nccl-tests, in bytes."""
     wire_bytes: float | None = None
-    """What each rank sends at least: S times the factor of the bus bandwidth; None while that is being measured."""
+    """Least number of bytes that each rank sends: S times the factor of the bus bandwidth; None during the
+    measurement."""
     ranks: tuple[RankTimes, ...] = ()
-    """Every participating rank's samples; empty for a failure."""
+    """Samples of every participating rank; empty for a failure."""
     check: CommCheck | None = None
-    """Of the result; None where nothing came of it."""
+    """Check of the result; None if no result was checked."""
 
     @property
     def slowest(self) -> RankTimes | None:
-        """The rank with the longest median, whose times are the cell's; None without any."""
+        """The rank with the longest median, whose times are the cell's; None for a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
 
@@ -101,31 +103,31 @@ class CommFit:
     """A line through the times of one collective: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
 
     collective: str
-    """Of this collective,"""
+    """The collective that the line is for."""
     way: str
-    """by this backend (specs.comm.CommSpec.way),"""
+    """Transport that the line is for (specs.comm.CommSpec.transport)."""
     dtype: str
-    """of elements of this type."""
+    """Number format of the elements that the line is for."""
     world_size: int | None
-    """On so many ranks; None: over all world sizes, with gamma."""
+    """Number of ranks that the line is for; None: all world sizes, with the gamma term."""
     alpha_s: float
-    """Seconds of a call that moves nothing."""
+    """Fixed time of a call in seconds."""
     beta_s_per_byte: float
-    """Seconds a byte on the wire; its inverse is the bus bandwidth that long messages approach."""
+    """Seconds per byte on the wire; its inverse is the bus bandwidth of long messages."""
     gamma_s_per_rank: float | None = None
-    """Seconds a rank; None where world sizes were not fitted together."""
+    """Seconds per rank; None if world sizes were not fitted together."""
     num_points: int
-    """Cells that it was fitted to."""
+    """Number of cells that the line was fitted to."""
     rms_relative: float | None
-    """Root mean square of (fitted - measured) / measured, which the fit made smallest; None: as few points as terms,
-    which any line fits (in records of before lines took three sizes)."""
+    """Root mean square of (fitted - measured) / measured, which the fit minimises; None: no more points than terms,
+    which every line fits exactly (only in old records, which needed fewer than three sizes)."""
     worst_relative: float | None
-    """The largest of them in size, with its sign; None likewise."""
+    """The value of (fitted - measured) / measured that is largest in magnitude, with its sign; None as above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFacts:
-    """What holds for all cells, as the ranks tell it."""
+    """Facts that are the same for all cells, reported by the ranks."""
 
     ranks: tuple[CommRank, ...] = ()
     """The processes."""

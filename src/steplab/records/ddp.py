@@ -1,4 +1,4 @@
-"""What a data-parallel study came to: for each variant every rank's samples, its messages, memory and a trace."""
+"""The record of a data-parallel study: for each variant every rank's samples, messages, memory and traced steps."""
 
 from dataclasses import dataclass, replace
 
@@ -13,53 +13,55 @@ from steplab.units import MIB
 DDP_SCHEMA = "steplab.ddp/1"
 
 MOMENTS = ("initialised", "before_step", "after_step")
-"""After model and optimizer are built; before and after the optimizer's first step, which makes its state."""
+"""The moments at which memory is read: after model and optimizer are built, and before and after the optimizer's first
+step, which allocates its state."""
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
 _ROUNDING_BYTES = 16 * MIB
-"""By which two counts of the same tensors may differ."""
+"""Largest difference between two counts of the same tensors that is due to rounding."""
 COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
-"""Streams of the timeline of a traced step."""
+"""Streams in the timeline of a traced step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateMemory:
-    """What one rank holds at one moment, by whose it is."""
+    """Memory that one rank holds at one moment, by owner."""
 
     moment: str
     """One of MOMENTS."""
     parameters_bytes: int
-    """Parameters, with what a flat buffer of them leaves empty."""
+    """Bytes of the parameters, including padding in a flat buffer of them."""
     gradients_bytes: int
-    """Gradients, with the buffers that they are views of."""
+    """Bytes of the gradients, including the buffers that they are views of."""
     optimizer_bytes: int
-    """The optimizer's tensors."""
+    """Bytes of the optimizer's tensors."""
     allocated_bytes: int | None = None
-    """All that this variant's tensors take of the device, with what peer copies share outside of the allocator; None
-    where the allocator keeps no count."""
+    """Bytes of all tensors of this variant on the device, including memory that peer copies share outside of the
+    allocator; None if the allocator keeps no count."""
 
     @property
     def known_bytes(self) -> int:
-        """Sum of the three."""
+        """Bytes of parameters, gradients and optimizer state together."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def other_bytes(self) -> int | None:
-        """Buffers, batches, messages and what is still alive of the step; None where the allocator keeps no count."""
+        """Bytes of everything else, such as buffers, batches, messages and tensors of the step that are still alive;
+        None if the allocator keeps no count."""
         return None if self.allocated_bytes is None else max(self.allocated_bytes - self.known_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """Collectives of one kind in one step of a rank."""
+    """Consecutive collectives of one kind in one step of a rank."""
 
     collective: str
-    """all_reduce, all_gather, reduce_scatter or broadcast."""
+    """The collective: all_reduce, all_gather, reduce_scatter or broadcast."""
     sizes_bytes: tuple[int, ...]
-    """Of each, in their order: of all-gather the output, of reduce-scatter the input."""
+    """Size of each message in order: for all-gather that of the output, for reduce-scatter that of the input."""
 
     @property
     def total_bytes(self) -> int:
-        """All of them."""
+        """Bytes of all these messages together."""
         return sum(self.sizes_bytes)
 
 
@@ -68,25 +70,26 @@ class DdpRank:
     """One rank's samples."""
 
     rank: int
-    """From 0."""
+    """Number of the rank, from 0."""
     phases: tuple[PhaseSamples, ...] = ()
-    """forward, backward, gradient sync where there is such a call, optimizer, and step."""
+    """Samples of forward, backward, optimizer and step, and of gradient sync if the variant has such a call."""
     baseline: tuple[PhaseSamples, ...] = ()
-    """The same without communication, in turns with it; empty for the baseline itself."""
+    """Samples of the baseline (the step without communication), taken in turns with the variant; empty for the baseline
+    itself."""
     held_s: float | None = None
-    """For how long the device was held before each step of `phases` at the most, so that Python was ahead of it; None
-    where the host is the device, or where that is not known."""
+    """Longest time in seconds that the device was held before a step of `phases`, to give Python a head start; None if
+    the device is the host, or the time is not known."""
     alone_s: tuple[float, ...] = ()
-    """The communication of one step with nothing beside it, a sample a repeat."""
+    """Seconds of one step's communication by itself, one sample per repeat."""
     memory: tuple[StateMemory, ...] = ()
-    """At MOMENTS."""
+    """Memory at each of MOMENTS."""
     peak: PeakMemory | None = None
-    """Most at once in the warm-up steps, with what other variants held meanwhile; None where nobody counts."""
+    """Peak memory of the warm-up steps, including the baseline's memory; None if the allocator keeps no count."""
     beside_bytes: int | None = None
-    """What others held meanwhile: the baseline's model."""
+    """Bytes allocated outside of the variant while it was measured, such as the baseline's model."""
 
     def samples(self, phase: str, *, baseline: bool = False) -> tuple[float, ...]:
-        """Seconds of each step; none where it was not timed."""
+        """Seconds of a phase in each step; empty if it was not timed."""
         found = find_phase(self.baseline if baseline else self.phases, phase)
         return found.best_s if found else ()
 
@@ -100,103 +103,108 @@ class DdpRank:
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
 
     def moment(self, name: str) -> StateMemory | None:
-        """The memory at one of MOMENTS; without a count of all where that is not known."""
+        """The memory at one of MOMENTS; `allocated_bytes` is None if it is not known."""
         found = next((memory for memory in self.memory if memory.moment == name), None)
         return replace(found, allocated_bytes=None) if found and self.baseline_freed else found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedSteps:
-    """Communication against computation of rank 0, from a trace of some steps, by unions of intervals.
+    """Overlap of communication and computation on rank 0, from a trace of some steps, by unions of intervals.
 
-    Under a profiler, which slows the host: lengths are never step times. All figures are a step's.
+    The steps ran under a profiler, which slows the host, so these times are never step times. All figures are means per
+    step.
     """
 
     num_steps: int
-    """How many were traced."""
+    """Number of traced steps."""
     step_s: float
-    """From a step's first piece of work to its last; on a CPU, where steps follow one another, of all over how many."""
+    """Seconds from a step's first piece of work to its last; on a CPU, where steps follow each other at once, the time
+    of all steps divided by their number."""
     communication_s: float
-    """Time in which at least one message was under way."""
+    """Seconds in which at least one message was being sent."""
     overlapped_s: float
-    """Of it, time in which something was computed as well."""
+    """Seconds of `communication_s` in which computation ran as well."""
     timeline: Timeline
-    """The last step on two rows, COMPUTE_ROW and COMMUNICATION_ROW; work that follows closely on other work of its
-    category is drawn together with it, and the names are those of the categories."""
+    """The last step on two rows, COMPUTE_ROW and COMMUNICATION_ROW. Pieces of work of one category that follow each
+    other closely are merged, and named after the category."""
 
     @property
     def exposed_s(self) -> float:
-        """Communication with no computation beside it."""
+        """Seconds of communication during which no computation ran."""
         return self.communication_s - self.overlapped_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpCell(Outcome):
-    """One variant."""
+    """The measurement of one variant."""
 
     contender: Variant
-    """The variant."""
+    """The variant that was measured."""
     ranks: tuple[DdpRank, ...] = ()
-    """In their order; empty for a failure."""
+    """Samples of each rank in order; empty for a failure."""
     messages: tuple[Messages, ...] = ()
-    """Of one step of a rank; empty where nothing is sent, or nobody knows."""
+    """Messages in one step of a rank; empty if nothing is sent, or the messages are not known."""
     wire_bytes: int | None = None
-    """Bytes of a step's messages, each times the factor of nccl-tests for its collective (costs.communication): what
-    the rank that sends most of it sends at the least. None where the messages are not known, and in records made before
-    it was counted."""
+    """Least number of bytes that the rank with the most traffic sends in a step: the size of each message times the
+    factor of nccl-tests for its collective (costs.communication). None if the messages are not known, and in old
+    records."""
     turns: str = ""
-    """interleaved: the baseline was in memory beside it, and they took turns; before_and_after: it had not the room."""
+    """interleaved: the baseline was in memory too, and they took turns. before_and_after: memory was too small for
+    both, so the baseline was timed before and after the variant."""
     first_step_s: float | None = None
-    """Rank 0's first step, with whatever is compiled in it."""
+    """Seconds of rank 0's first step, including compilation."""
     traced: TracedSteps | None = None
-    """None where nothing was traced."""
+    """Overlap in the traced steps; None if no steps were traced."""
     expected: tuple[StateMemory, ...] = ()
-    """The memory that the formulas of ZeRO give at MOMENTS (costs.data_parallel)."""
+    """Memory at MOMENTS by the formulas of ZeRO (costs.data_parallel)."""
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""
 
     @property
     def num_calls(self) -> int | None:
-        """Collectives a step; None where nobody knows."""
+        """Number of collectives per step; None if it is not known."""
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CurvePoint:
-    """What the model says of one bucket size."""
+    """Predictions of the overhead model for one bucket size."""
 
     bucket_mb: float
-    """1e6 bytes."""
+    """Bucket size in units of 1e6 bytes."""
     num_buckets: float
-    """How many such there are."""
+    """Number of buckets of this size."""
     exposed_s: float
-    """All calls overlapped: the last bucket, or what the link is behind."""
+    """Exposed communication in seconds if all calls overlap with the backward pass: the last bucket, or the time by
+    which the link is late."""
     serial_s: float
-    """Each call's overhead exposed, and the last bucket's transfer."""
+    """Exposed communication in seconds if the overhead of every call is exposed, and the transfer of the last
+    bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverheadModel:
-    """The model of what communication adds to the step, with what was measured put in (costs.data_parallel)."""
+    """Model of the time that communication adds to the step, with fitted parameters (costs.data_parallel)."""
 
     gradient_bytes: float
-    """s."""
+    """Bytes of all gradients; s in the formulas."""
     bytes_per_s: float
-    """w, fitted."""
+    """Fitted bandwidth of the link; w in the formulas."""
     call_s: float
-    """o, fitted."""
+    """Fitted overhead of a call in seconds; o in the formulas."""
     backward_s: float
-    """The baseline's median backward pass."""
+    """Median of the baseline's backward pass in seconds."""
     num_fitted: int
-    """From the communication of so many variants, each by itself."""
+    """Number of variants whose communication by itself the model was fitted to."""
     worst_fit: float
-    """Largest relative difference of those from the fit."""
+    """Largest relative difference between those times and the fit."""
     best_bucket_mb: float
-    """sqrt(s w o)."""
+    """Bucket size with the smallest `serial_s`, sqrt(s w o), in units of 1e6 bytes."""
     least_serial_s: float
-    """What `serial_s` is then."""
+    """Value of `serial_s` at that bucket size, in seconds."""
     curve: tuple[CurvePoint, ...]
-    """By bucket size, the smallest first."""
+    """The predictions by bucket size, the smallest first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,27 +212,27 @@ class RankPlace:
     """Where one rank ran."""
 
     rank: int
-    """From 0."""
+    """Number of the rank, from 0."""
     host: str
     """Name of the machine."""
     device: str
-    """What its device is called."""
+    """Name of its device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpFacts:
-    """What holds for all variants, as the first one told it."""
+    """Facts that are the same for all variants, reported by the first."""
 
     backend: str
-    """nccl or gloo."""
+    """Backend of torch.distributed: nccl or gloo."""
     places: tuple[RankPlace, ...]
     """Where each rank ran."""
     num_parameters: int
-    """Of the model."""
+    """Number of parameters of the model."""
     num_tensors: int
-    """Parameters as tensors, each of which has a gradient."""
+    """Number of parameter tensors, each of which has a gradient."""
     gradient_bytes: int
-    """Of all gradients."""
+    """Bytes of all gradients together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,15 +240,15 @@ class DdpRun(Benchmark[DdpCell]):
     """A stored data-parallel study."""
 
     study: DdpStudy
-    """What was asked, and how it was to be measured."""
+    """The study as requested."""
     facts: DdpFacts | None = None
-    """The ranks and the model; None if no process could say."""
+    """Facts about the ranks and the model; None if no process reported them."""
     model: OverheadModel | None = None
-    """None where too little was measured for a fit."""
+    """The fitted overhead model; None if there are too few measurements for a fit."""
     schema: str = DDP_SCHEMA
     """Format of this record."""
 
     @property
     def baseline(self) -> DdpCell | None:
-        """The variant that sends nothing."""
+        """The cell of the variant without communication; None if it is missing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)

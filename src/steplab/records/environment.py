@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made."""
+"""The hardware and software of a measurement."""
 
 from dataclasses import dataclass, field
 
@@ -8,54 +8,54 @@ class DeviceInfo:
     """The device a run was measured on."""
 
     kind: str
-    """cuda, mps or cpu."""
+    """Kind of device: cuda, mps or cpu."""
     name: str
-    """As torch (or, for a CPU, the operating system) names it."""
+    """Name of the device by torch or, for a CPU, by the operating system."""
     memory_bytes: int | None = None
-    """Total memory of a GPU."""
+    """Total memory of a GPU in bytes."""
     uuid: str | None = None
-    """The GPU's identity; NVML's figures below are read for this one, whatever CUDA_VISIBLE_DEVICES says."""
+    """UUID of the GPU, by which NVML finds the GPU for the figures below whatever CUDA_VISIBLE_DEVICES says."""
     compute_capability: str | None = None
-    """CUDA compute capability, '9.0'."""
+    """CUDA compute capability, such as '9.0'."""
     sm_clock_hz: float | None = None
-    """Clock of the SMs, read while the last warm-up steps (without any: the measured ones) were still running."""
+    """Clock of the SMs in Hz, read while the last warm-up steps (or, without any, the measured steps) were running."""
     memory_clock_hz: float | None = None
-    """Clock of the memory, read at the same time."""
+    """Clock of the memory in Hz, read at the same time."""
     power_limit_w: float | None = None
-    """Power limit in force."""
+    """Power limit in force, in watts."""
     temperature_c: float | None = None
     """Temperature in degrees Celsius, read at the same time."""
     threads: int | None = None
-    """Threads torch computes with on a CPU."""
+    """Number of threads that torch computes with on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Everything that can explain why two runs of one spec differ."""
+    """The hardware and software of a measurement, which may explain why two runs of one spec differ."""
 
     device: DeviceInfo
-    """The device."""
+    """The device that computed."""
     host: str
     """Operating system and machine type."""
     cpu: str
     """Name of the processor."""
     num_cpus: int
-    """Logical processors of the machine."""
+    """Number of logical processors of the machine."""
     python: str
-    """Python's version."""
+    """Version of Python."""
     torch: str
-    """torch's version."""
+    """Version of torch."""
     cuda: str | None = None
-    """CUDA version torch was built for."""
+    """CUDA version that torch was built for; None: without CUDA."""
     cudnn: str | None = None
-    """cuDNN's version."""
+    """Version of cuDNN; None: without it."""
     triton: str | None = None
-    """Triton's version; None where it is not installed."""
+    """Version of Triton; None if it is not installed."""
     driver: str | None = None
-    """GPU driver's version, from NVML."""
+    """Version of the GPU driver, from NVML."""
     git_commit: str | None = None
-    """Commit of the working directory, '+' behind it if files differ from it; None outside a checkout."""
+    """Commit of the working directory, followed by '+' if files differ from it; None outside a checkout."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Values of the allow-listed environment variables that were set; never any other."""
+    """Values of the environment variables on an allow-list that were set; no other variable is stored."""
     gaps: tuple[str, ...] = ()
-    """What could not be found out, and why."""
+    """What could not be determined, and why."""

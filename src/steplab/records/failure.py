@@ -1,4 +1,4 @@
-"""Why something has no figures: a result of its own, not the absence of one."""
+"""Failures of measurements, which are stored as results."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,29 +11,31 @@ class Failure:
     """Why a step, a cell or an audit has no figures."""
 
     kind: FailureKind
-    """out_of_memory; crashed: the process died; timeout; error: the model or torch raised."""
+    """Kind of failure. out_of_memory: an allocation was refused. crashed: the process died. timeout: it took too long.
+    error: the model or torch raised an exception."""
     message: str
-    """One line."""
+    """The failure in one line."""
     phase: str | None = None
-    """What was under way: build, compile, warmup, measure."""
+    """The stage in which it failed, such as build, compile, warmup or measure."""
     requested_bytes: int | None = None
-    """Size of the allocation that did not fit, as the allocator asked it of the driver (CUDA: rounded up to 2 MiB)."""
+    """Size in bytes of the allocation that did not fit, as the allocator requested it from the driver (on CUDA, rounded
+    up to 2 MiB)."""
     peak_allocated_bytes: int | None = None
-    """Most bytes in live tensors before that."""
+    """Most bytes in live tensors before the failure."""
     signal: str | None = None
-    """Name of the signal that ended the process, SIGKILL."""
+    """Name of the signal that ended the process, such as SIGKILL."""
     last_lines: tuple[str, ...] = ()
-    """End of what the process wrote to standard error."""
+    """Last lines that the process wrote to standard error."""
     rank: int | None = None
-    """Which of several processes failed; None: there was one, or it is not known which."""
+    """Rank of the process that failed; None: there was one process, or the rank is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Something that was to be measured: it went well, or it has a failure."""
+    """The outcome of a measurement: its figures, or a failure."""
 
     failure: Failure | None = None
-    """Why there are no figures; None for a success."""
+    """The failure; None for a success."""
 
     @property
     def status(self) -> str:

@@ -1,4 +1,4 @@
-"""One diagnosis of a run: what was seen, why it matters, what to change, what that should give."""
+"""Diagnoses of a run: the evidence, the explanation, the proposed change and its predicted gain."""
 
 from dataclasses import dataclass, field
 
@@ -7,34 +7,35 @@ FINDINGS_SCHEMA = "steplab.findings/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One figure a finding rests on."""
+    """One figure that supports a finding."""
 
     what: str
-    """'idle while the host launches, forward'."""
+    """What the figure is, such as 'idle while the host launches, forward'."""
     value: float
-    """In base units."""
+    """The figure in its base unit."""
     unit: str
-    """s, B, FLOP, %, '' for a count."""
+    """The unit: s, B, FLOP, %, or '' for a count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The finding's change, measured; or why it could not be."""
+    """The measured effect of a finding's change, or why it could not be measured."""
 
     before_s: float
-    """Median step time measured again without the change, in the same session."""
+    """Median step time in seconds without the change, measured again in the same session."""
     after_s: float | None
-    """Median step time with it; None if that step failed."""
+    """Median step time in seconds with the change; None if that step failed."""
     run_ids: tuple[str, ...]
-    """The records: without the change and, where it was measured at all, with it."""
+    """Ids of the records: without the change and, if it was measured, with it."""
     tokens_ratio: float = 1.0
-    """Tokens of a step with the change over those of a step without it: a larger batch does more in its step."""
+    """Tokens per step with the change divided by those without it; a change of batch size makes it differ from 1."""
     failure: str | None = None
     """Why there is no time with the change, in one line."""
 
     @property
     def saved_s(self) -> float | None:
-        """Seconds that the change saves of a step's tokens; negative if it costs time, None if it failed."""
+        """Seconds saved on the tokens of a step without the change; negative if the change costs time, None if it
+        failed."""
         return None if self.after_s is None else self.before_s - self.after_s / self.tokens_ratio
 
 
@@ -43,47 +44,48 @@ class Finding:
     """One diagnosis."""
 
     kind: str
-    """launch_bound, scores_materialised, ...: the file in `explain` that made it."""
+    """Kind of the finding, the name of its file in `explain`, such as launch_bound or scores_materialised."""
     title: str
-    """One line: what is wrong."""
+    """What is wrong, in one line."""
     saw: str
     """The evidence in words, with figures and units."""
     why: str
-    """Why it matters, for someone who meets it for the first time."""
+    """Why it matters, for a reader who does not know the problem."""
     change: str
-    """What to do, as the user would type or write it."""
+    """The proposed change, as the user would type or write it."""
     evidence: tuple[Evidence, ...]
-    """The figures `saw` speaks of, times and counts a step."""
+    """The figures that `saw` mentions; times and counts are per step."""
     note: str = ""
-    """What else to know of the change: how it is written in one's own code, what it risks."""
+    """Remarks on the change, such as how to write it in one's own code, and its risks."""
     saves_s: float | None = None
-    """Predicted seconds a step the change saves (for a change of batch: of the tokens of a step as it is now); None
-    where it cannot be said."""
+    """Predicted seconds that the change saves per step (for a change of batch: per tokens of a present step); None if
+    there is no prediction."""
     at_most: bool = False
-    """Whether saves_s is a bound from above rather than an estimate."""
+    """Whether `saves_s` is an upper bound rather than an estimate."""
     prediction: str = ""
-    """How that was predicted, and what it leaves out."""
+    """How the gain was predicted, and what the prediction leaves out."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Spec fields of the change, by their outer names ({'compile': 'default'}); empty: no field does it."""
+    """Fields of the spec that make the change, by the names of study files, such as {'compile': 'default'}; empty: no
+    field makes it."""
     trial: Trial | None = None
-    """Predicted against measured, once it was tried."""
+    """Measured effect of the change; None: it was not tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """All that was found in one run."""
+    """All findings on one run."""
 
     run_id: str
-    """The run."""
+    """Id of the run."""
     created_utc: str
-    """ISO 8601, UTC, when it was explained."""
+    """Time of the diagnosis: ISO 8601, UTC."""
     steplab_version: str
-    """Version whose diagnoses these are."""
+    """Version of steplab that made the diagnoses."""
     step_s: float | None
-    """Median step time of the run, unprofiled; None where it was not timed."""
+    """Median step time of the run in seconds, without a profiler; None if it was not timed."""
     findings: tuple[Finding, ...]
-    """Largest predicted gain first, those without a prediction last."""
+    """The findings, the largest predicted gain first, those without a prediction last."""
     not_looked_at: tuple[str, ...] = ()
-    """What the record lacks, what that kept from being diagnosed, and how to get it."""
+    """What the record lacks, what could not be diagnosed without it, and how to record it."""
     schema: str = field(default=FINDINGS_SCHEMA)
     """Format of this record."""

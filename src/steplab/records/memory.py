@@ -1,21 +1,21 @@
-"""Peak memory of a step, as the device's allocator and the operating system saw it."""
+"""Peak memory of a step, from the device's allocator and from the operating system."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakMemory:
-    """High-water marks of one phase (with everything that was alive before it)."""
+    """High-water marks of one phase, including memory that was allocated before it."""
 
     phase: str
-    """step, or one of its parts."""
+    """The phase: step, or one of its parts."""
     peak_allocated_bytes: int
     """Most bytes in live tensors (torch.cuda.max_memory_allocated)."""
     peak_reserved_bytes: int
     """Most bytes the allocator held from the device (torch.cuda.max_memory_reserved)."""
 
     def with_larger_of(self, other: "PeakMemory") -> "PeakMemory":
-        """The phase's peak over two looks at it, each figure by itself."""
+        """The larger of two measurements of the phase, for each figure separately."""
         return PeakMemory(
             phase=self.phase,
             peak_allocated_bytes=max(self.peak_allocated_bytes, other.peak_allocated_bytes),
@@ -25,15 +25,15 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What one measured step needed."""
+    """Memory that one measured step needed."""
 
     peaks: tuple[PeakMemory, ...] = ()
-    """A peak a phase; empty on a device whose allocator keeps no count (the CPU's)."""
+    """The peak of each phase; empty on a device whose allocator keeps no count, such as a CPU."""
     total_bytes: int | None = None
-    """Memory of the device; None on a CPU."""
+    """Total memory of the device in bytes; None on a CPU."""
     host_peak_bytes: int | None = None
-    """Largest resident set of the measuring process, Python and libraries included."""
+    """Largest resident set of the measuring process in bytes, including Python and libraries."""
 
     def peak(self, phase: str) -> PeakMemory | None:
-        """The peak of one phase, if it was measured."""
+        """The peak of one phase; None if it was not measured."""
         return next((peak for peak in self.peaks if peak.phase == phase), None)

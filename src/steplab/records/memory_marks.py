@@ -1,8 +1,8 @@
-"""What the process that ran a watched step knows of its memory, and the allocator's history does not.
+"""Marks: what the process of a watched step knows about its memory beyond the allocator's history.
 
 Written beside a snapshot by `measurement.memory_recorder`, read by `snapshots.digest`. A *position* is a number of
 allocations: position n lies after the n-th `alloc` event of the history and before the next, so that marks and history
-meet exactly, whatever the clocks say.
+can be matched exactly, without clocks.
 """
 
 import hashlib
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 
 MARKS_SCHEMA = "steplab.memory_marks/1"
 BLOCK_ACTIONS = ("alloc", "free_requested", "free_completed")
-"""Events that make or release memory, by torch's names; `history_digest` knows each by its place here."""
+"""Events that allocate or release memory, by torch's names; `history_digest` encodes each by its index here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Something that was under way between two positions."""
+    """A phase, module call or operator that ran between two positions."""
 
     name: str
-    """A phase; or a module's dotted name; or an operator's name (aten::mm)."""
+    """Name of the phase, dotted name of the module, or name of the operator (aten::mm)."""
     start: int
-    """Position at its beginning."""
+    """Position at which it began."""
     end: int
-    """Position at its end."""
+    """Position at which it ended."""
     in_backward: bool = False
     """For a module: whether this forward call ran inside the backward pass (activation checkpointing)."""
 
@@ -32,95 +32,96 @@ class Owned:
     """A piece of memory whose owner is known."""
 
     address: int
-    """Of the tensor's storage."""
+    """Address of the tensor's storage."""
     position: int
-    """When it was at that address: the allocation is the one alive there then."""
+    """Position at which the tensor was at that address, which identifies the allocation."""
     category: str
-    """parameters, gradients, optimizer_state, inputs, autocast_copies."""
+    """Owner: parameters, gradients, optimizer_state, inputs or autocast_copies."""
     name: str | None = None
-    """Dotted name of the parameter that it is, or is the gradient of; None: of none, or not known."""
+    """Dotted name of the parameter that it is, or is the gradient of; None: neither, or not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A tensor that an operator returned in fresh memory."""
+    """A tensor that an operator returned in newly allocated memory."""
 
     address: int
-    """Of its storage."""
+    """Address of its storage."""
     position: int
-    """Right after its allocation."""
+    """Position right after its allocation."""
     op: str
-    """aten::mm"""
+    """Name of the operator, such as aten::mm."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """Shape of the tensor."""
     dtype: str
-    """float32, bfloat16, ..."""
+    """Data type of the tensor, such as float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A tensor that autograd kept for backward."""
+    """A tensor that autograd saved for the backward pass."""
 
     address: int
-    """Of its storage."""
+    """Address of its storage."""
     position: int
-    """When it was kept."""
+    """Position at which it was saved."""
     module: str
-    """Innermost module under way, '' for none; of what no node keeps, the block whose input it is, or else the module
-    that made it."""
+    """Innermost module that was running, '' for none; for a tensor that no node of autograd's graph saves, the block
+    whose input it is, or else the module that made it."""
     op: str
-    """Name of the backward node, MmBackward0; '' where none keeps it, but checkpointing, or the model itself."""
+    """Name of the backward node that saved it, such as MmBackward0; '' if checkpointing or the model itself holds
+    it."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """Shape of the tensor."""
     dtype: str
-    """float32, bfloat16, ..."""
+    """Data type of the tensor, such as float32."""
     storage_bytes: int
-    """Size of the whole storage, of which the tensor may be a view."""
+    """Size in bytes of the whole storage, of which the tensor may be a view."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """Everything the recorder wrote down."""
+    """Everything that the recorder noted about one watched step."""
 
     device_index: int = 0
-    """Which of the snapshot's device_traces."""
+    """Index into the snapshot's device_traces."""
     source: str = "cuda allocator"
-    """As MemoryProfile.source."""
+    """Source of the history, as in MemoryProfile.source."""
     phases: tuple[Stretch, ...] = ()
-    """In their order."""
+    """Phases of the step, in order."""
     modules: tuple[Stretch, ...] = ()
-    """Forward calls of modules, outer before inner."""
+    """Forward calls of modules, outer modules before inner ones."""
     operators: tuple[Stretch, ...] = ()
     """Operators that allocated; empty for a compiled step."""
     owned: tuple[Owned, ...] = ()
-    """Parameters, gradients, ..."""
+    """Memory whose owner is known, such as parameters and gradients."""
     made: tuple[Made, ...] = ()
     """Outputs of operators that allocated; empty for a compiled step."""
     saved: tuple[Saved, ...] = ()
-    """In the order they were kept."""
+    """Saved tensors, in the order they were saved."""
     block_bytes: tuple[int, ...] = ()
-    """What the allocator set aside for each `alloc` event of the history, in order: what its high-water mark counts,
-    and the history itself does not say. Empty where not known."""
+    """Bytes that the allocator reserved for each `alloc` event of the history, in order. Its high-water mark counts
+    these, and the history does not contain them. Empty if they are not known."""
     block_inputs: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     """Shape and dtype of the first argument of each module that is an item of a ModuleList, by dotted name."""
     counted_peak_bytes: int | None = None
-    """As in MemoryProfile."""
+    """The allocator's own high-water mark, as MemoryProfile.counted_peak_bytes."""
     reserved_bytes: int | None = None
-    """As in MemoryProfile."""
+    """Most bytes that the allocator reserved, as MemoryProfile.reserved_bytes."""
     outside_bytes: int | None = None
-    """As in MemoryProfile."""
+    """Memory in use outside of the allocator, as MemoryProfile.outside_bytes."""
     notes: tuple[str, ...] = ()
     """What could not be watched."""
     history_sha256: str | None = None
-    """`history_digest` of the history that they are of; None in files of before this was written."""
+    """`history_digest` of the history that the marks belong to; None in old files."""
     schema: str = field(default=MARKS_SCHEMA)
     """Format of this file."""
 
 
 def history_digest(actions: bytes, addresses: bytes, sizes: bytes) -> str:
-    """SHA-256 of a device's history, by which marks know it again; in hexadecimal digits.
+    """SHA-256 of a device's history in hexadecimal digits, by which marks identify it.
 
-    Of the events in BLOCK_ACTIONS, in order: a byte each for the action, and for address and size (bytes asked for)
-    eight each, the lowest first.
+    It covers the events in BLOCK_ACTIONS, in order: one byte for the action, and eight bytes each for the address and
+    the requested size, in little-endian order.
     """
     return hashlib.sha256(b"".join((actions, addresses, sizes))).hexdigest()

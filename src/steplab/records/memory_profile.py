@@ -1,7 +1,7 @@
-"""What the memory of one step was made of: the peak by category, the way there, and who asked for it.
+"""The memory of one step: the peak by category, memory over time, and the code that allocated it.
 
-Taken from a step that was watched, as a profile is, after all timing. Sizes are what the allocator handed out; what was
-asked of it and what it added for alignment are told apart by the category `rounding`.
+It is taken from a step that was watched after all timing. Sizes are those of the allocator's blocks; the category
+`rounding` holds what the allocator added to the requested sizes for alignment.
 """
 
 from dataclasses import dataclass, field
@@ -17,27 +17,29 @@ MEMORY_CATEGORIES = (
     "temporaries",
     "rounding",
 )
-"""parameters: and buffers. gradients: of parameters. activations: made in a forward pass (a recomputed one too) and
-alive when it ended, because backward wants them. autocast_copies: weights cast once for all uses. workspaces: alive
-before and after the step and nobody's tensor (a library's, such as cuBLAS'). temporaries: all else made in the step.
-rounding: what the allocator added to what was asked."""
+"""Categories of memory by owner. parameters: parameters and buffers. gradients: gradients of parameters. activations:
+tensors made in a forward pass (also a recomputed one) and still alive at its end, for the backward pass.
+autocast_copies: weights that autocast cast once for all uses. workspaces: memory of a library, such as cuBLAS, that is
+allocated before and after the step and belongs to no tensor. temporaries: everything else allocated in the step.
+rounding: what the allocator added to the requested sizes."""
 
 UNNAMED_CATEGORIES = ("before", "during", "rounding")
-"""Of an imported snapshot, whose owners nobody named: allocated before its history begins, and since."""
+"""Categories of an imported snapshot without marks. before: allocated before its history begins. during: allocated
+since. rounding: as above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTimeline:
-    """Allocated bytes by category over time, thinned to what a picture shows without losing a peak."""
+    """Allocated bytes by category over time, with fewer points than events but with every peak that a chart shows."""
 
     time_s: tuple[float, ...]
-    """Seconds since the recording began, ascending; the position among the events where they carry no time."""
+    """Seconds since the recording began, ascending; the index of the event if events carry no time."""
     categories: tuple[str, ...]
     """Categories, in the order they are stacked."""
     allocated_bytes: tuple[tuple[int, ...], ...]
-    """For each category, bytes from that time to the next."""
+    """For each category, the bytes allocated from each time to the next."""
     by_event: bool = False
-    """Whether `time_s` counts events, for want of clock times."""
+    """Whether `time_s` counts events, because they carry no time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,89 +47,91 @@ class MemoryPhase:
     """A phase of the step on the timeline."""
 
     name: str
-    """forward, backward, optimizer; or step."""
+    """Name of the phase: forward, backward, optimizer, or step."""
     start_s: float
-    """On the timeline's axis."""
+    """Start of the phase, on the timeline's axis."""
     end_s: float
-    """On the timeline's axis."""
+    """End of the phase, on the timeline's axis."""
     peak_bytes: int
-    """Most bytes allocated within it."""
+    """Most bytes allocated at once during the phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """One piece of memory that a tensor or a library asked for."""
+    """A group of equal allocations by a tensor or a library."""
 
     requested_bytes: int
-    """What was asked for."""
+    """Requested size of one allocation in bytes."""
     block_bytes: int
-    """What the allocator set aside; of several alike, on average."""
+    """Size of the allocator's block in bytes, the mean of a group."""
     category: str
-    """One of the categories."""
+    """Category of the memory, one of MEMORY_CATEGORIES or UNNAMED_CATEGORIES."""
     phase: str | None = None
-    """Phase it was made in; None: before the recording."""
+    """Phase in which it was allocated; None: before the recording."""
     module: str | None = None
-    """Module it was made in, by dotted name (blocks.3.attention); None: none, or not known."""
+    """Dotted name of the module in which it was allocated, such as blocks.3.attention; None: none, or not known."""
     op: str | None = None
-    """Operator that made it (aten::mm); None: not known."""
+    """Operator that allocated it, such as aten::mm; None: not known."""
     source: str | None = None
-    """The line that made it, `model.py:81 in forward`; None: no Python frame (made by the autograd engine)."""
+    """Python line that allocated it, such as `model.py:81 in forward`; None: no Python frame (the autograd engine)."""
     shape: tuple[int, ...] | None = None
-    """Of the tensor it was made for."""
+    """Shape of the tensor that it was allocated for; None: not known."""
     dtype: str | None = None
-    """Of that tensor: float32, bfloat16."""
+    """Data type of that tensor, such as float32; None: not known."""
     at_peak: bool = False
     """Whether it was alive at the peak."""
     count: int = 1
-    """How many there are alike (same size, category, phase, source, module apart from layer numbers)."""
+    """Number of equal allocations (same size, category, phase, source, and module apart from layer numbers)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedTensors:
-    """Tensors alike that autograd kept for the backward pass."""
+    """A group of equal tensors that autograd saved for the backward pass."""
 
     module: str
-    """Module in whose forward pass they were saved, layer numbers replaced: blocks.*.attention; '' outside of any."""
+    """Module in whose forward pass they were saved, with layer numbers replaced, such as blocks.*.attention; '' outside
+    of any module."""
     op: str
-    """Operator that saved them, by its backward node: MmBackward0."""
+    """Backward node of the operator that saved them, such as MmBackward0."""
     shape: tuple[int, ...]
-    """Of one."""
+    """Shape of each tensor."""
     dtype: str
-    """float32, bfloat16, ..."""
+    """Data type of each tensor, such as float32."""
     count: int
-    """How many."""
+    """Number of tensors."""
     stored_bytes: int
-    """Memory they hold that no earlier one holds: a tensor saved twice counts once, a parameter not at all."""
+    """Bytes of their storages that no earlier group holds: a tensor that is saved twice counts once, a parameter not at
+    all."""
     category: str = "activations"
-    """activations, parameters, autocast_copies or inputs: whose memory it is."""
+    """Category of the memory: activations, parameters, autocast_copies or inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockMemory:
-    """What one Transformer block keeps and emits."""
+    """Memory of one Transformer block."""
 
     module: str
     """blocks.0"""
     saved_bytes: int
-    """Activations it keeps for its backward pass."""
+    """Bytes of activations saved for its backward pass."""
     gradient_bytes: int | None = None
-    """Gradients of its parameters that its backward pass leaves behind; None without a backward pass."""
+    """Bytes of its parameters' gradients after its backward pass; None without a backward pass."""
     input_bytes: int | None = None
-    """Its input: one residual-stream tensor."""
+    """Bytes of its input, one tensor of the residual stream; None: not known."""
     input_shape: tuple[int, ...] | None = None
-    """Of that tensor."""
+    """Shape of that input."""
     input_dtype: str | None = None
-    """Of that tensor."""
+    """Data type of that input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeftOut:
-    """What a list of this record was too long to hold."""
+    """The entries that a list of this record was too long to hold."""
 
     count: int
-    """How many."""
+    """Number of entries left out."""
     num_bytes: int
-    """What they hold together."""
+    """Bytes of these entries together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,58 +139,58 @@ class MemoryProfile:
     """The memory of one watched step."""
 
     source: str
-    """cuda allocator: its own history; cpu allocator: each allocation as it reports it to torch's profiler, for want of
-    a history; snapshot: someone's pickle."""
+    """Source of the figures. cuda allocator: its own history. cpu allocator: its reports to torch's profiler, since it
+    keeps no history. snapshot: an imported memory snapshot."""
     peak_bytes: int
-    """Most bytes allocated at once. The values of `at_peak` sum to it."""
+    """Most bytes allocated at once, the sum of the values of `at_peak`."""
     at_peak: dict[str, int]
-    """Bytes by category at that moment, rounding among them."""
+    """Bytes by category at the peak, including rounding."""
     peak_s: float
-    """When, on the timeline's axis."""
+    """Time of the peak, on the timeline's axis."""
     peak_phase: str | None = None
     """Phase of the peak; None: not known."""
     peak_module: str | None = None
-    """Module under way then, in its forward pass or in its recomputation."""
+    """Module that ran at the peak, in its forward pass or its recomputation; None: none, or not known."""
     peak_op: str | None = None
-    """Operator whose allocation reached the peak."""
+    """Operator whose allocation reached the peak; None: not known."""
     peak_source: str | None = None
-    """Line of that allocation."""
+    """Python line of that allocation; None: not known."""
     counted_peak_bytes: int | None = None
-    """The allocator's own high-water mark over the same step; None where it keeps none."""
+    """The allocator's own high-water mark over the same step; None if it keeps none."""
     unwatched_peak_bytes: int | None = None
-    """Its high-water mark over the steps that were timed, which nobody watched."""
+    """The allocator's high-water mark over the timed steps, which were not watched; None: not known."""
     reserved_bytes: int | None = None
-    """Most bytes the allocator held from the device; what exceeds the peak was cached or fragmented."""
+    """Most bytes that the allocator reserved on the device; what exceeds the peak was cached or fragmented."""
     outside_bytes: int | None = None
-    """Memory of the device in use beyond what the allocator holds: context, libraries, NCCL, other processes."""
+    """Bytes in use on the device outside of the allocator: context, libraries, NCCL, other processes."""
     timeline: MemoryTimeline
-    """The way to the peak and back."""
+    """Allocated bytes by category over time."""
     phases: tuple[MemoryPhase, ...] = ()
-    """In their order; empty for a snapshot."""
+    """Phases of the step in order; empty for a snapshot."""
     largest: tuple[Allocation, ...] = ()
-    """The largest groups of allocations alive at the peak, then others large, largest first."""
+    """The largest groups of allocations alive at the peak, then other large groups; in each part the largest first."""
     saved: tuple[SavedTensors, ...] = ()
-    """What autograd kept, most bytes first; empty where it kept nothing or could not be asked."""
+    """The tensors that autograd saved, most bytes first; empty if there are none, or they could not be read."""
     saved_left_out: LeftOut | None = None
-    """The kinds of saved tensors beyond those; None: none."""
+    """Groups of saved tensors that `saved` leaves out; None: none."""
     blocks: tuple[BlockMemory, ...] = ()
-    """The first Transformer block, and any that differs from it."""
+    """The first Transformer block, and each kind of block that differs from it."""
     blocks_left_out: LeftOut | None = None
-    """The kinds of block beyond those, and what one of each keeps; None: none."""
+    """Kinds of block that `blocks` leaves out, with the saved bytes of one block of each; None: none."""
     num_events: int = 0
-    """Allocations and releases recorded."""
+    """Number of recorded allocations and releases."""
     device: str | None = None
-    """Which device's history, 'cuda:0'; None where there is one alone."""
+    """The device of the history, such as 'cuda:0'; None if there is only one."""
     device_name: str | None = None
-    """What the device is called; None: not said."""
+    """Name of the device; None: not known."""
     file: str | None = None
-    """Name of the imported file."""
+    """Name of the imported file; None: the step was measured here."""
     notes: tuple[str, ...] = field(default=())
-    """What is missing, and why, in words."""
+    """What is missing, and why."""
 
     @property
     def phase_peaks(self) -> dict[str, int]:
-        """Peak bytes of each phase, by name, in their order; of one that runs several times in a step the highest."""
+        """Peak bytes of each phase by name, in order; the highest, for a phase that runs several times in a step."""
         found: dict[str, int] = {}
         for phase in self.phases:
             found[phase.name] = max(found.get(phase.name, 0), phase.peak_bytes)

@@ -1,4 +1,4 @@
-"""What a run's memory is set against, to say why its peak is as high as it is."""
+"""Runs and predictions that a run's memory is compared with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from steplab.records.run import Run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Forecast:
-    """What a dry run says of a step that was measured in low precision alone: of the step, and of the same in fp32."""
+    """Predictions by a dry run for a step that was measured in low precision only: in its precision, and in fp32."""
 
     own: MemoryPrediction
-    """Of the step as it was measured, which shows how far off the dry run is."""
+    """Prediction for the step as it was measured, which shows the error of the dry run."""
     fp32: MemoryPrediction
-    """Of the step that nobody measured."""
+    """Prediction for the same step in fp32, which was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReferences:
-    """Of one run or of several."""
+    """References for one or several runs."""
 
     others: tuple[Run, ...] = ()
-    """Measured runs, among which are the same cells in fp32, and without checkpointing, as far as there are any."""
+    """Measured runs that include, where they exist, the same cells in fp32 and without checkpointing."""
     forecasts: Mapping[str, Fp32Forecast] = field(default_factory=dict)
-    """By the runs' ids: of those in low precision without a cell in fp32, as far as a dry run is possible."""
+    """Predictions by the id of the run, for runs in low precision without a cell in fp32 that a dry run supports."""

@@ -1,8 +1,8 @@
-"""What a precision does to the numbers of one step: the data types it runs in, and what is lost in them.
+"""The record of a precision audit: the data types that a step runs in, and the values that they lose.
 
-An audit runs the step twice on the same weights and the same batch: in fp32, and in the precision asked for. What is
-lost is counted element by element between the two, so that a ReLU's zeros are nobody's underflow. Data types are called
-as torch calls them: float32, bfloat16.
+An audit runs the step twice on the same weights and the same batch: in fp32, and in the requested precision. Losses are
+counted element by element between the two, so that zeros from a ReLU do not count as underflow. Data types have torch's
+names: float32, bfloat16.
 """
 
 from dataclasses import dataclass
@@ -14,31 +14,32 @@ NUMERICS_SCHEMA = "steplab.numerics/1"
 
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
 """What autocast does with an operation. low_precision: casts its inputs down. fp32: casts them up. promote: casts them
-to the widest type among them. parts: treats the operations it is made of differently. none: lets it run in the type its
-inputs have. cast: the model itself asks for the type. off: autocast is not on."""
+to the widest type among them. parts: treats the operations it is made of differently. none: runs it in the type of its
+inputs. cast: the model itself requests the type. off: autocast is off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elements:
-    """The elements of some tensors, counted in the type they have."""
+    """Counts of the elements of some tensors, in the tensors' own type."""
 
     num_elements: int
-    """All of them."""
+    """Number of elements."""
     num_inf: int
-    """Infinite ones."""
+    """Number of infinite elements."""
     num_nan: int
-    """Ones that are no number."""
+    """Number of NaN elements."""
     num_zero: int
-    """Zeros, deserved or not."""
+    """Number of zeros, whether or not they are zero in fp32."""
     num_subnormal: int
-    """Neither zero nor as large as the smallest normal number of their type: each lacks some of its digits."""
+    """Number of subnormal elements, which have fewer significant digits than normal numbers of their type."""
     num_overflowed: int | None
-    """Infinite or no number here, and finite in the fp32 run; None: there was no such run to compare with."""
+    """Number of elements that are infinite or NaN here and finite in the fp32 run; None: there was no fp32 run."""
     num_underflowed: int | None
-    """Zero here, and neither zero nor NaN in the fp32 run; None: there was no such run."""
+    """Number of elements that are zero here and neither zero nor NaN in the fp32 run; None: there was no fp32 run."""
     num_below_range: int | None
-    """Of these, those whose value in the fp32 run rounds to zero in the precision's type. The others were lost in what
-    they are computed from: in a difference of numbers that the type does not tell apart. None as above."""
+    """Number of underflowed elements whose value in the fp32 run rounds to zero in the precision's type. The other
+    underflowed elements were lost in their inputs, in a difference of numbers that round to the same value. None: there
+    was no fp32 run."""
     largest: float | None
     """Largest finite magnitude; None: there is none."""
     smallest: float | None
@@ -47,132 +48,133 @@ class Elements:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleAudit:
-    """Types and losses at one module. A tuple of types has each type once, in the order of first appearance."""
+    """Data types and losses of one module. A tuple of types has each type once, in the order of first appearance."""
 
     module: str
-    """Dotted name: blocks.0.attention; '' is the model."""
+    """Dotted name of the module, such as blocks.0.attention; '' is the model."""
     kind: str
-    """Its class: Linear."""
+    """Class of the module, such as Linear."""
     leaf: bool
-    """Whether it has no modules inside."""
+    """Whether the module has no submodules."""
     parameters: tuple[str, ...] = ()
-    """Types of its own parameters, not of those inside it; empty: it has none."""
+    """Types of its own parameters, without those of submodules; empty: it has none."""
     inputs: tuple[str, ...] = ()
-    """Types of the tensors it was called with."""
+    """Types of its input tensors."""
     outputs: tuple[str, ...] = ()
-    """Types of the tensors it gave."""
+    """Types of its output tensors."""
     gradients: tuple[str, ...] = ()
     """Types of its parameters' gradients."""
     output_gradients: tuple[str, ...] = ()
     """Types of the gradients that reached its outputs."""
     output_elements: Elements | None = None
-    """Of its floating-point outputs, all calls taken together; None: it has none."""
+    """Counts over its floating-point outputs in all calls; None: it has none."""
     gradient_elements: Elements | None = None
-    """Of its parameters' gradients; None: there are none."""
+    """Counts over its parameters' gradients; None: there are none."""
     output_gradient_elements: Elements | None = None
-    """Of the gradients that reached its outputs; None: there are none."""
+    """Counts over the gradients that reached its outputs; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationAudit:
-    """Calls alike of one operation of the forward pass, as the model made them."""
+    """Equal calls of one operation in the forward pass, as the model made them."""
 
     op: str
-    """As torch calls it: linear, layer_norm, cross_entropy."""
+    """Torch's name of the operation, such as linear, layer_norm or cross_entropy."""
     rule: Rule
-    """What autocast does with it on this device."""
+    """What autocast does with the operation on this device."""
     inputs: tuple[str, ...]
     """Floating-point types of its inputs, before autocast."""
     outputs: tuple[str, ...]
-    """Of what it gave."""
+    """Types of its outputs."""
     calls: int
-    """How many."""
+    """Number of calls."""
     parts: tuple[str, ...] = ()
-    """Operations it is made of and to which the rule applies; empty: the rule is its own."""
+    """Operations that it is made of and that the rule applies to; empty: the rule applies to the operation itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulAudit:
-    """Calls alike of one operator that multiplies matrices, as the device got them: after every cast."""
+    """Equal calls of one operator that multiplies matrices, as the device executed them, after every cast."""
 
     module: str
-    """Module it belongs to; in the backward pass, the one whose forward pass it differentiates; '' the model."""
+    """Module of the call; in the backward pass, the module whose forward pass it differentiates; '' is the model."""
     phase: str
-    """forward or backward."""
+    """The pass: forward or backward."""
     op: str
-    """aten::mm."""
+    """Name of the operator, such as aten::mm."""
     node: str | None
-    """Node of autograd that asked for it, MmBackward0; None in the forward pass."""
+    """Node of autograd's graph that made the call, such as MmBackward0; None in the forward pass."""
     inputs: tuple[str, ...]
-    """Types of its tensors, in order."""
+    """Types of its input tensors, in order."""
     outputs: tuple[str, ...]
     """Types of its results."""
     calls: int
-    """How many."""
+    """Number of calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaling:
-    """What a factor on the loss saves of the gradients. `Elements` here are all gradients seen: of parameters, and of
-    the outputs of the modules without modules inside."""
+    """Effect of a loss scale on the gradients. The counts cover all observed gradients: those of parameters, and those
+    of the outputs of modules without submodules."""
 
     largest_gradient: float
     """Largest magnitude among the gradients of the fp32 run."""
     suggested_scale: float
-    """Power of two that leaves the largest gradient an eighth of the type's range, and with which the step had no
-    overflow."""
+    """Suggested loss scale: a power of two that brings the largest gradient to an eighth of the type's range, and with
+    which the step had no overflow."""
     unscaled: Elements
-    """Gradients of the step without a factor."""
+    """Counts over the gradients of the step without a loss scale."""
     scaled: Elements
-    """Gradients of the same step with it, before they are divided by it again."""
+    """Counts over the gradients of the same step with the suggested scale, before they are divided by it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """One step in one precision, looked at."""
+    """The audit of one step in one precision."""
 
     loss_dtype: str | None
     """Type of the loss; None without a backward pass."""
     loss: float | None
-    """Its value; None without a backward pass, or where it is not finite."""
+    """Value of the loss; None without a backward pass, or if it is not finite."""
     reference_loss: float | None
-    """Its value in the fp32 run; None as above, or without such a run."""
+    """Value of the loss in the fp32 run; None as for `loss`, or without an fp32 run."""
     modules: tuple[ModuleAudit, ...]
-    """In the order in which the model names them."""
+    """Audits of the modules, in the model's order."""
     operations: tuple[OperationAudit, ...]
-    """In the order of their first call."""
+    """Audits of the operations, in the order of their first call."""
     matmuls: tuple[MatmulAudit, ...]
-    """In the order of their first call."""
+    """Audits of the matrix products, in the order of their first call."""
     gradient_exponents: tuple[tuple[int, int], ...] = ()
-    """(e, count): gradients of the fp32 run with a magnitude from 2^e to below 2^(e+1), those as in LossScaling."""
+    """Histogram of the gradients of the fp32 run: pairs (e, number of gradients with a magnitude from 2^e to below
+    2^(e+1)), over the same gradients as in LossScaling."""
     loss_scaling: LossScaling | None = None
-    """For fp16 with a backward pass."""
+    """Effect of a loss scale; only for fp16 with a backward pass."""
     kept_on_cuda: tuple[str, ...] = ()
-    """Operations seen that autocast would run in fp32 on a CUDA GPU and does not on this device."""
+    """Operations of the step that autocast runs in fp32 on a CUDA GPU but not on this device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binade:
-    """The additions that began with the sum between two powers of two: there its spacing is one number."""
+    """The additions that began with the sum between two powers of two, where its type has a constant spacing."""
 
     start: float
     """Lower bound of the sum, a power of two; 0 for the first addition."""
     spacing: float
     """Distance between neighbouring numbers of the accumulator's type there; 0 for the first addition."""
     num_additions: int
-    """How many."""
+    """Number of additions."""
     added: float
-    """What most of them added to the sum: all but the last, which may reach beyond."""
+    """Increase of the sum by each of these additions but the last, which may cross the upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accumulation:
-    """One number added to a sum again and again."""
+    """A sum of one number, added many times."""
 
     accumulator: str
     """Type of the sum."""
     addend: str
-    """Type the number was rounded to."""
+    """Type that the number was rounded to."""
     cast: bool
     """Whether it was cast to the sum's type before each addition."""
     number: float
@@ -180,22 +182,22 @@ class Accumulation:
     addend_value: float
     """The number as rounded to the addend's type, exactly."""
     num_additions: int
-    """How many."""
+    """Number of additions."""
     num_rounded: int
-    """How many of them had a sum that the accumulator's type does not hold, and were rounded."""
+    """Number of additions whose exact sum the accumulator's type cannot represent, so that it was rounded."""
     result: float
-    """The sum at the end, exactly."""
+    """The final sum, exactly."""
     binades: tuple[Binade, ...]
-    """Where the sum was, in its order."""
+    """The additions by the binade of the sum, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics(StepRecord):
-    """What `steplab precision` saw of one step in one precision, and of sums on that device."""
+    """The record of `steplab precision`: the audit of one step in one precision, and sums on the device."""
 
     audit: Audit | None = None
-    """What was seen of the step; None without one, or for a failure."""
+    """The audit of the step; None without a step, or for a failure."""
     accumulations: tuple[Accumulation, ...] = ()
-    """The accumulation study."""
+    """The sums of the accumulation study."""
     schema: str = NUMERICS_SCHEMA
     """Format of this record."""

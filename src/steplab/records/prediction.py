@@ -1,4 +1,4 @@
-"""What a step is predicted to need, in the terms in which it is measured."""
+"""Predictions of the memory of a step, by the categories in which it is measured."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,26 +8,26 @@ from steplab.specs.step import StepSpec
 PREDICTION_SCHEMA = "steplab.memory_prediction/1"
 
 PredictionKind = Literal["dry_run", "estimate", "at_least"]
-"""dry_run: the operators of the step were followed one by one. estimate: a part of them is not known, and was taken to
-be what is usual. at_least: a part is left out, so that the peak is a lower bound."""
+"""How a prediction was made. dry_run: the operators of the step were followed one by one. estimate: some of them are
+not known, and usual ones were assumed. at_least: some are left out, so that the peak is a lower bound."""
 
 Verdict = Literal["fits", "too tight to promise", "does not fit", "not known"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """One summand of a prediction, so that a reader can check the sum by hand."""
+    """One term of a prediction, with which a reader can check the sum by hand."""
 
     category: str
-    """As in memory_profile.MEMORY_CATEGORIES."""
+    """Category of the memory, one of memory_profile.MEMORY_CATEGORIES."""
     what: str
-    """'attention scores, after the mask'."""
+    """What the memory is for, such as 'attention scores, after the mask'."""
     formula: str
-    """In the symbols of docs/memory_formulas.md: '4 B h T²', of one tensor."""
+    """Formula for one tensor in the symbols of docs/memory_formulas.md, such as '4 B h T²'."""
     num_bytes: int
-    """Its value."""
+    """Bytes of one tensor by the formula."""
     count: int = 1
-    """How many times it is in the sum (blocks); `num_bytes` is of one."""
+    """Number of such tensors in the sum, such as one per block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +35,14 @@ class CardFit:
     """Whether the step fits one GPU."""
 
     gpu: str
-    """As the catalogue of hardware calls it."""
+    """Name of the GPU in the catalogue of hardware."""
     usable_bytes: int
-    """What a program has of its memory."""
+    """Memory of the GPU that a program can use, in bytes."""
     usable_is_known: bool
-    """Whether that was read from such a card; else it is a share of the data sheet's capacity, on the safe side."""
+    """Whether `usable_bytes` was read from such a card; otherwise it is a cautious share of the stated capacity."""
     verdict: Verdict
-    """fits: it has `safe_device_bytes`. does not fit: it has not even `least_device_bytes`. too tight to promise: what
-    it has is between the two. not known: the prediction is a lower bound, and that would fit."""
+    """fits: the GPU has at least `safe_device_bytes`. does not fit: it has less than `least_device_bytes`. too tight to
+    promise: its memory is between the two. not known: the prediction is a lower bound, which would fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,30 +50,31 @@ class MemoryPrediction:
     """The peak of a step by category, from a dry run of its operators with a model of the allocator."""
 
     peak_bytes: int
-    """Most bytes allocated at once; the values of `at_peak` sum to it."""
+    """Most bytes allocated at once, the sum of the values of `at_peak`."""
     at_peak: dict[str, int]
-    """Bytes by category, as MemoryProfile.at_peak."""
+    """Bytes by category at the peak, as MemoryProfile.at_peak."""
     peak_phase: str
     """Phase of the peak."""
     peak_where: str
-    """Moment of the peak, in words: 'backward of the last block, gradient of the softmax'."""
+    """Moment of the peak in words, such as 'backward of the last block, gradient of the softmax'."""
     terms: tuple[Term, ...]
-    """The summands."""
+    """The terms of the prediction."""
     phase_peaks: dict[str, int] = field(default_factory=dict)
-    """Most bytes allocated within each phase."""
+    """Most bytes allocated at once in each phase."""
     notes: tuple[str, ...] = ()
     """What is assumed, and what is left out."""
     kind: PredictionKind = "dry_run"
-    """What `peak_bytes` is: exact as far as the dry run is, an estimate, or a lower bound."""
+    """How the prediction was made: `peak_bytes` is a dry run's result, an estimate, or a lower bound."""
     reserved_bytes: int | None = None
-    """Most bytes the allocator holds from a device that has plenty, its cache included; None: not followed."""
+    """Most bytes that the allocator reserves on a device with ample memory, including its cache; None: not
+    predicted."""
     least_device_bytes: int | None = None
-    """What a device must have for the step at the very least: the peak, and what lies outside of the allocator."""
+    """Least memory of a device that can run the step: the peak and memory outside of the allocator; None: not known."""
     safe_device_bytes: int | None = None
-    """With how much it is sure to run, fragmentation allowed for; None: not known."""
+    """Memory of a device that is sure to run the step, including room for fragmentation; None: not known."""
     cards: tuple[CardFit, ...] = ()
-    """The GPUs of the catalogue, the largest first."""
+    """Whether the step fits each GPU of the catalogue, the largest GPU first."""
     spec: StepSpec | None = None
-    """The step; None: not said."""
+    """The predicted step; None: not stored."""
     schema: str = field(default=PREDICTION_SCHEMA)
     """Format of this record."""

@@ -1,15 +1,15 @@
-"""What a profiler saw of a few steps, summed up: where the device's time went.
+"""The profile of a few steps: the device's time by phase, kernel and operator.
 
-Every time here was taken under a profiler, which slows the host: it tells shares, kernels and gaps, and is never shown
-as step time. Totals are over all profiled steps.
+Every time here was taken under a profiler, which slows the host: it serves for shares, kernels and gaps, and is never
+shown as step time. Totals are over all profiled steps.
 """
 
 from dataclasses import dataclass
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
-"""In their order; gradient sync: the wait for gradients that data-parallel ranks average."""
+"""The phases of a step in order; gradient sync is the wait for gradients that data-parallel ranks average."""
 OUTSIDE = "outside"
-"""Phase of what belongs to none of those."""
+"""The phase of work that belongs to none of PHASES."""
 
 CATEGORIES = (
     "matmul",
@@ -25,60 +25,63 @@ CATEGORIES = (
     "other",
     "uncategorised",
 )
-"""other: known, and none of the above (random numbers, sorting, indices); uncategorised: no rule knows the kernel."""
+"""Categories of kernels. other: known kernels outside of the categories above (random numbers, sorting, indices).
+uncategorised: kernels that no rule recognises."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelStats:
-    """One kernel, in one phase and range, on one stream. On a CPU: an operator, its own time without its children's."""
+    """One kernel in one phase and range, on one stream. On a CPU, an operator without the time of operators that it
+    called."""
 
     name: str
-    """As the profiler gives it, demangled."""
+    """Demangled name by the profiler."""
     category: str
-    """One of CATEGORIES."""
+    """Category of the kernel, one of CATEGORIES."""
     phase: str
-    """One of PHASES, or outside: that of the host call that launched it."""
+    """Phase of the host call that launched it: one of PHASES, or outside."""
     range: str
-    """Where in the model, layer numbers left out ('blocks.*.attention.scores'); a backward kernel has the range of the
-    forward operator it belongs to. '' where nothing says it."""
+    """Part of the model, without layer numbers, such as 'blocks.*.attention.scores'; a backward kernel has the range of
+    the forward operator that it belongs to. '' if it is not known."""
     stream: int
-    """Stream of the device (thread, on a CPU)."""
+    """Stream of the device; on a CPU, the thread."""
     calls: int
-    """How often it ran in all profiled steps."""
+    """Number of calls in all profiled steps."""
     total_s: float
-    """Sum of its durations."""
+    """Sum of the durations of its calls in seconds."""
     median_s: float
-    """Median duration of a call."""
+    """Median duration of a call in seconds."""
     max_s: float
-    """Longest call."""
+    """Longest duration of a call in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpStats:
-    """One operator with inputs of one shape, in one phase and range: what it computed and moved."""
+    """One operator with inputs of one shape, in one phase and range."""
 
     name: str
     """aten::mm."""
     category: str
-    """Of the kernel that took most of its time."""
+    """Category of the kernel that took most of its time."""
     phase: str
     """Phase of its calls, as in KernelStats."""
     range: str
     """Range of its calls, as in KernelStats."""
     inputs: str
-    """Types and shapes of the tensors it got: 'bf16[2048, 768] bf16[768, 3072]'; '' where the trace does not say."""
+    """Types and shapes of its input tensors, such as 'bf16[2048, 768] bf16[768, 3072]'; '' if the trace lacks them."""
     dtype: str
-    """Type it computed in, by the names of specs (fp32, bf16, fp16); '' where not known."""
+    """Number format of the computation, by the names of specs (fp32, bf16, fp16); '' if it is not known."""
     calls: int
-    """How often it was called in all profiled steps."""
+    """Number of calls in all profiled steps."""
     kernels: int
-    """Kernels it launched itself, in all calls."""
+    """Number of kernels that it launched itself, in all calls."""
     device_s: float
-    """Sum of their durations."""
+    """Sum of the durations of those kernels in seconds."""
     flops: float | None = None
-    """Of all calls, 2 a multiply-add; None where no rule counts this operator."""
+    """FLOPs of all calls, two per multiply-add; None if steplab cannot count them for this operator."""
     moved_bytes: float | None = None
-    """Of all calls, each tensor read or written once: the least it can move. None where no rule counts it."""
+    """Least number of bytes that all calls move: each tensor is read or written once. None if steplab cannot count them
+    for this operator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,122 +93,123 @@ class PhaseTime:
     """
 
     phase: str
-    """forward, backward, optimizer or outside."""
+    """The phase: one of PHASES, or outside."""
     window_s: float
-    """Its length, on the device's timeline."""
+    """Length of the phase on the device's timeline in seconds, the sum of busy_s, host_bound_s and idle_s."""
     busy_s: float
-    """Time in which at least one kernel ran."""
+    """Seconds in which at least one kernel ran."""
     host_bound_s: float
-    """Idle time in which the next kernel had not yet been launched: the device waited for the host."""
+    """Idle seconds in which the next kernel was not yet launched, so that the device waited for the host."""
     idle_s: float
-    """Idle time otherwise: the kernel was launched, and had not begun. busy + host_bound + idle = window."""
+    """Idle seconds in which the next kernel was launched but had not begun."""
     categories: dict[str, float]
-    """Seconds by category; where kernels overlap, each gets its share of the instant. Sums to busy_s."""
+    """Seconds by category; kernels that overlap share the time equally. The values sum to busy_s."""
     host_s: float | None = None
-    """Length of the phase's range on the host's clock; None where the trace marks no phases."""
+    """Length of the phase on the host's clock in seconds; None if the trace marks no phases."""
     num_kernels: int = 0
-    """Kernels that the phase launched."""
+    """Number of kernels that the phase launched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Communication:
-    """Collectives against computation, as lengths of exact unions of intervals."""
+    """Overlap of collectives and computation, as lengths of exact unions of intervals."""
 
     total_s: float
-    """Time in which at least one collective ran."""
+    """Seconds in which at least one collective ran."""
     overlapped_s: float
-    """Of it, time in which a kernel that is no collective ran as well; memory copies and fills do not count."""
+    """Seconds of `total_s` in which another kernel than a collective ran as well; memory copies and fills do not
+    count."""
 
     @property
     def exposed_s(self) -> float:
-        """Time in which no computation ran beside it."""
+        """Seconds of communication during which no computation ran."""
         return self.total_s - self.overlapped_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCallStats:
-    """A call of the host that makes it wait for the device or copies to or from it."""
+    """Equal host calls that wait for the device, copy to or from it, or allocate memory on it."""
 
     name: str
-    """cudaStreamSynchronize, cudaMemcpyAsync (with the direction), cudaMalloc, ..."""
+    """Name of the call, such as cudaStreamSynchronize, cudaMalloc or cudaMemcpyAsync with its direction."""
     phase: str
-    """Phase in which the host made it."""
+    """Phase in which the host made the call."""
     range: str
-    """Range in which the host made it."""
+    """Range in which the host made the call."""
     calls: int
-    """How often, in all profiled steps."""
+    """Number of calls in all profiled steps."""
     total_s: float
-    """Host time in it."""
+    """Host time of the calls in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Every kernel of one step, as parallel lists, for the picture and for export."""
+    """Every kernel of one step as parallel lists, for the timeline chart and for export."""
 
     names: tuple[str, ...]
-    """Each kernel's name once."""
+    """Name of each different kernel."""
     categories: tuple[str, ...]
     """Category of each name."""
     kernel: tuple[int, ...]
-    """Number of the name, a kernel each, in the order of start."""
+    """Index into `names` of each kernel, in the order of start."""
     stream: tuple[int, ...]
-    """Stream (thread, on a CPU) of each kernel."""
+    """Stream of each kernel; on a CPU, its thread."""
     start_ns: tuple[int, ...]
-    """Start of each kernel, from the beginning of the step's window."""
+    """Start of each kernel in ns since the beginning of the step's window."""
     duration_ns: tuple[int, ...]
-    """How long each ran."""
+    """Duration of each kernel in ns."""
     phases: tuple[tuple[str, int, int], ...]
-    """Name, start and end of each phase on the device's timeline, ns."""
+    """Name, start and end of each phase on the device's timeline in ns."""
     ranges: tuple[tuple[str, int, int, int], ...] = ()
-    """Name, start, end (ns, by the kernels launched within) and depth of the ranges inside the phases."""
+    """Name, start, end and depth of each range inside the phases; start and end, in ns, are those of its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Where the time of some profiled steps went."""
+    """The profile of some steps."""
 
     source: str
-    """torch.profiler (steplab's own run), kineto or nsys (an imported file)."""
+    """Source of the trace: torch.profiler (steplab's own run), or kineto or nsys (an imported file)."""
     device: str
-    """cuda or cpu: what the kernels ran on."""
+    """Kind of device that the kernels ran on: cuda or cpu."""
     num_steps: int
-    """Steps in the window; 1 where the trace marks none."""
+    """Number of steps in the window; 1 if the trace marks none."""
     window_s: float
-    """From the start of the first kernel of the first step to the end of the last kernel of the last."""
+    """Seconds from the start of the first kernel of the first step to the end of the last kernel of the last step."""
     phases: tuple[PhaseTime, ...]
-    """In the order they ran; `outside` last, where something belongs to no phase."""
+    """Times of the phases in order; `outside` is last, if some work belongs to no phase."""
     kernels: tuple[KernelStats, ...]
-    """Largest total first."""
+    """Times of the kernels, the largest total first."""
     ops: tuple[OpStats, ...]
-    """Largest device time first; of the operators that launched kernels themselves."""
+    """Operators that launched kernels themselves, the largest device time first."""
     host_calls: tuple[HostCallStats, ...] = ()
-    """Calls that wait for the device, copy to or from it, or ask it for memory; the longest total first."""
+    """Host calls that wait for the device, copy to or from it, or allocate memory on it, the longest total first."""
     communication: Communication | None = None
-    """None where no collective ran."""
+    """Overlap of collectives and computation; None if no collective ran."""
     timeline: Timeline | None = None
-    """Of the last step."""
+    """Timeline of the last step; None: not stored."""
     num_launches: int = 0
-    """Host calls that launched the window's kernels."""
+    """Number of host calls that launched the window's kernels."""
     file: str | None = None
-    """Name of the imported file."""
+    """Name of the imported file; None: the profile was made here."""
     device_name: str | None = None
-    """The GPU's name, where the trace says it."""
+    """Name of the GPU; None if the trace lacks it."""
     notes: tuple[str, ...] = ()
-    """What the trace lacked or what could not be attributed, and what that costs."""
+    """What the trace lacks or what could not be attributed, and the effect on the profile."""
     doubts: tuple[str, ...] = ()
-    """Those of the notes that put all of the profile in doubt: the file was damaged or cut short, or is perhaps of
-    another device's work."""
+    """The notes that make the whole profile doubtful: the file was damaged or cut short, or may contain another
+    device's work."""
 
     @property
     def busy_s(self) -> float:
-        """Time in which the device ran at least one kernel."""
+        """Seconds in which the device ran at least one kernel."""
         return sum(phase.busy_s for phase in self.phases)
 
     def phase(self, name: str) -> PhaseTime | None:
-        """The phase of that name."""
+        """The phase of that name; None if the profile has none."""
         return next((phase for phase in self.phases if phase.phase == name), None)
 
     def category_s(self, category: str, phases: tuple[str, ...] | None = None) -> float:
-        """Seconds of a category in the given phases, or in all."""
+        """Seconds of a category in the given phases, or in all phases."""
         chosen = (p for p in self.phases if phases is None or p.phase in phases)
         return sum(phase.categories.get(category, 0.0) for phase in chosen)

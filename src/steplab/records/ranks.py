@@ -1,4 +1,4 @@
-"""What one of several processes measured of the steps that they took together."""
+"""The measurements of one of several processes that run a step together."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from steplab.records.timing import PhaseSamples, find_phase
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSamples:
-    """One rank's own clocks and memory; its samples are of the same steps as every other rank's."""
+    """One rank's own times and memory; all ranks' samples are of the same steps."""
 
     rank: int
-    """Its place among all processes, from 0."""
+    """Number of the rank among all processes, from 0."""
     host: str
     """Name of the machine it ran on."""
     device_name: str
-    """What its device is called."""
+    """Name of its device."""
     back_to_back: tuple[PhaseSamples, ...]
-    """Measured steps run without a synchronisation between them, a phase an entry, `step` among them."""
+    """Samples of each phase, including `step`, of measured steps that ran without a synchronisation between them."""
     peaks: tuple[PeakMemory, ...] = ()
-    """A peak a phase; empty on a device whose allocator keeps no count."""
+    """Peak memory of each phase; empty on a device whose allocator keeps no count."""
     host_peak_bytes: int | None = None
-    """Largest resident set of its process."""
+    """Largest resident set of its process in bytes; None: not known."""
 
     def phase(self, name: str) -> PhaseSamples | None:
-        """Its samples of one phase."""
+        """The samples of one phase; None if it was not measured."""
         return find_phase(self.back_to_back, name)
 
     def peak(self, phase: str) -> PeakMemory | None:
-        """Its peak of one phase, if it was measured."""
+        """The peak memory of one phase; None if it was not measured."""
         return next((peak for peak in self.peaks if peak.phase == phase), None)

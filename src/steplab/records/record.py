@@ -1,4 +1,4 @@
-"""What every stored record has, and what every benchmark of several cells has besides."""
+"""The fields that all stored records share, and those that all benchmarks of several cells share."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -15,23 +15,23 @@ class Record(Outcome):
     """The head of a stored record; records.registry lists the kinds of records that there are."""
 
     id: str
-    """Twelve hexadecimal digits."""
+    """Identity of the record: twelve hexadecimal digits."""
     created_utc: str
-    """When the measurement ended: ISO 8601, UTC."""
+    """Time at which the measurement ended: ISO 8601, UTC."""
     steplab_version: str
     """Version of steplab that made the record."""
     name: str = ""
-    """What the user called it; in a sweep, the study's name."""
+    """Name given by the user; in a sweep, the study's name."""
     environment: Environment | None = None
-    """Where it ran; None if the process died before it could say."""
+    """Hardware and software of the measurement; None if the process died before it reported them."""
     notes: tuple[str, ...] = ()
-    """What was not measured and why, what was chosen where the request left it open, in words."""
+    """What was not measured and why, and what was chosen where the request left a choice."""
     schema: str
     """Format of this record: steplab.<kind>/<major>."""
 
     @property
     def device_name(self) -> str | None:
-        """What the device is called; None if no process could say."""
+        """Name of the device; None if no process reported it."""
         return self.environment.device.name if self.environment else None
 
     @property
@@ -50,9 +50,9 @@ class StepRecord(Record):
     """A record of one step, which may be a cell of a sweep."""
 
     study: str | None = None
-    """Identity of the sweep that it belongs to; None: none."""
+    """Id of the sweep that it belongs to; None: none."""
     spec: StepSpec | None = None
-    """What was asked; None for a user's own loop, or for sums on a device alone."""
+    """The step as requested; None for a user's own loop, or for sums without a step."""
 
     @property
     def sweep_id(self) -> str | None:
@@ -70,11 +70,11 @@ class Benchmark(Record, Generic[Cell]):
     """A record of several cells that were measured together, each with raw samples or a failure."""
 
     cells: tuple[Cell, ...] = ()
-    """In the order of the study; cells that an interruption left out are missing."""
+    """The cells in the order of the study; cells that were not reached before an interruption are missing."""
 
     @property
     def status(self) -> str:
-        """ok if any cell is, else what became of the first."""
+        """ok if any cell is ok, otherwise the status of the first."""
         if any(cell.failure is None for cell in self.cells):
             return "ok"
         return self.cells[0].status if self.cells else "error"

@@ -1,7 +1,7 @@
-"""Every kind of stored record, registered once: what it is called, its type and format, and its row in listings.
+"""The registry of the kinds of stored records: name, type, format and row in listings of each.
 
-Whatever deals with several kinds (the codec, the store, `list`, `show`, `report`, `export`, `import`) asks here and
-never for the type of a record. A new kind is one entry here, and its section in `report.sections`.
+Code for several kinds (the codec, the store, `list`, `show`, `report`, `export`, `import`) uses this registry and never
+the type of a record. A new kind is one entry here, and its section in `report.sections`.
 """
 
 from collections.abc import Callable
@@ -23,25 +23,25 @@ class Kind:
     """One kind of stored record."""
 
     schema: str
-    """Format of its records: steplab.<name>/<major>."""
+    """Format of the records: steplab.<name>/<major>."""
     type: type[Record]
-    """Class of its records."""
+    """Class of the records."""
     row: Callable[[Any], Row]
-    """The flat row that stands for a record in listings, CSV and the store's summary."""
+    """Function that makes the flat row of a record for listings, CSV and the store's summary."""
     title: str
-    """Heading of a report that holds such records alone."""
+    """Heading of a report that has only records of this kind."""
     noun: str
-    """What one record is called: 'data-parallel study'."""
+    """Name of one record in sentences, such as 'data-parallel study'."""
     plural: str
-    """What several are called."""
+    """Name of several records in sentences."""
     verb: str
-    """The command that makes them, and the switch by which `steplab list` lists them."""
+    """The command that makes the records, and the switch of `steplab list` that lists them."""
     stands_alone: bool = False
-    """Whether a record is a report by itself: a benchmark. The others of a kind are reported together."""
+    """Whether each record has a report of its own, as benchmarks do; records of other kinds are reported together."""
 
     @property
     def name(self) -> str:
-        """The middle of the schema's name: run, attention, comm."""
+        """Name of the kind, from the schema: run, attention, comm."""
         return self.schema.removeprefix("steplab.").partition("/")[0]
 
 
@@ -108,7 +108,7 @@ KINDS: dict[str, Kind] = {
         ),
     )
 }
-"""By name, in the order in which a page shows them."""
+"""The kinds by name, in the order in which a page shows them."""
 
 
 def kind_of(record: Record) -> Kind:
@@ -117,5 +117,5 @@ def kind_of(record: Record) -> Kind:
 
 
 def summary_row(record: Record) -> Row:
-    """The flat row that stands for a record."""
+    """The flat row of a record."""
     return kind_of(record).row(record)

@@ -1,4 +1,4 @@
-"""A record as one flat row: what tables, listings and CSV show. Fields end in their unit; absent is None."""
+"""Flat rows of records, for tables, listings and CSV. Names end in the unit; a missing value is None."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ Row = dict[str, Scalar]
 
 
 def run_row(run: Run) -> Row:
-    """Every field of the step, then every figure."""
+    """The row of a run: every field of the step, then every figure."""
     spec = run.spec
     row: Row = {"id": run.id, "created_utc": run.created_utc, "name": run.name, "status": run.status}
     row |= {field.column: field.value(spec) if spec else None for field in FIELDS.values()}
@@ -28,7 +28,7 @@ def run_row(run: Run) -> Row:
 
 
 def numerics_row(numerics: Numerics) -> Row:
-    """One row that names an audit, or a study of sums alone."""
+    """The row of a precision audit, or of a study of sums alone."""
     spec = numerics.spec
     return _head(numerics) | {
         "status": numerics.status,
@@ -40,19 +40,19 @@ def numerics_row(numerics: Numerics) -> Row:
 
 
 def attention_row(run: AttentionRun) -> Row:
-    """One row that names a benchmark of attention."""
+    """The row of a benchmark of attention."""
     return _head(run) | {"description": run.study.name} | _tail(run, num_cells=len(run.study.cells))
 
 
 def comm_row(run: CommRun) -> Row:
-    """One row that names a benchmark of collectives."""
+    """The row of a benchmark of collectives."""
     collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
     return (
         _head(run)
         | {
             "description": run.study.name,
             "num_ranks": run.study.num_processes,
-            "backend": ", ".join(dict.fromkeys(cell.way for cell in run.study.cells)),
+            "backend": ", ".join(dict.fromkeys(cell.transport for cell in run.study.cells)),
             "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
         }
         | _tail(run, num_cells=len(run.study.cells))
@@ -60,7 +60,7 @@ def comm_row(run: CommRun) -> Row:
 
 
 def ddp_row(run: DdpRun) -> Row:
-    """One row that names a data-parallel study."""
+    """The row of a data-parallel study."""
     step = run.study.step
     return (
         _head(run)
@@ -79,7 +79,7 @@ def ddp_row(run: DdpRun) -> Row:
 
 
 def ceilings_row(record: Ceilings) -> Row:
-    """One row that names a device and has each of its rates."""
+    """The row of a set of ceilings: the device and each of its rates."""
     row = _head(record) | {"device": record.device_name}
     for ceiling in record.ceilings:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
@@ -92,7 +92,7 @@ def _head(record: Record) -> Row:
 
 
 def _tail(run: Benchmark[Any], num_cells: int) -> Row:
-    """Of the cells that were asked for, an interrupted benchmark has the first."""
+    """The last fields of a benchmark's row. An interrupted benchmark has only the first of the requested cells."""
     num_ok = sum(cell.failure is None for cell in run.cells)
     return {
         "num_cells": num_cells,

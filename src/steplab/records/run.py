@@ -1,4 +1,4 @@
-"""One measurement of one step: what was asked, where it ran, what came out."""
+"""The record of one measured step: the spec, the environment and the results."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,41 +15,42 @@ RUN_SCHEMA = "steplab.run/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Sizes of the model as it was built, from which its FLOPs follow."""
+    """Sizes of the model as it was built, from which its FLOPs are computed."""
 
     num_parameters: int
-    """All parameters, each tied one counted once."""
+    """Number of parameters, with tied parameters counted once."""
     num_embedding_parameters: int | None = None
-    """Parameters of the token embedding that are only looked up (none if tied to the head); None: not known."""
+    """Number of parameters of the token embedding that are only looked up (0 if it is tied to the head); None: not
+    known."""
     num_layers: int | None = None
-    """Attention layers; None: not known."""
+    """Number of attention layers; None: not known."""
     attention_width: int | None = None
     """Query heads x head dimension; None: not known."""
     counted_flops: float | None = None
-    """FLOPs of one step of a user's own model in one process, counted by torch's FlopCounterMode as it ran (matmuls,
-    convolutions and attention, nothing elementwise); None for the models whose count has a closed form."""
+    """FLOPs of one step of a user's own model in one process, counted by torch's FlopCounterMode (matmuls, convolutions
+    and attention, nothing elementwise); None for models whose count has a closed form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilization:
-    """A share of the device's dense peak, stored as what it is made of."""
+    """A share of the device's dense peak, with the figures that it is computed from."""
 
     kind: Literal["mfu", "hfu"]
-    """mfu counts the FLOPs the model needs (recomputation excluded), hfu those the implementation executes."""
+    """mfu: FLOPs that the model needs, excluding recomputation. hfu: FLOPs that the implementation executes."""
     convention: str
-    """How attention was counted: causal, full or params; as_executed for hfu."""
+    """Convention for the FLOPs of attention: causal, full or params; as_executed for hfu."""
     flops: float
-    """FLOPs a step under that convention, of all devices together."""
+    """FLOPs per step under that convention, of all devices together."""
     dtype: str
-    """Data type of the matmuls, whose peak is meant."""
+    """Number format of the matmuls, to which the peak applies."""
     peak_flops_per_s: float | None
-    """Dense peak of one device in that type; None: not known."""
+    """Dense peak of one device in that number format; None: not known."""
     peak_source: str
-    """Where the peak comes from, or why there is none."""
+    """Source of the peak, or why there is none."""
     value: float | None
     """flops / median step time / (peak x num_devices); None without a peak."""
     num_devices: int = 1
-    """Devices that did those FLOPs together."""
+    """Number of devices that executed those FLOPs together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +58,19 @@ class Run(StepRecord):
     """A measurement of one step."""
 
     tokens_per_step: int | None = None
-    """Tokens of one step, of all processes together; None if the user's loop did not say."""
+    """Tokens in one step of all processes together; None if the user's loop did not state it."""
     model: ModelFacts | None = None
     """The model as built; None for a user's own loop or a failure before the build."""
     timing: Timing | None = None
-    """Raw samples, of several processes those of the first; None for a failure."""
+    """Raw timings, of the first rank if there are several; None for a failure."""
     memory: Memory | None = None
-    """Peaks, of several processes those of the first; None for a failure."""
+    """Peak memory, of the first rank if there are several; None for a failure."""
     ranks: tuple[RankSamples, ...] = ()
-    """What each of several processes measured, in the order of ranks; empty for a single one."""
+    """Measurements of each of several processes, in the order of ranks; empty for a single process."""
     profile: Profile | None = None
-    """Where the time of some steps went, seen by a profiler after all timing was done; None if none was asked for."""
+    """Profile of some steps, taken after all timing; None if it was not requested, or failed."""
     memory_profile: MemoryProfile | None = None
-    """What the memory of one step was made of, watched after all timing was done; None if that was not asked for."""
+    """Memory of one step by category, taken after all timing; None if it was not requested, or failed."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU under each convention that applies, and HFU."""
     schema: str = RUN_SCHEMA
@@ -77,7 +78,7 @@ class Run(StepRecord):
 
     @property
     def device_name(self) -> str | None:
-        """What the device is called: by the environment, or, for an imported trace or snapshot, by that."""
+        """Name of the device, from the environment or from the imported trace or snapshot; None: not known."""
         if self.environment:
             return self.environment.device.name
         seen = self.profile or self.memory_profile

@@ -1,6 +1,6 @@
-"""The figures of a run, each declared once: how it is found in the record, and how a table shows it.
+"""The figures of a run, each declared once: how it is read from the record, and how a table shows it.
 
-A run's flat row and the columns of every table of runs are made of these; a new figure is one entry here.
+The flat row of a run and the columns of every table of runs are made of these; a new figure is one entry here.
 """
 
 from collections.abc import Callable
@@ -24,26 +24,26 @@ class RunFigure:
     key: str
     """Name in rows, JSON and CSV; ends in the unit."""
     header: str | None
-    """Heading of its column; None: programs alone get it."""
+    """Heading of its column; None: tables leave it out."""
     unit: Unit
-    """What it is counted in; share: a part of one."""
+    """Unit of the value; share: a part of one."""
     find: Callable[[Run], Scalar]
-    """Its value in a record; None: absent."""
+    """Function that reads the value from a record; it gives None for a missing value."""
     rank: int = 0
-    """0: in every table; else the higher, the sooner a narrow terminal leaves it out."""
+    """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
     shared: str = ""
-    """How a caption says a value that all rows share, with {} for it; empty: it stays a column."""
+    """Words of a caption for a value that all rows share, with {} for the value; empty: it remains a column."""
 
 
 def utilization(run: Run, kind: str, convention: str) -> Utilization | None:
-    """The stored utilization of a kind under a convention; the rule of thumb `params` where causal is unknown."""
+    """The stored utilization of a kind under a convention; if it is missing, the first under another convention."""
     of_kind = [u for u in run.utilizations if u.kind == kind]
     exact = [u for u in of_kind if u.convention == convention]
     return next(iter(exact or of_kind), None)
 
 
 def _phase(name: str) -> Callable[[Run], float | None]:
-    """Median of a phase of steps that ran back to back."""
+    """A function that gives the median of a phase over steps that ran back to back."""
 
     def found(run: Run) -> float | None:
         samples = find_phase(run.timing.back_to_back, name) if run.timing else None
@@ -74,12 +74,12 @@ def _hfu(run: Run) -> Utilization | None:
 
 
 def _used(run: Run) -> Utilization | None:
-    """MFU and HFU are shares of one peak; a factory's model has HFU alone."""
+    """The utilization that names the peak: MFU, or HFU for a factory's model, which has no MFU."""
     return _mfu(run) or _hfu(run)
 
 
 def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization], Scalar]) -> Callable[[Run], Scalar]:
-    """What is read off a utilization that a run may have."""
+    """A function that reads a value from a utilization of a run; None if the run does not have it."""
     return lambda run: read(used) if (used := find(run)) else None
 
 
@@ -88,7 +88,7 @@ def _peak(run: Run) -> PeakMemory | None:
 
 
 def _seen(run: Run) -> MemoryProfile | None:
-    """An imported snapshot was measured by nobody here: its peak is the one that its history shows."""
+    """The memory profile of a run without measured memory, such as an imported snapshot; its peak is then shown."""
     return run.memory_profile if run.memory is None else None
 
 
@@ -151,4 +151,4 @@ RUN_FIGURES: tuple[RunFigure, ...] = (
         find=lambda run: run.memory_profile.source if run.memory_profile else None,
     ),
 )
-"""In the order of columns."""
+"""The figures in the order of columns."""

@@ -1,48 +1,49 @@
-"""Raw timings of a step. Records hold every sample; figures are computed from them where they are shown."""
+"""Raw timings of a step. Records hold every sample; statistics are computed where they are shown."""
 
 from dataclasses import dataclass
 
 HARDLY_AHEAD = 0.01
-"""Of a step: a lead of the host's shorter than this share of it is none, as the device waits whenever Python takes
-longer once."""
+"""Smallest share of the step by which the host must be ahead of the device; with a shorter lead, the device waits
+whenever one call of Python takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSamples:
-    """Times of one phase, a sample an iteration, in the order they were taken."""
+    """Times of one phase, one sample per iteration, in the order they were taken."""
 
     phase: str
-    """step (all of it), or one of its parts: forward, backward, optimizer, or a name the user gave."""
+    """The phase: step for the whole step, or forward, backward, optimizer, or a name that the user gave."""
     device_s: tuple[float, ...] | None = None
-    """Between events on the device's stream, in seconds; None where the device has no events of its own."""
+    """Seconds between events on the device's stream; None for a device without events."""
     host_s: tuple[float, ...] | None = None
-    """On the host's clock with the device synchronised at both ends, in seconds; None where that was not done."""
+    """Seconds on the host's clock with the device synchronised at both ends; None if that was not measured."""
     lead_s: tuple[float, ...] | None = None
-    """How far the host was ahead when it had started all of the phase: from then until the device was done with it, in
-    seconds. Near zero, the device had nothing more to do. Of a step, the least of its phases; None where the host is
-    the device, or waited for it."""
+    """Host lead in seconds: the time from when the host had started all of the phase until the device had finished it.
+    Near zero, the device waited for the host. For a step, the smallest lead of its phases. None if the device is the
+    host, or the host waited for the device."""
 
     @property
     def best_s(self) -> tuple[float, ...]:
-        """The device's own samples where there are any, else the host's."""
+        """The samples between device events if there are any, otherwise those of the host's clock."""
         return self.device_s or self.host_s or ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """The three ways one step was timed, each a list of phases."""
+    """The raw timings of one step, each a list of phases."""
 
     warmup: tuple[PhaseSamples, ...]
-    """The steps before the measured ones, timed in the same manner: the warm-up curve."""
+    """Times of the warm-up steps, which ran back to back like the measured ones."""
     back_to_back: tuple[PhaseSamples, ...]
-    """Measured steps run without a synchronisation between them, as training runs them: the headline."""
+    """Times of the measured steps without a synchronisation between them, as in training: the headline."""
     synchronised: tuple[PhaseSamples, ...] = ()
-    """Measured steps again, with a synchronisation before and after every phase: each phase on its own, by
-    both clocks. Empty where the host is the device."""
+    """Times of further steps with a synchronisation before and after every phase, by both clocks. Empty if the device
+    is the host."""
     back_to_back_host_s: float | None = None
-    """Host clock over the whole back-to-back loop, synchronised at both ends; a check on the events' sum."""
+    """Seconds of the whole back-to-back loop on the host's clock, synchronised at both ends, to check the sum of the
+    events."""
     first_step_s: float | None = None
-    """Synchronised host time of the step that compiled, run before the warm-up; None for an eager step."""
+    """Synchronised host time in seconds of the step that compiled, before the warm-up; None for an eager step."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         """The back-to-back samples of one phase."""
@@ -50,11 +51,11 @@ class Timing:
 
 
 def find_phase(phases: tuple[PhaseSamples, ...], name: str) -> PhaseSamples | None:
-    """The phase of that name, if it was measured."""
+    """The phase of that name; None if it was not measured."""
     return next((phase for phase in phases if phase.phase == name), None)
 
 
 def curve(timing: Timing) -> tuple[float, ...]:
-    """Whole-step times from the very first step on: the warm-up steps, then the measured ones."""
+    """Step times from the first step on: the warm-up steps, then the measured ones."""
     warmup, measured = find_phase(timing.warmup, "step"), timing.phase("step")
     return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())

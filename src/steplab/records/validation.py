@@ -1,11 +1,11 @@
-"""What a record must be beyond its types: `check` refuses, of what comes from outside, what no steplab writes.
+"""Checks of imported records beyond their types: `check` refuses values that no steplab writes.
 
-A record that a measurement made is right by construction. One from a file is anyone's: columns of unlike lengths,
-absurd numbers, or a category that nobody knows would each fail some page later on, long after the file is forgotten.
-Here everything of that kind is refused in one line that names the field.
+A record that a measurement made is right by construction. A record from a file may have columns of different lengths,
+absurd numbers or unknown categories, which would fail in a report long after the import. Here they are refused in one
+line that names the field.
 
-Two sorts of rules: those for any value (finite, not absurd, text in one line), which hold by a field's name, and those
-for values that must agree with each other, a function for each class in `_RULES`.
+There are two sorts of rules: those for any value (finite, not absurd, text in one line), with exceptions by the name of
+the field, and those for values that must agree with each other, one function for each class in `_RULES`.
 """
 
 import dataclasses
@@ -32,32 +32,32 @@ from steplab.specs.comm import COLLECTIVES
 from steplab.specs.model import TransformerShape
 
 Problem = tuple[str, str]
-"""Path of a field within the value that is looked at ('.device_s[3]'), and what is wrong with it."""
+"""Path of a field within the checked value, such as '.device_s[3]', and what is wrong with it."""
 
 LARGEST = 1e18
-"""No time, count or size reaches this: it is thirty billion years, or an exabyte."""
+"""Upper bound of every time, count and size: thirty billion years, or an exabyte."""
 LARGEST_FLOPS = 1e30
-"""Nor FLOPs, or FLOP/s, this."""
+"""Upper bound of FLOPs and FLOP/s."""
 
 _OF_TENSORS = frozenset(
     {"loss", "reference_loss", "largest", "smallest", "largest_gradient", "suggested_scale", "number", "addend_value",
      "result", "start", "spacing", "added"}
 )  # fmt: skip
-"""Fields with values of tensors, which are of any size and sign."""
+"""Fields with values of tensors, which have any size and sign."""
 _SIGNED = frozenset(
     {"worst_relative", "worst_fit", "alpha_s", "beta_s_per_byte", "gamma_s_per_rank", "call_s", "lead_s", "stream",
      "gradient_exponents", "temperature_c", "outside_bytes"}
 )  # fmt: skip
-"""Fields that may be below zero: fitted values, differences, exponents, and a stream that is not known (-1)."""
+"""Fields that may be negative: fitted values, differences, exponents, and the stream -1, which means not known."""
 _AS_GIVEN = frozenset({"hf_config"})
-"""Fields that hold someone's file as it was, of which nothing is shown."""
+"""Fields with the content of a user's file, which reports do not show and which is not checked."""
 
 _MOST_LAYERS = 10_000
 
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 _UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but the tab, other line breaks, marks that turn the direction of writing, halves of pairs."""
+"""Control characters except the tab, other line breaks, marks of writing direction, and surrogates."""
 _STEP_PHASES = ("step", *PHASES)
 _MEMORY_CATEGORIES = {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES}
 _SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
@@ -71,7 +71,7 @@ def check(record: Record) -> None:
 
 
 def _problems(value: Any, name: str) -> Iterator[Problem]:
-    """Everything wrong with a value that is found in a field of this name, or in a list or table there."""
+    """All problems of a value in a field of this name, including those of values inside it."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             if field.name not in _AS_GIVEN:
@@ -91,7 +91,7 @@ def _problems(value: Any, name: str) -> Iterator[Problem]:
 
 
 def _are_plain_counts(values: Sequence[Any]) -> bool:
-    """Whether these are numbers that any field may hold, which most are: told without looking at each by itself."""
+    """Whether these are numbers that every field allows; a fast check of the common case, over all of them at once."""
     if not values or not set(map(type, values)) <= {int, float}:
         return False
     total = sum(values)  # NaN, where one is
@@ -122,7 +122,7 @@ def _number_problems(number: float, name: str) -> Iterator[Problem]:
         if abs(number) >= most:
             yield "", f"must be below {most:.0e}, not {_short(number)}"
         elif number < 0 and name not in _SIGNED:
-            yield "", f"must not be negative, and is {_short(number)}"
+            yield "", f"must not be negative, but is {_short(number)}"
 
 
 def _short(number: float) -> str:
@@ -138,12 +138,12 @@ def _within(path: str, problems: Iterator[Problem] | Sequence[Problem]) -> Itera
 
 def _known(path: str, value: str, known: Sequence[str] | set[str]) -> Iterator[Problem]:
     if value not in known:
-        yield path, f"'{value[:64]}' is not known; known are {', '.join(sorted(known))}"
+        yield path, f"'{value[:64]}' is not known; it must be one of {', '.join(sorted(known))}"
 
 
 def _as_long(path: str, column: Sequence[object], length: int, other: str) -> Iterator[Problem]:
     if len(column) != length:
-        yield path, f"has {len(column)} entries, and {other} has {length}"
+        yield path, f"has {len(column)} entries, but {other} has {length}"
 
 
 def _phase_samples(phase: PhaseSamples) -> Iterator[Problem]:
@@ -158,9 +158,9 @@ def _phase_samples(phase: PhaseSamples) -> Iterator[Problem]:
 def _phases(
     path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
 ) -> Iterator[Problem]:
-    """Phases of the same steps. In a loop of someone's own a phase need not occur in each."""
+    """Problems of the phases of the same steps. In a user's own loop a phase need not occur in each step."""
     if len({phase.phase for phase in phases}) < len(phases):
-        yield path, "has a phase twice"
+        yield path, "has the same phase twice"
     steps = find_phase(tuple(phases), "step") or next(iter(phases), None)
     for index, phase in enumerate(phases):
         count, most = len(phase.best_s), len(steps.best_s) if steps else 0
@@ -183,11 +183,11 @@ def _measured(path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool =
 
 
 def _numbered(path: str, numbers: Sequence[int], expected: int | None = None) -> Iterator[Problem]:
-    """Ranks in their order, all of them."""
+    """Problems of the numbers of ranks, which must be complete and in order."""
     if list(numbers) != list(range(len(numbers))):
         yield path, f"must be ranks 0 to {len(numbers) - 1} in order, not {', '.join(map(str, numbers[:8]))}"
     elif numbers and expected is not None and len(numbers) != expected:
-        yield path, f"has {len(numbers)} ranks, and {expected} took part"
+        yield path, f"has {len(numbers)} ranks, but {expected} took part"
 
 
 def _run(run: Run) -> Iterator[Problem]:
@@ -201,7 +201,7 @@ def _run(run: Run) -> Iterator[Problem]:
     for index, rank in enumerate(run.ranks):
         step = rank.phase("step")
         if first and step and len(step.best_s) != len(first.best_s):
-            yield f".ranks[{index}].back_to_back", f"has {len(step.best_s)} steps, and rank 0 has {len(first.best_s)}"
+            yield f".ranks[{index}].back_to_back", f"has {len(step.best_s)} steps, but rank 0 has {len(first.best_s)}"
 
 
 def _rank_samples(rank: RankSamples) -> Iterator[Problem]:
@@ -258,7 +258,7 @@ def _memory_profile(profile: MemoryProfile) -> Iterator[Problem]:
     for category in profile.at_peak:
         yield from _known(".at_peak", category, _MEMORY_CATEGORIES)
     if (total := sum(profile.at_peak.values())) != profile.peak_bytes:
-        yield ".at_peak", f"sums to {total} bytes, and the peak is {profile.peak_bytes}"
+        yield ".at_peak", f"sums to {total} bytes, but the peak is {profile.peak_bytes}"
     for index, made in enumerate(profile.largest):
         yield from _known(f".largest[{index}].category", made.category, _MEMORY_CATEGORIES)
     for index, kept in enumerate(profile.saved):
@@ -323,7 +323,7 @@ def _ddp_run(run: DdpRun) -> Iterator[Problem]:
     for index, cell in enumerate(run.cells):
         yield from _numbered(f".cells[{index}].ranks", [rank.rank for rank in cell.ranks], run.study.processes)
         if cell.contender not in run.study.contenders:
-            yield f".cells[{index}].contender", f"{cell.contender.label} is none of the study's"
+            yield f".cells[{index}].contender", f"must be a variant of the study, not {cell.contender.label}"
     if run.facts:
         yield from _numbered(".facts.places", [place.rank for place in run.facts.places], run.study.processes)
 
@@ -360,7 +360,7 @@ def _elements(elements: Elements) -> Iterator[Problem]:
 def _audit(audit: Audit) -> Iterator[Problem]:
     for index, (exponent, _) in enumerate(audit.gradient_exponents):
         if abs(exponent) > 1100:
-            yield f".gradient_exponents[{index}]", f"has the exponent {exponent}, which no number has"
+            yield f".gradient_exponents[{index}]", f"must be an exponent from -1100 to 1100, not {exponent}"
 
 
 def _matmul_audit(matmul: MatmulAudit) -> Iterator[Problem]:

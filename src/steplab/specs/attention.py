@@ -1,4 +1,4 @@
-"""An attention by itself, as it is benchmarked: its shape, its number format, and who computes it."""
+"""One attention cell of a benchmark: its shape, its number format and its implementation."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from steplab.specs.step_fields import LARGEST
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPass = Literal["forward", "backward", "both"]
 PASSES: tuple[AttentionPass, ...] = get_args(AttentionPass)
-"""forward: without gradients. backward: alone, after a forward pass that is not timed. both: one after the other."""
+"""forward: without gradients. backward: the backward pass alone, after an untimed forward pass. both: a forward and a
+backward pass."""
 DTYPES: tuple[str, ...] = get_args(AttentionDtype)
 SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "dim")
-"""The fields that are sizes, from the outermost in."""
+"""The fields that are sizes, from the outermost dimension to the innermost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,23 +25,23 @@ class AttentionSpec:
     batch: int = 1
     """Sequences."""
     heads: int = 1
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int | None = None
-    """Heads of keys and values, of which `heads` is a multiple; None: as many as `heads`."""
+    """Number of key and value heads, a divisor of `heads`; None: as many as `heads`."""
     queries: int = 1024
-    """Query positions."""
+    """Number of query positions."""
     keys: int | None = None
-    """Key positions; None: as many as queries."""
+    """Number of key positions; None: as many as `queries`."""
     dim: int = 64
     """Dimension of a head."""
     causal: bool = False
-    """Whether keys after the query's own position are hidden, both counted from the first."""
+    """Whether a query attends only to keys up to its own position; both positions count from the first."""
     dtype: AttentionDtype = "bf16"
     """fp32: IEEE products. tf32: fp32 tensors, TF32 products. bf16, fp16: tensors of that type."""
     implementation: str = "plain"
     """A name of steplab.ops.attention."""
     compile: CompileMode = "off"
-    """off: called as it is. Otherwise the mode of torch.compile it is called through."""
+    """The mode of torch.compile; off: not compiled."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
@@ -57,35 +58,37 @@ class AttentionSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """kv_heads, which is set once the spec is made."""
+        """Number of key and value heads; equals `heads` where `kv_heads` was not given."""
         return self.kv_heads or self.heads
 
     @property
     def num_keys(self) -> int:
-        """keys, which are set once the spec is made."""
+        """Number of key positions; equals `queries` if `keys` was not given."""
         return self.keys or self.queries
 
     @property
     def shape(self) -> "AttentionSpec":
-        """The same for whoever computes it: cells that are compared have equal ones."""
+        """The spec with implementation and compile mode left out: equal for cells that may be compared."""
         return dataclasses.replace(self, implementation="plain", compile="off")
 
     @property
     def sizes_label(self) -> str:
-        """1×16×16384×64: batch, heads, sequence, dimension; 16/4 heads are 4 of keys and values, 1/512 positions are
-        512 keys."""
+        """batch×heads×sequence×dimension, such as 1×16×16384×64.
+
+        16/4 heads means 4 key and value heads; 1/512 positions means 1 query and 512 keys.
+        """
         heads = f"{self.heads}" if self.num_kv_heads == self.heads else f"{self.heads}/{self.num_kv_heads}"
         length = f"{self.queries}" if self.num_keys == self.queries else f"{self.queries}/{self.num_keys}"
         return f"{self.batch}×{heads}×{length}×{self.dim}"
 
     @property
     def label(self) -> str:
-        """1×16×16384×64 causal bf16."""
+        """Sizes, mask and number format, such as 1×16×16384×64 causal bf16."""
         return f"{self.sizes_label}{' causal' if self.causal else ''} {self.dtype}"
 
     @property
     def column(self) -> str:
-        """Who computes it: 'plain', 'plain, compiled'."""
+        """Implementation and compile mode as a column's header, such as 'plain' or 'plain, compiled'."""
         if self.compile == "off":
             return self.implementation
         mode = "" if self.compile == "default" else f" ({self.compile})"

@@ -1,4 +1,4 @@
-"""Which attention takes a step on a CUDA device: what `run` and `plan` refuse alike, and what `sdpa` chooses."""
+"""Which attention implementation can run a step on a CUDA device; `run` and `plan` share this check."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ from steplab.ops.attention.implementations import BF16, FP16, FP32, TABLE, why_n
 from steplab.specs.step import StepSpec
 
 _DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_pure": BF16}
-"""Precision of a step -> number format that its attention gets."""
+"""Precision of a step -> number format of the tensors that its attention receives."""
 
 
 def refuse_unserved_attention(spec: StepSpec) -> None:
-    """Raise Unsupported where the one implementation that `spec` admits does not take its tensors on CUDA."""
+    """Raise Unsupported if the attention that `spec` names cannot take its tensors on CUDA."""
     shape = spec.model.shape
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return  # it has built its attention itself, or has none
@@ -23,14 +23,14 @@ def refuse_unserved_attention(spec: StepSpec) -> None:
 
 
 def chosen_attention(spec: StepSpec) -> str:
-    """The implementation that serves the step: for sdpa the first in torch's order that takes it."""
+    """The implementation that runs the step; for sdpa, the first in torch's order that can."""
     if spec.attention != "sdpa":
         return spec.attention
     return next(row.name for row in TABLE if row.chosen_by_sdpa and _why_not(row.name, spec) is None)
 
 
 def _why_not(attention: str, spec: StepSpec) -> str | None:
-    """Why an implementation does not take the step; None: it does, or the width of its heads is not known."""
+    """Why an implementation cannot run the step; None: it can, or the width of its heads is not known."""
     return why_not(
         attention,
         device="cuda",

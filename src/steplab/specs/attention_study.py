@@ -1,4 +1,6 @@
-"""A benchmark of attention: its cells, and how each is measured. Grids are named, or put together by lists.
+"""A benchmark of attention: its cells, and how each is measured.
+
+The cells come from a grid that steplab brings, from a TOML file, or from lists of values.
 
 A grid in TOML is like a study's: a description and `[[grid]]` tables, each a product of lists. `sequence` sets queries
 and keys alike.
@@ -29,36 +31,36 @@ FIELDS = (
     "implementation",
     "compile",
 )
-"""What a grid may set."""
+"""The fields that a grid may set."""
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStudy:
-    """Cells to measure, and how."""
+    """The attention cells to measure, and how each is timed and checked."""
 
     name: str
-    """The grid's name, or 'attention' for one of the command line."""
+    """Name of the grid; 'attention' for cells given on the command line."""
     description: str = ""
-    """One line."""
+    """What the grid is for, in one line."""
     cells: tuple[AttentionSpec, ...]
-    """Without duplicates; those of one shape stand, and are measured, together."""
+    """The cells without duplicates; cells of one shape are adjacent and are measured together."""
     passes: tuple[AttentionPass, ...] = PASSES
-    """What is timed."""
+    """The passes that are timed."""
     device: str = "auto"
-    """auto, cpu, mps, cuda or cuda:N."""
+    """The device: auto, cpu, mps, cuda or cuda:N."""
     warmup_s: float = 0.1
-    """Each cell and pass runs at least so long before it is timed (and three times)."""
+    """Shortest warm-up of each cell and pass, in seconds; each also runs at least three times."""
     measured_s: float = 0.3
-    """Time that repeats of a cell and pass may take, between least and most repeats."""
+    """Time for the repeats of a cell and pass, in seconds; `least_repeats` and `most_repeats` bound their number."""
     least_repeats: int = 10
-    """However long they take."""
+    """Smallest number of repeats, however long they take."""
     most_repeats: int = 100
-    """However short they are."""
+    """Largest number of repeats, however short they are."""
     errors: bool = True
-    """Whether results are compared with float64."""
+    """Whether results are compared with a float64 reference."""
     seed: int = 0
-    """Of the random inputs."""
+    """Seed of the random inputs."""
 
     def __post_init__(self) -> None:
         for name in ("warmup_s", "measured_s"):
@@ -78,7 +80,7 @@ class AttentionStudy:
 
 
 def grid_names() -> tuple[str, ...]:
-    """The grids that come with steplab."""
+    """Names of the grids that come with steplab."""
     folder = files("steplab.specs") / "attention_grids"
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
@@ -88,9 +90,9 @@ def cells_of_grid(
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
     """Name, description and cells of a named grid or a TOML file.
 
-    `overrides` take the place of its own fields, and `defaults` serve for what neither names.
+    `overrides` replace the grid's own fields; `defaults` apply to fields that neither gives.
 
-    Raises UserError for a grid that does not exist, or is none.
+    Raises UserError for a grid that does not exist or is not valid.
     """
     if source in grid_names():
         text = (files("steplab.specs") / "attention_grids" / f"{source}.toml").read_text(encoding="utf-8")
@@ -99,7 +101,7 @@ def cells_of_grid(
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"no grid '{source}': neither one of {', '.join(grid_names())} nor a readable TOML file"
+                f"no grid '{source}': choose one of {', '.join(grid_names())}, or give the path of a TOML file"
             ) from error
     try:
         content = tomllib.loads(text)
@@ -115,7 +117,7 @@ def cells_of_grid(
 
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
-    """`sequence` takes the place of queries and keys, and these take its."""
+    """The grid with its fields replaced; `sequence` also replaces `queries` and `keys`, and these replace it."""
     lists = {name: list(value) if isinstance(value, list) else [value] for name, value in grid.items()}
     if "sequence" in overrides:
         lists.pop("queries", None)
@@ -126,7 +128,7 @@ def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequen
 
 
 def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
-    """The cells of all products; the first field varies slowest. Raises UserError where there are none."""
+    """The cells of all products; the first field varies slowest. Raises UserError if there are no cells."""
     cells: dict[AttentionSpec, None] = {}
     for grid in grids:
         for values in itertools.product(*grid.values()):
@@ -137,11 +139,11 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
-    """The cell that `fields` describe. Raises UserError naming the field, what is wrong with it and what is valid."""
+    """The cell that `fields` describe. Raises UserError that names the field, its value and the valid ones."""
     found: dict[str, object] = {}
     for name, value in fields.items():
         if name not in FIELDS:
-            raise UserError(f"unknown field '{name}' of an attention; valid are {', '.join(FIELDS)}")
+            raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")
         if name == "sequence":
             found["queries"] = found["keys"] = _integer(name, value)
         elif name in SIZES:

@@ -1,4 +1,4 @@
-"""Which tiles of flash_triton's kernels are tried on a GPU, and on which shapes."""
+"""The tile sizes of flash_triton's kernels that tuning tries on a GPU, and the shapes it times them on."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,39 +11,39 @@ from steplab.specs.device import check_device
 
 TunedKernel = Literal["forward", "backward_kv", "backward_q"]
 KERNELS: tuple[TunedKernel, ...] = get_args(TunedKernel)
-"""forward; the backward sweep that sums dK and dV; the one that sums dQ."""
+"""forward: the forward pass. backward_kv: the backward sweep that sums dK and dV. backward_q: the one that sums dQ."""
 TunedDtype = Literal["bf16", "fp32"]
 DTYPES: tuple[TunedDtype, ...] = get_args(TunedDtype)
 WIDEST = implementation("flash_triton").widest or 0
-"""Largest head dimension of these kernels."""
+"""Largest head dimension that these kernels support."""
 LENGTHS: dict[TunedDtype, tuple[int, int]] = {"bf16": (1024, 8192), "fp32": (1024, 4096)}
-"""Tokens of the sequences that are timed, short and long."""
+"""Lengths in tokens of the short and of the long sequences that are timed."""
 TOKENS_OF_ALL: dict[TunedDtype, int] = {"bf16": 65_536, "fp32": 8_192}
-"""Of a batch together; products of fp32 are not made by tensor cores, and take some hundred times as long."""
+"""Tokens in a batch; fewer for fp32, whose products do not use tensor cores and take about 100 times as long."""
 HEADS = 4
-"""Of each sequence; the kernel is compiled for a number that is no multiple of 16, like most models' (12, 20, 25)."""
+"""Heads per sequence; like most models' (12, 20, 25) no multiple of 16, for which the kernel would be specialised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileCandidate:
-    """One way to start a kernel, as a row of triton_tiles.toml has it."""
+    """Launch parameters of a kernel, as in a row of triton_tiles.toml."""
 
     kernel: TunedKernel
-    """Which of the three."""
+    """The kernel: forward, backward_kv or backward_q."""
     variant: Literal["hopper", "portable"]
-    """Which implementation of it."""
+    """Implementation of the kernel."""
     bits: int = 16
-    """Of a number: 16 or 32."""
+    """Bits per number: 16 or 32."""
     box: int
-    """Columns of a tile: the power of two that holds the head dimension."""
+    """Columns of a tile: the smallest power of two that holds the head dimension."""
     queries: int
-    """Queries of a tile."""
+    """Queries in a tile."""
     keys: int
-    """Keys of a tile."""
+    """Keys in a tile."""
     stages: int
-    """Tiles on their way at a time."""
+    """Pipeline stages: tiles that are loaded at the same time."""
     warps: int = 4
-    """Warps of a program of the portable kernels."""
+    """Warps per program; applies to the portable kernels only."""
     persistent: bool = False
     """In records of the Hopper kernels that could be started otherwise: whether a program a multiprocessor took one
     task after another, which all do now."""
@@ -54,7 +54,7 @@ class TileCandidate:
 
     @property
     def label(self) -> str:
-        """hopper 128×64, 3 stages."""
+        """Launch parameters in words, such as 'hopper 128×64, 3 stages'."""
         stages = f"{self.stages} stage{'s' if self.stages > 1 else ''}"
         warps = f", {self.warps} warps" if self.variant == "portable" else ""
         return f"{self.variant} {self.queries}×{self.keys}, {stages}{warps}{', persistent' if self.persistent else ''}"
@@ -62,23 +62,23 @@ class TileCandidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningStudy:
-    """What is to be tuned."""
+    """The head dimensions and number format to tune tiles for."""
 
     head_dims: tuple[int, ...] = (64, 80, 128)
-    """Those of one box (80 and 128) choose their tiles together."""
+    """Head dimensions; those with the same tile width (80 and 128) are tuned together."""
     dtype: TunedDtype = "bf16"
-    """bf16: tiles of numbers of 16 bits, which serve fp16 too. fp32: of 32 bits, timed with IEEE products."""
+    """bf16: tiles for 16-bit numbers, also used for fp16. fp32: tiles for 32-bit numbers, timed with IEEE products."""
     portable: bool = False
-    """Whether the portable kernels are tried where the GPU has others of its own as well."""
+    """Whether the portable kernels are tried even on a GPU that runs the Hopper kernels."""
     device: str = "auto"
-    """auto, cuda or cuda:N."""
+    """The device: auto, cuda or cuda:N."""
 
     def __post_init__(self) -> None:
         if not self.head_dims:
             raise UserError("no head dimension to tune; give at least one, as in --dim 64,128")
         for head_dim in self.head_dims:
             if not 1 <= head_dim <= WIDEST:
-                raise UserError(f"flash_triton has head dimensions from 1 to {WIDEST}, not {head_dim}")
+                raise UserError(f"head dimension must be from 1 to {WIDEST} for flash_triton, not {head_dim}")
         check_device(self.device)
         if self.device in ("cpu", "mps"):
             raise UserError(f"tiles are tuned on a CUDA GPU, not on {self.device}; use --device auto, cuda or cuda:N")
@@ -88,22 +88,22 @@ class TuningStudy:
 
     @property
     def bits(self) -> int:
-        """Of a number: 16 or 32."""
+        """Bits per number: 16 or 32."""
         return 32 if self.dtype == "fp32" else 16
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Tokens of the sequences that are timed, short and long."""
+        """Lengths in tokens of the short and of the long sequences that are timed."""
         return LENGTHS[self.dtype]
 
 
 def box_of(head_dim: int) -> int:
-    """Columns of the tiles that hold a head dimension."""
+    """Columns of the tile that holds a head dimension."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def timed_shapes(head_dim: int, dtype: TunedDtype = "bf16") -> tuple[AttentionSpec, ...]:
-    """Short and long sequences, whole and causal."""
+    """The shapes to time: short and long sequences, with and without a causal mask."""
     batches = {tokens: TOKENS_OF_ALL[dtype] // tokens for tokens in LENGTHS[dtype]}
     return tuple(
         AttentionSpec(batch=batch, heads=HEADS, queries=tokens, dim=head_dim, causal=causal, dtype=dtype)
@@ -113,9 +113,11 @@ def timed_shapes(head_dim: int, dtype: TunedDtype = "bf16") -> tuple[AttentionSp
 
 
 def candidates(box: int, *, bits: int = 16, hopper: bool, portable: bool) -> tuple[TileCandidate, ...]:
-    """What is tried for a box: `hopper`, the GPU runs the Hopper kernels; `portable`, the others are tried even so.
+    """The candidates for a tile width.
 
-    The Hopper kernels are for 16 bits alone. Not all candidates will fit: shared memory is the GPU's to know.
+    hopper: whether the GPU runs the Hopper kernels. portable: whether the portable kernels are tried even then.
+
+    The Hopper kernels take 16-bit numbers only. A candidate may need more shared memory than the GPU has.
     """
     if bits == 32:
         return tuple(_of_32_bits(box))
@@ -143,7 +145,7 @@ _BACKWARD = tuple(
 )
 _WIDE_FORWARD = ((64, 32, 2, 4), (64, 64, 2, 8), (128, 32, 2, 8))
 _WIDE_BACKWARD = ((32, 32, 1, 4), (32, 64, 1, 8), (64, 32, 1, 8), (64, 64, 1, 8))
-"""Queries, keys, stages, warps."""
+"""Queries, keys, stages and warps of each candidate."""
 
 
 def _portable(box: int) -> Iterator[TileCandidate]:
@@ -169,10 +171,10 @@ _SIZES_32 = {
     "backward_kv": (*_BACKWARD_32, (16, 64, 4), (16, 64, 8)),
     "backward_q": (*_BACKWARD_32, (64, 16, 4), (64, 16, 8)),
 }
-"""Queries, keys, warps."""
+"""Queries, keys and warps of each candidate."""
 _MOST_OF_A_THREAD = {"forward": 2048, "backward_kv": 512, "backward_q": 512}
-"""Multiply-adds of a thread for one product of tiles. Without tensor cores each is an instruction of its own: with more
-of them a kernel takes the compiler tens of seconds, and keeps most of its sums in memory for want of registers."""
+"""Most multiply-adds per thread for one product of tiles. Without tensor cores each is an instruction of its own: with
+more of them a kernel takes tens of seconds to compile and spills most of its sums from registers to memory."""
 
 
 def _of_32_bits(box: int) -> Iterator[TileCandidate]:

@@ -1,7 +1,8 @@
-"""A collective by itself, as it is benchmarked, and a study of many: what moves, how much, by which backend.
+"""One collective cell of a benchmark, and a study of many: what is sent, how much, and by which backend.
 
-Sizes follow nccl-tests: a size is that of the whole message, for all-gather, reduce-scatter and all-to-all the bytes
-of one rank times the ranks. The part of a rank is rounded down to 16 bytes, so that no part is misaligned.
+Sizes follow nccl-tests: a size is that of the whole message; for all-gather, reduce-scatter and all-to-all it is the
+bytes of one rank times the number of ranks. The part of each rank is rounded down to a multiple of 16 bytes, which
+keeps every part aligned.
 """
 
 import itertools
@@ -23,14 +24,14 @@ BACKENDS: tuple[str, ...] = get_args(CommBackend)
 DEVICES: tuple[str, ...] = get_args(CommDevice)
 DTYPES: tuple[str, ...] = get_args(CommDtype)
 FIELDS = ("collective", "backend", "device", "size", "world_size", "dtype")
-"""What lists can be given for."""
+"""The fields that take a list of values."""
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
-"""The collectives whose message consists of a part a rank."""
+"""The collectives whose message consists of one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
 _DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
-"""Backends that do not do every collective."""
+"""The collectives that a backend offers, for backends that do not offer all."""
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
 _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**6, 10**7]}
@@ -38,20 +39,20 @@ _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommSpec:
-    """One cell."""
+    """One collective cell: what is sent, by which backend, between how many ranks."""
 
     collective: Collective = "all_reduce"
-    """What the ranks do together."""
+    """The collective operation."""
     backend: CommBackend = "gloo"
-    """Who moves the bytes."""
+    """The library that transfers the data."""
     device: CommDevice | None = None
     """Device of the tensors; None for the backend's native device."""
     size_bytes: int = 1_000_000
-    """Of the whole message, as asked; `message_bytes` are those that move."""
+    """Requested size of the whole message in bytes; `message_bytes` is the size after rounding."""
     world_size: int = 2
-    """Ranks that take part."""
+    """Number of ranks that take part."""
     dtype: CommDtype = "fp32"
-    """Type of an element."""
+    """Number format of an element."""
 
     def __post_init__(self) -> None:
         choices = {"collective": COLLECTIVES, "backend": BACKENDS, "dtype": DTYPES}
@@ -62,71 +63,78 @@ class CommSpec:
             object.__setattr__(self, "device", _OWN_DEVICE[self.backend])
         _refuse_unknown_device(str(self.device))
         if self.device not in _SERVES[self.backend]:
-            raise UserError(f"{self.backend} moves no tensors of a {self.device}; use --backend gloo for those")
+            raise UserError(f"{self.backend} cannot send tensors on {self.device}; use --backend gloo for those")
         if self.collective not in _DOES.get(self.backend, COLLECTIVES):
-            raise UserError(f"{self.backend} does {', '.join(_DOES[self.backend])} alone, and no {self.collective}")
+            raise UserError(
+                f"backend {self.backend} has no {self.collective}; choose {', '.join(_DOES[self.backend])}, "
+                "or another backend"
+            )
         if self.world_size < 2:
-            raise UserError(f"world-size must be at least 2, not {self.world_size}: one rank has nobody to talk to")
+            raise UserError(f"world-size must be at least 2, not {self.world_size}")
         least = _least_bytes(self.world_size)
         if not least <= self.size_bytes <= _LARGEST_BYTES:
             raise UserError(
-                f"size must be at least {_ALIGNMENT_BYTES} bytes a rank ({least} B) and at most 1 TB, "
+                f"size must be at least {_ALIGNMENT_BYTES} bytes per rank ({least} B) and at most 1 TB, "
                 f"not {format_message(self.size_bytes)}"
             )
 
     @property
     def element_bytes(self) -> int:
-        """Of one element."""
+        """Size of one element in bytes."""
         return _ELEMENT_BYTES[self.dtype]
 
     @property
     def part_elements(self) -> int:
-        """Elements of a rank's part; of a collective without parts, of the message."""
+        """Elements in the part of one rank; in the whole message for a collective without parts."""
         parts = self.world_size if self.collective in SCATTERED else 1
         part_bytes = self.size_bytes // parts // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         return part_bytes // self.element_bytes
 
     @property
     def message_elements(self) -> int:
-        """Elements of the message."""
+        """Elements in the whole message."""
         return self.part_elements * (self.world_size if self.collective in SCATTERED else 1)
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the message, rounded: S of nccl-tests."""
+        """Size of the whole message in bytes, after rounding: S of nccl-tests."""
         return self.message_elements * self.element_bytes
 
     @property
-    def way(self) -> str:
-        """Who moves what: 'nccl', 'gloo', 'gloo on cuda'."""
+    def transport(self) -> str:
+        """Backend, and device if it is not the backend's native one: 'nccl', 'gloo', 'gloo on cuda'."""
         return self.backend if self.device == _OWN_DEVICE[self.backend] else f"{self.backend} on {self.device}"
 
     @property
     def label(self) -> str:
-        """all_reduce of 1 MB, nccl, 2 ranks."""
+        """Cell in words, such as 'all_reduce of 1 MB, nccl, 2 ranks'."""
         typed = "" if self.dtype == "fp32" else f" {self.dtype}"
-        return f"{self.collective} of {format_message(self.size_bytes)}{typed}, {self.way}, {self.world_size} ranks"
+        return (
+            f"{self.collective} of {format_message(self.size_bytes)}{typed}, {self.transport}, {self.world_size} ranks"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommStudy:
-    """Cells to measure, and how."""
+    """The collective cells to measure, and how each is timed."""
 
     name: str = "comm"
-    """What it is called."""
+    """Name of the study."""
     cells: tuple[CommSpec, ...]
-    """Without duplicates."""
+    """The cells, without duplicates."""
     num_processes: int
-    """Ranks that are started; those that a cell does not need are idle meanwhile."""
+    """Number of ranks that are started; ranks that a cell does not need are idle while it runs."""
     warmup_s: float = 0.1
-    """Each cell runs at least so long before it is timed (and five times), about ten times as long at most."""
+    """Shortest warm-up of each cell, in seconds; each also runs at least five times, and at most about ten times as
+    long."""
     measured_s: float = 0.3
-    """Time that the samples of a cell may take, between least and most repeats. On a GPU a sample is the mean of as
-    many calls as take a millisecond (measurement.comm_back_to_back); by itself a call is timed as often."""
+    """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
+    sample is the mean of as many calls as take a millisecond (measurement.comm_back_to_back), and as many single calls
+    are timed."""
     least_repeats: int = 10
-    """However long they take."""
+    """Smallest number of samples, however long they take."""
     most_repeats: int = 200
-    """However short they are."""
+    """Largest number of samples, however short they are."""
 
     def __post_init__(self) -> None:
         for name in ("warmup_s", "measured_s"):
@@ -139,23 +147,23 @@ class CommStudy:
         largest = max(cell.world_size for cell in self.cells)
         if largest > self.num_processes:
             raise UserError(
-                f"world-size {largest} needs {largest} processes, and {self.num_processes} are started; "
+                f"world-size {largest} needs {largest} processes, but only {self.num_processes} are started; "
                 f"start more with --gpus {largest} or --processes {largest}"
             )
         object.__setattr__(self, "cells", tuple(dict.fromkeys(self.cells)))
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
-    """The product of the lists, of which FIELDS may be given; what is not given is what suits the machine.
+    """The product of the lists; a field of FIELDS without a list takes the values that suit the machine.
 
-    Cells that need the same group of ranks stand together, and sizes vary fastest. Of several devices
-    and collectives that are named, a backend gets those that it can serve.
+    Cells that need the same group of ranks are adjacent, and sizes vary fastest. Each backend takes those of the
+    given devices and collectives that it supports.
 
-    Raises UserError naming the field, what is wrong with it and what is valid.
+    Raises UserError that names the field, its value and the valid ones.
     """
     unknown = [name for name in lists if name not in FIELDS]
     if unknown:
-        raise UserError(f"unknown field '{unknown[0]}' of a collective; valid are {', '.join(FIELDS)}")
+        raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")
     texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
     for name in texts.get("device", ()):  # each: a backend passes over those that it does not serve
         _refuse_unknown_device(name)
@@ -183,28 +191,28 @@ def _refuse_unknown_device(name: str) -> None:
 
 
 def _least_bytes(world_size: int) -> int:
-    """Of a message: a part a rank that is not empty."""
+    """Smallest message in bytes: one aligned part per rank."""
     return _ALIGNMENT_BYTES * world_size
 
 
 def worlds_of(num_processes: int) -> list[int]:
-    """The powers of two among the processes, and all of them: 2, 4, 6 of six."""
+    """Group sizes: the powers of two up to the number of processes, and that number; 2, 4 and 6 for six processes."""
     powers = [2**exponent for exponent in range(1, num_processes.bit_length()) if 2**exponent < num_processes]
     return [*powers, num_processes]
 
 
 def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | None]:
-    """Where a backend's tensors are."""
+    """Devices of the tensors that a backend sends."""
     return _served(named, _SERVES.get(backend, ())) if named else [_OWN_DEVICE.get(backend)]
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Those named that a backend can serve; of one that can serve none the first is left, to be refused by name."""
+    """The named values that a backend supports; if it supports none, the first, which is then refused by name."""
     return [name for name in named if name in known] or [named[0]]
 
 
 def _plain(value: object) -> str:
-    """'all-gather' is all_gather."""
+    """The text with underscores for hyphens: 'all-gather' becomes all_gather."""
     return str(value).strip().replace("-", "_")
 
 

@@ -1,4 +1,4 @@
-"""The data-parallel study: one step, and the ways of keeping ranks together that are set side by side on it."""
+"""The data-parallel study: one step, and the variants of gradient averaging that are compared on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,22 +11,22 @@ from steplab.specs.step import StepSpec
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)
 WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
-"""Those that have a bucket size."""
+"""Kinds of variant that have a bucket size."""
 WITH_TRANSPORT = ("bucketed", "sharded")
-"""Those whose gradients can travel by more than one way."""
+"""Kinds of variant that have a choice of transport."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
-"""Those whose gradients steplab.parallel.DataParallel averages."""
+"""Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
 COLLECTIVES = "collectives"
 """The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
-"""Ways that gradients travel, by DataParallel's names for them."""
+"""How gradients are sent, by DataParallel's names."""
 _SIZED = ("bucketed", "torch_ddp")
-"""Those that stand once for each of the study's bucket sizes."""
+"""Kinds of variant that are measured once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
 SMALL_BUCKETS_MB = (0.1, 1.0, 10.0)
-"""For the tiny model, whose gradients are 3 MB."""
+"""Default bucket sizes for the tiny model, whose gradients are 3 MB."""
 _WORDS = {
     "none": "no communication",
     "naive": "naive",
@@ -47,24 +47,24 @@ class Variant:
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
     DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
     bucket_size_mb: float | None = None
-    """Gradients that travel together, in 1e6 bytes; None for kinds that have no such size."""
+    """Largest size of a bucket of gradients, in units of 1e6 bytes; None for kinds without buckets."""
     transport: str | None = None
-    """How bucketed gradients travel, as DataParallel names it; None for kinds that have no choice."""
+    """How buckets of gradients are sent, by DataParallel's name; None for kinds without a choice."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UserError(f"variant '{self.kind}' is not known; choose some of {', '.join(KINDS)}")
         if self.kind not in WITH_BUCKETS:
             if self.bucket_size_mb is not None:
-                raise UserError(f"{self.kind} has no bucket size; those that have are {', '.join(WITH_BUCKETS)}")
+                raise UserError(f"{self.kind} has no bucket size; variants that have one: {', '.join(WITH_BUCKETS)}")
         elif self.bucket_size_mb is None:
             object.__setattr__(self, "bucket_size_mb", DEFAULT_BUCKET_MB)
         elif not 0 < self.bucket_size_mb < float("inf"):
-            raise UserError(f"a bucket of {self.bucket_size_mb} MB holds nothing; give a positive size in MB")
+            raise UserError(f"a bucket size must be a positive number of MB, not {self.bucket_size_mb}")
         if self.kind not in WITH_TRANSPORT:
             if self.transport is not None:
                 raise UserError(
-                    f"{self.kind} has no choice of transport; those that have are {', '.join(WITH_TRANSPORT)}"
+                    f"{self.kind} has no choice of transport; variants that have one: {', '.join(WITH_TRANSPORT)}"
                 )
         elif self.transport is None:
             object.__setattr__(self, "transport", COLLECTIVES)
@@ -73,13 +73,13 @@ class Variant:
 
     @property
     def family(self) -> str:
-        """What it is called without its bucket size."""
+        """Name of the variant without its bucket size."""
         other = self.transport is not None and self.transport != COLLECTIVES
         return f"{_WORDS[self.kind]}, {self.transport}" if other else _WORDS[self.kind]
 
     @property
     def label(self) -> str:
-        """What tells it from the others: bucketed 25 MB."""
+        """Name of the variant with its bucket size, such as 'bucketed 25 MB'."""
         size = f" {self.bucket_size_mb:g} MB" if self.bucket_size_mb is not None else ""
         other = f", {self.transport}" if self.transport not in (None, COLLECTIVES) else ""
         return f"{_WORDS[self.kind]}{size}{other}"
@@ -87,22 +87,22 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpStudy:
-    """What is set side by side, and how it is measured."""
+    """The variants that are compared, and how they are measured."""
 
     step: StepSpec
-    """The step of each rank: `batch` sequences a rank; `warmup` and `steps` are those of each variant."""
+    """The step of each rank: `batch` sequences per rank; `warmup` and `steps` count for each variant."""
     processes: int = 2
-    """Ranks."""
+    """Number of ranks."""
     compile: Literal["off", "block"] = "off"
-    """Read from records of before a step's own `compile` could be block, and put there."""
+    """Set in old records only, and moved to the step's own `compile`, which has had block since."""
     contenders: tuple[Variant, ...]
-    """In the order they are measured, without duplicates; `none`, which they are compared with, is put first."""
+    """The variants in the order they are measured, without duplicates; `none`, the baseline, is put first."""
     turn: int = 5
-    """Steps of a variant before it is the baseline's turn again."""
+    """Steps of a variant between two turns of the baseline."""
     profiled_steps: int = 2
-    """Steps more of each variant under a profiler, once it is timed; 0: no traces and no pictures of them."""
+    """Further steps of each variant under a profiler, after it is timed; 0: no traces and no timelines."""
     repeats: int = 10
-    """How often its communication is timed by itself."""
+    """How often the communication of each variant is timed by itself."""
 
     def __post_init__(self) -> None:
         for name, least in (("processes", 2), ("turn", 1), ("profiled_steps", 0), ("repeats", 1)):
@@ -113,32 +113,37 @@ class DdpStudy:
             object.__setattr__(self, "compile", "off")
         if self.step.compile not in ("off", "block"):
             raise UserError(
-                f"compile '{self.step.compile}' is not compared here, for a model compiled as a whole gives all its "
-                "gradients at the end; choose one of off, block"
+                f"compile '{self.step.compile}' is not supported here, because a model compiled as a whole delivers "
+                "all gradients at the end; choose one of off, block"
             )
         if self.step.pass_name != "train":
-            raise UserError(f"pass '{self.step.pass_name}' has no gradients to send and no optimizer; use --pass train")
+            raise UserError(
+                f"pass '{self.step.pass_name}' is not supported here, because variants are compared on whole training "
+                "steps; use --pass train"
+            )
         if self.step.layout != SINGLE:
             raise UserError("the study itself spreads the step over ranks; leave --layout out")
         if self.step.precision == "fp16":
-            raise UserError("precision fp16 needs a gradient scaler, which this study has not; use --precision bf16")
+            raise UserError(
+                "precision fp16 is not supported here, because it needs a gradient scaler; use --precision bf16"
+            )
         baseline = Variant(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
 
     def trace_name(self, number: int) -> str:
-        """The file name of a variant's trace: 1_bucketed_25_MB.json."""
+        """File name of a variant's trace, such as 1_bucketed_25_MB.json."""
         return f"{number}_{self.contenders[number].label.replace(', ', '_').replace(' ', '_')}.json"
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step of all ranks."""
+        """Tokens in one step of all ranks together."""
         return self.step.tokens_of_all * self.processes
 
 
 def refuse_what_none_uses(
     names: Sequence[str], bucket_sizes_mb: Sequence[float] | None, transports: Sequence[str] | None
 ) -> None:
-    """Raise UserError for sizes or transports that are given and that none of the variants has a use for."""
+    """Raise UserError if bucket sizes or transports are given and none of the variants uses them."""
     kinds, whose = [name.strip().partition(":")[0] for name in names], ", ".join(map(str.strip, names))
     if bucket_sizes_mb is not None and not any(name.strip() in _SIZED for name in names):
         raise UserError(
@@ -155,7 +160,7 @@ def variants_of(
     """The variants of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
     `bucketed` once for each transport too; `sharded` with 25 MB unless it names another size.
 
-    Raises UserError for a name that is none, or a size that is no number.
+    Raises UserError for an unknown name and for a size that is not a number.
     """
     found: dict[Variant, None] = {}
     for name in names:
@@ -173,7 +178,7 @@ def variants_of(
 
 
 def bucket_sizes(text: str) -> tuple[float, ...]:
-    """The sizes in '1,10,100', in MB. Raises UserError for what is no number above zero."""
+    """The sizes in a text such as '1,10,100', in MB. Raises UserError for anything but positive numbers."""
     return tuple(_megabytes(part) for part in text.split(","))
 
 
@@ -183,5 +188,5 @@ def _megabytes(text: str) -> float:
     except ValueError as error:
         raise UserError(f"a bucket size must be a number of MB, not '{text}'") from error
     if not 0 < size_mb < float("inf"):
-        raise UserError(f"a bucket of {text} MB holds nothing; give a positive size in MB")
+        raise UserError(f"a bucket size must be a positive number of MB, not {text}")
     return size_mb

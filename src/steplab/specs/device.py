@@ -1,17 +1,17 @@
-"""What a device may be called. Whether it is there is known only where it is opened (measurement.device)."""
+"""The valid names of devices. Whether a device exists is checked where it is opened (measurement.device)."""
 
 from collections.abc import Sequence
 
 from steplab.errors import UserError
 
 DEVICES_TOLD = "auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N"
-"""For the help of an option."""
+"""The valid names, for the help of an option."""
 _KNOWN = "auto, cpu, mps, cuda or cuda:N"
 _PLAIN = ("auto", "cpu", "mps", "cuda")
 
 
 def check_device(name: str, there: Sequence[str] = ()) -> None:
-    """Raises UserError for a name that no device has, listing the devices that are `there`, where they are known."""
+    """Raise UserError for a name that no device has; it lists the devices that are `there`, if they are known."""
     kind, colon, index = name.partition(":")
     if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
         return

@@ -1,4 +1,4 @@
-"""What vendors state about a GPU: its peaks, its memory, its links. The figures are in hardware.toml.
+"""Vendors' figures for GPUs: peaks, memory and links. The figures are in hardware.toml.
 
 They are denominators (how much of the peak did a step reach?) and planning limits, never measurements.
 The conventions, the same for every entry:
@@ -36,12 +36,12 @@ _PeakDtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The most arithmetic a GPU could do in one number format."""
+    """A GPU's peak rate of arithmetic in one number format."""
 
     flops_per_s: float
-    """Dense, with FP32 accumulation."""
+    """Dense peak in FLOP/s, with FP32 accumulation."""
     source: str
-    """Where the figure is stated, and what was done to it."""
+    """Citation of the figure, and how it was converted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,48 +49,48 @@ class HardwareSpec:
     """One GPU as its vendor describes it."""
 
     name: str
-    """Our short name, such as H200 SXM; unique without regard to case."""
+    """Short name in steplab, such as H200 SXM; unique without regard to case."""
     device_names: tuple[str, ...]
     """What torch.cuda.get_device_name() returns for this GPU, exactly."""
     memory_bytes: int
-    """Stated capacity, GB read as 2**30 bytes."""
+    """Stated capacity in bytes, with GB read as 2**30 bytes."""
     usable_bytes: int | None = None
-    """What torch says the device has (total_memory), used or not; None: not known for this card."""
+    """Total memory as torch reports it (total_memory), in bytes; None: not known for this card."""
     memory_bandwidth_bytes_per_s: float
     """Stated bandwidth of the GPU's own memory, GB = 1e9."""
     interconnect: str
     """The fastest link between GPUs, such as NVLink 4; a bridge is an option that a machine may lack."""
     interconnect_bytes_per_s: float
-    """Of that link, per GPU, both directions together, GB = 1e9."""
+    """Stated bandwidth of that link per GPU, both directions together, GB = 1e9."""
     peaks: Mapping[str, Peak]
-    """By number format: fp32, tf32, bf16, fp16, fp8. A format the GPU lacks is absent."""
+    """Peak by number format: fp32, tf32, bf16, fp16, fp8. A format that the GPU lacks is absent."""
     sources: Mapping[str, str]
     """A citation for every figure, by field name or number format."""
 
     def peak_flops(self, dtype: str) -> Peak | None:
-        """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None where none is stated."""
+        """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None if the vendor states none."""
         return self.peaks.get(dtype)
 
 
 @functools.cache
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """Every GPU we have figures for, in the order of the file."""
+    """Every GPU in the catalogue, in the order of the file."""
     text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
     return parse_catalogue(text)
 
 
 def find_hardware(device_name: str) -> HardwareSpec | None:
-    """The GPU that torch calls `device_name`; None for one we have no figures for."""
+    """The GPU that torch calls `device_name`; None if it is not in the catalogue."""
     return next((spec for spec in catalogue() if device_name in spec.device_names), None)
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """The GPU with this short name, without regard to case; UserError lists the names there are."""
+    """The GPU with this short name, without regard to case. Raises UserError that lists the known names."""
     wanted = name.strip().casefold()
     for spec in catalogue():
         if spec.name.casefold() == wanted:
             return spec
-    raise UserError(f"unknown hardware '{name}'; valid are {', '.join(spec.name for spec in catalogue())}")
+    raise UserError(f"unknown hardware '{name}'; choose one of {', '.join(spec.name for spec in catalogue())}")
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """Read a catalogue and check it whole; ValueError says what is wrong with it."""
+    """Read a catalogue and check all of it. Raises ValueError that says what is wrong with it."""
     try:
         file = msgspec.toml.decode(text, type=_File)
     except msgspec.DecodeError as error:
@@ -160,7 +160,7 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
 
 
 def _sources(entry: _Entry, figures: set[str], documents: Mapping[str, str]) -> dict[str, str]:
-    """Citation by figure. Two citations for one figure, or one for no figure, are mistakes as well."""
+    """Citation by figure. Raises ValueError for a figure with two citations, and for a citation of no figure."""
     covered = [figure for source in entry.sources for figure in source.covers]
     _refuse_repeats(f"source of {entry.name} for", covered)
     if wrong := figures.symmetric_difference(covered):

@@ -1,4 +1,4 @@
-"""How many processes take a step together, and what each of them has of it."""
+"""How a step is spread over several processes: the axes of parallelism and their sizes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ MOST_PROCESSES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The axes over which a step is spread; their product is the number of processes, one a GPU."""
+    """The axes over which a step is spread; the product of their sizes is the number of processes, one per GPU."""
 
     dp: int = 1
-    """Data parallel: every rank has the whole model and a batch of its own, gradients are averaged."""
+    """Size of the data-parallel axis: every rank has the whole model and its own batch; gradients are averaged."""
     fsdp: int = 1
-    """Fully sharded data parallel: as dp, and parameters, gradients and optimizer state are spread."""
+    """Size of the fully sharded data-parallel axis: as dp, with parameters, gradients and optimizer state sharded."""
     tp: int = 1
-    """Tensor parallel: each matrix is spread, all ranks see the same batch."""
+    """Size of the tensor-parallel axis: each matrix is split over the ranks; all ranks see the same batch."""
     pp: int = 1
-    """Pipeline parallel: each rank has some of the blocks, all work on the same batch."""
+    """Size of the pipeline-parallel axis: each rank has some of the blocks; all ranks work on the same batch."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -30,12 +30,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return self.dp * self.fsdp * self.tp * self.pp
 
     @property
     def data_ranks(self) -> int:
-        """How many different batches one step takes."""
+        """Number of ranks with a batch of their own."""
         return self.dp * self.fsdp
 
     def __str__(self) -> str:
@@ -44,12 +44,12 @@ class Layout:
 
 
 SINGLE = Layout()
-"""One process."""
+"""The layout of one process."""
 AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Layout))
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout written as `dp=2,fsdp=2`; axes left out are 1. Raises UserError where it is none."""
+    """The layout written as `dp=2,fsdp=2`; axes left out are 1. Raises UserError for any other text."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
@@ -60,10 +60,10 @@ def parse_layout(text: str) -> Layout:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """The fields of a step that is to run on so many GPUs, or in so many processes on the CPU.
+    """The fields of a step that is to run on `gpus` GPUs, or in `processes` processes on the CPU.
 
-    Without a layout of its own the step is data parallel over them. Raises UserError where layout, device and number
-    do not go together.
+    Without a layout of its own the step is data parallel over them. Raises UserError if layout, device and number
+    of processes contradict each other.
     """
     given = dict(fields)
     check_device(str(given.get("device", "auto")))
@@ -80,12 +80,12 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """How many processes `--gpus` or `--processes` ask for, and the device they are on: cuda or cpu.
+    """The number of processes that `--gpus` or `--processes` ask for, and their device: cuda or cpu.
 
-    Raises UserError for both, for less than one, and for a device that contradicts them.
+    Raises UserError if both are given, for less than one process, and for a device that contradicts them.
     """
     if gpus is not None and processes is not None:
-        raise UserError("give --gpus (a process for each) or --processes (on the CPU), not both")
+        raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")
     if count is None:
         raise UserError("give --gpus or --processes")

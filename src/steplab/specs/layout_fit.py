@@ -1,4 +1,4 @@
-"""Whether a model and its batch can be cut as a layout says: refused before anything is built, naming what fits."""
+"""Checks that a model and its batch can be split as a layout says, before anything is built."""
 
 from math import gcd
 
@@ -7,27 +7,27 @@ from steplab.specs.layout import Layout
 from steplab.specs.model import ModelSpec, TransformerShape
 
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
-"""Stages of the pipeline that each rank of pp has, by the name of its schedule."""
+"""Pipeline stages per rank of pp, by the name of the schedule."""
 _LARGEST_SHOWN = 1024
-"""Valid sizes are listed up to this one."""
+"""Largest size that an error lists."""
 
 
 def refuse_unserved_layout(
     layout: Layout, model: ModelSpec, *, pass_name: str, precision: str, compile: str, accumulation: int
 ) -> None:
-    """Raise Unsupported for a step that is not served along fsdp, tp or pp; dp alone serves every step."""
+    """Raise Unsupported for a step that cannot run along fsdp, tp or pp; every step can run along dp alone."""
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
     if layout.world_size == layout.dp:
         return
     if model.kind != "transformer":
         raise Unsupported(
-            f"{what} for {model.name}", "only steplab's own Transformer is cut along fsdp, tp and pp", only_dp
+            f"{what} for {model.name}", "only steplab's own Transformer can be split along fsdp, tp and pp", only_dp
         )
     if precision == "fp16":
         why = "its gradient scaler would need all ranks to agree on an overflow"
         raise Unsupported(f"precision fp16 with {what}", why, f"use --precision bf16, or {only_dp}")
     if compile in ("reduce-overhead", "max-autotune"):
-        why = "a recorded CUDA graph cannot follow parameters that come and go"
+        why = "a recorded CUDA graph cannot follow parameters that are gathered and freed during the step"
         raise Unsupported(f"compile {compile} with {what}", why, "use default or max-autotune-no-cudagraphs")
     if layout.pp > 1 and pass_name == "forward":
         raise Unsupported(
@@ -42,7 +42,7 @@ def refuse_unserved_layout(
 
 
 def refuse_uneven_split(layout: Layout, shape: TransformerShape, *, model_name: str, context: int) -> None:
-    """Raise UserError where tp does not divide what it splits; it lists the sizes that do."""
+    """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp."""
     split = {
         f"{shape.num_heads} heads": shape.num_heads,
         f"width {shape.d_ff} of the feed-forward blocks": shape.d_ff,
@@ -61,13 +61,13 @@ def refuse_uneven_split(layout: Layout, shape: TransformerShape, *, model_name: 
 def refuse_uneven_pipeline(
     layout: Layout, *, model_name: str, num_layers: int, schedule: str, batch: int, microbatches: int
 ) -> None:
-    """Raise UserError for more stages than blocks, and for microbatches that do not divide the batch."""
+    """Raise UserError for more stages than blocks, and for a number of microbatches that does not fit the batch."""
     pp = layout.pp
     stages = pp * STAGES_A_RANK[schedule]
     if stages > num_layers:
         most = num_layers // STAGES_A_RANK[schedule]
         raise UserError(
-            f"pp={pp} makes {stages} stages (schedule {schedule}), and {model_name} has {num_layers} "
+            f"pp={pp} makes {stages} stages (schedule {schedule}), but {model_name} has {num_layers} "
             f"blocks; valid for pp: 1 to {max(most, 1)}"
         )
 
@@ -79,6 +79,6 @@ def refuse_uneven_pipeline(
         counts = [count for count in range(pp, min(batch, _LARGEST_SHOWN) + 1) if fits(count)]
         fitting = f"valid: {', '.join(map(str, counts))}" if counts else f"use --batch {pp} or a multiple"
         raise UserError(
-            f"a batch of {batch} sequences cannot go through a pipeline of pp={pp} in {microbatches} microbatches, "
-            f"which have to be at least pp and to divide the batch; {fitting}"
+            f"a batch of {batch} sequences cannot be split into {microbatches} microbatches for a pipeline of pp={pp}: "
+            f"their number must be at least pp and divide the batch; {fitting}"
         )

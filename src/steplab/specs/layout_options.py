@@ -1,4 +1,4 @@
-"""Why some fields, most of them of several processes, have no effect on some steps, and what to type instead."""
+"""Why a field, such as one for several processes, has no effect on some steps, and what to type instead."""
 
 from steplab.specs.layout import Layout
 
@@ -9,12 +9,12 @@ def averages_gradients(layout: Layout) -> bool:
 
 
 def no_strategy(layout: Layout) -> str | None:
-    """Why steplab's own data parallelism averages no gradients; None where it does."""
+    """Why steplab's own data parallelism averages no gradients; None if it does."""
     if averages_gradients(layout):
         return None
     if layout.world_size == 1:
         return (
-            "one process has no other to average gradients with; leave it out, "
+            "one process alone averages no gradients; leave it out, "
             "or start several: --layout dp=2 (--gpus 2, or --processes 2 on the CPU)"
         )
     whose = "FSDP2 averages" if layout.data_ranks > 1 else "no data-parallel ranks average"
@@ -22,26 +22,26 @@ def no_strategy(layout: Layout) -> str | None:
 
 
 def no_buckets(layout: Layout, data_parallel: str) -> str | None:
-    """Why gradients are not averaged in buckets; None where they are."""
+    """Why gradients are not averaged in buckets; None if they are."""
     if not averages_gradients(layout) or data_parallel == "bucketed":
         return no_strategy(layout)
     return f"data_parallel {data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
 
 
 def no_gradients(pass_name: str) -> str | None:
-    """Why there are no gradients to accumulate; None where there are."""
+    """Why there are no gradients to accumulate; None if there are."""
     if pass_name != "forward":
         return None
     return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
 
 
 def no_shards(layout: Layout) -> str | None:
-    """Why no parameters are sharded; None where they are."""
+    """Why no parameters are sharded; None if they are."""
     return _no_axis(layout, "fsdp", "frees no parameters")
 
 
 def no_pipeline(layout: Layout) -> str | None:
-    """Why there is no pipeline; None where there is one."""
+    """Why there is no pipeline; None if there is one."""
     return _no_axis(layout, "pp", "has no pipeline")
 
 

@@ -1,4 +1,4 @@
-"""What model is under test: a built-in size, a transformers configuration, or the user's own factory."""
+"""The model under test: a built-in size, a transformers configuration, or the user's own factory."""
 
 import dataclasses
 import re
@@ -36,8 +36,8 @@ class TransformerShape:
             raise UserError("model.vocab_size must be at least 1, not 0")
         if self.d_model % (2 * self.num_heads):
             raise UserError(
-                f"model.d_model {self.d_model} does not split into {self.num_heads} heads of an even width, "
-                "which the rotary embedding needs; choose d_model as a multiple of 2 x model.num_heads"
+                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads of an even width, "
+                "which the rotary embedding needs; choose a multiple of 2 x model.num_heads"
             )
 
     @property
@@ -66,34 +66,34 @@ MODEL_SIZES: dict[str, TransformerShape] = {
     "8b": _shape(4096, 11008, 34, 32, vocab_size=151_936),
     "xxl": _shape(16384, 53248, 126, 0, vocab_size=0),
 }
-"""The sizes under test. tiny is for a CPU; xxl is for planning only: feed-forward blocks, no attention."""
+"""The built-in sizes. tiny is for a CPU; xxl is for planning only: feed-forward blocks, no attention."""
 
 PLANNING_ONLY = ("xxl",)
 
 EXAMPLES = {"toy": "steplab.model.toy:toy"}
-"""Models that are no Transformers, by short name: the factory that makes each."""
+"""Factory of each example model that is not a Transformer, by its short name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A model by name, with what is needed to build it again elsewhere."""
+    """A model by name, with everything needed to build it again on another machine."""
 
     name: str
     """A built-in size, `hf:PATH/config.json`, or `package.module:function`."""
     kind: ModelKind
-    """Who builds it: steplab's plain Transformer, transformers, or the user's factory."""
+    """What builds it: steplab's plain Transformer, the transformers library, or the user's factory."""
     shape: TransformerShape | None = None
-    """Sizes of a built-in model; None for the other kinds, whose sizes are counted once they are built."""
+    """Sizes of a built-in model; None for the other kinds, whose sizes are counted after they are built."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """The content of the transformers config.json, so that a record stands without the file. Equality counts it; the
-    hash does not, because a dict has none, and a spec is a key."""
+    """The content of the transformers config.json, so that a record is complete without the file. It is part of
+    equality but not of the hash, because a dict cannot be hashed and a spec is used as a key."""
 
     @property
     def label(self) -> str:
-        """Short name for tables: the size, with the sizes that differ from it; what its file tells of a config.
+        """Short name for tables: the built-in name with the sizes that were changed; for a config, its file's name.
 
-        A config's own file name, or that of its folder where all are called config.json: its model type is the same
-        for every size of a family.
+        A file called config.json gives the name of its folder. The model type is not used, because it is the same for
+        every size of a family.
         """
         if self.kind == "factory":
             return next((short for short, factory in EXAMPLES.items() if factory == self.name), self.name)
@@ -113,7 +113,7 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int | None:
-        """Longest context the position embedding was made for; None: no limit known."""
+        """Longest context that the position embedding supports, in tokens; None: no limit known."""
         config = self.hf_config or {}
         text = config.get("text_config", config)  # models that also take images nest the language model's part
         limit = text.get("max_position_embeddings", text.get("n_positions")) if isinstance(text, dict) else None
@@ -121,7 +121,7 @@ class ModelSpec:
 
 
 def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
-    """The model that `name` stands for, with sizes replaced by `overrides` (built-in sizes only).
+    """The model called `name`, with sizes replaced by `overrides` (built-in sizes only).
 
     Raises UserError for an unknown name, a missing or unreadable configuration, or an override that does
     not apply.
@@ -131,7 +131,7 @@ def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
         valid = [field.name for field in dataclasses.fields(TransformerShape)]
         for key in overrides:
             if key not in valid:
-                raise UserError(f"model.{key} is not a size of the model; valid are {', '.join(valid)}")
+                raise UserError(f"model.{key} is not a size of the model; choose one of {', '.join(valid)}")
         return ModelSpec(name=name, kind="transformer", shape=dataclasses.replace(MODEL_SIZES[name], **overrides))
     if overrides:
         raise UserError(
@@ -149,11 +149,11 @@ def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
 
 
 def refuse_planning_only(model: ModelSpec) -> None:
-    """Raise Unsupported for a size that nobody can build, and so nobody measure."""
+    """Raise Unsupported for a size that can only be planned, not built or measured."""
     if model.shape is not None and model.shape.num_heads == 0:
         raise Unsupported(
             f"measuring '{model.name}'",
-            "it is a size for planning only, feed-forward blocks without attention",
+            "it is a size for planning only, which has feed-forward blocks without attention",
             f"choose a model other than {', '.join(PLANNING_ONLY)}",
         )
 

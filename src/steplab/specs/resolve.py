@@ -1,7 +1,7 @@
-"""From what a person wrote (`{"model": "small", "model.num_layers": "4", "context": 256}`) to a StepSpec.
+"""Turns what a user wrote (`{"model": "small", "model.num_layers": "4", "context": 256}`) into a StepSpec.
 
-The command line, study files and the Python interface all come through here, so that a wrong name or type
-gets the same message everywhere.
+The command line, study files and the Python interface all use this module, so that a wrong name or type gets the same
+message everywhere.
 """
 
 import difflib
@@ -16,8 +16,8 @@ from steplab.specs.step import DEFAULT_MODEL, FIELDS, STEP_FIELDS, StepSpec
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
     """Build the spec that `fields` describe; what they leave out takes its default.
 
-    Raises UserError naming the field, what was wrong with it and what is valid; also for a field that is given and
-    says how the step is spread over processes where that changes nothing.
+    Raises UserError that names the field, its value and the valid ones; also for a field that is given and has no
+    effect on this step.
     """
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
@@ -28,8 +28,8 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
 def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
     """The product of the lists, the first field varying slowest.
 
-    Fields that are refused in some cells and have an effect in others are left out where they have none, so that cells
-    may be alike. Raises UserError as resolve_step does.
+    A field that has an effect in some cells only is left out of the others, so that some cells may be equal. Raises
+    UserError as resolve_step does.
     """
     products = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     unused = [_unused(fields, _built(fields)) for fields in products]
@@ -41,7 +41,7 @@ def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
 
 
 def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
-    """Those of the fields that are refused for the step they describe, each with why."""
+    """The fields that have no effect on the step they describe, each with the reason."""
     return {name: why for name in fields if (why := FIELDS[name].unused(spec))}
 
 
@@ -49,7 +49,7 @@ def _built(fields: Mapping[str, object]) -> StepSpec:
     for name in fields:
         if name not in FIELDS:
             near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"valid are {', '.join(FIELDS)}"
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(FIELDS)}"
             raise UserError(f"unknown field '{name}'; {hint}")
     given = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes = {field.attribute: given[field.key] for field in SIZE_FIELDS if field.key in given}

@@ -161,7 +161,7 @@ class StepSpec:
     warmup: Annotated[
         int,
         Declared(
-            help="Steps before the measured ones; their times are stored and not counted",
+            help="Steps before the measured ones; their times are stored but not part of the statistics",
             least=0,
             header="warm-up",
             said="{} warm-up step{s}",
@@ -289,7 +289,7 @@ class StepSpec:
             field.refuse_invalid(getattr(self, field.attribute))
         if self.layout.world_size > 1 and (self.device == "mps" or ":" in self.device):
             raise UserError(
-                f"device {self.device} is one device, and layout {self.layout} takes {self.layout.world_size}; "
+                f"device {self.device} is one device, but layout {self.layout} takes {self.layout.world_size}; "
                 "use --device cuda or cpu"
             )
         self._check_layout()
@@ -324,7 +324,7 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Parts into which a pipeline cuts the batch: as many as asked for, or as it has sequences."""
+        """Parts into which a pipeline cuts the batch: the number asked for, or one per sequence."""
         return self.microbatches or self.batch
 
     @property
@@ -334,7 +334,7 @@ class StepSpec:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps in a step: `accumulation`, and one where there are no gradients to accumulate."""
+        """Micro-steps in a step: `accumulation`, or one if there are no gradients to accumulate."""
         return 1 if self.pass_name == "forward" else self.accumulation
 
     @property
@@ -344,24 +344,25 @@ class StepSpec:
 
     @property
     def strategy(self) -> str | None:
-        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and beside other axes, where
-        FSDP2 averages them."""
+        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and in a layout with other
+        axes, where FSDP2 averages them."""
         return self.data_parallel if layout_options.averages_gradients(self.layout) else None
 
     @property
     def bucket_mb(self) -> float | None:
-        """Size of the buckets of gradients; None where there are none."""
+        """Size of the buckets of gradients, in units of 1e6 bytes; None if there are no buckets."""
         return self.bucket_size_mb if self.strategy == "bucketed" else None
 
     @property
     def checkpoints_apply(self) -> bool:
-        """Whether `checkpointing` has a say: without gradients nothing is kept, and a factory builds its own model."""
+        """Whether `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
+        model, which steplab does not build."""
         return self.pass_name != "forward" and self.model.kind != "factory"
 
 
 STEP_FIELDS: tuple[StepField, ...] = declared_fields(StepSpec)
 """The fields of a step, the model first."""
 FIELDS: dict[str, StepField] = {field.key: field for field in (*STEP_FIELDS, *SIZE_FIELDS)}
-"""Every field that can be set or swept, by its name outside."""
+"""Every field that can be set or swept, by its name in study files and on the command line."""
 CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field in STEP_FIELDS if field.choices}
 """The valid texts of each field that is a choice, by its name in StepSpec."""

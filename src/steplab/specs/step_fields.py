@@ -1,11 +1,11 @@
-"""What is declared of a field of a step, once, and what follows from it.
+"""The declaration of a field of a step, and everything that is derived from it.
 
 A declaration stands in the annotation of the field, in `specs.step` and `specs.model`:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
-The command line's option and its help, study files, the checks of a value, the column of a table, the entry in a row,
-the words of labels, captions and descriptions, and the key under which a study's cell is stored are made of it.
+Derived from it are the command line's option and its help, study files, the checks of a value, the column of a table,
+the entry in a row, the words of labels, captions and descriptions, and the key under which a study's cell is stored.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Spec = Any
 """A specs.step.StepSpec, which is made of these declarations."""
 
 LARGEST = 2**63 - 1
-"""No count is larger: it would fit neither a tensor's size nor a database."""
+"""Largest valid count; a larger one fits neither a tensor's size nor a database column."""
 
 Scalar = str | int | float | None
 """A value in a row."""
@@ -28,60 +28,62 @@ Scalar = str | int | float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Declared:
-    """What a field says of itself; its name, type, choices and default are those of the dataclass."""
+    """The declaration of a field, in its annotation; name, type, choices and default come from the dataclass."""
 
     help: str
     """Help of the option, without the choices and the default."""
     choices: tuple[str, ...] = ()
-    """The texts that are valid, where its type is str and a table has them."""
+    """The valid texts, for a field of type str whose choices come from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What choices mean, in brackets behind each in the help; of a text that is checked by `check`, all its forms."""
+    """Meaning of each choice, shown in brackets behind it in the help; for a text with a `check`, of all its forms."""
     default_words: str | None = None
-    """How the help says the default; None: as its value, or not at all where there is none."""
+    """The default in words, for the help; None: its value is shown, or nothing if there is none."""
     group: Literal["step", "processes", "sizes"] = "step"
-    """Under which heading the option is listed."""
+    """The heading under which the option is listed."""
     least: int | None = None
     """Smallest whole number that is valid."""
     above: float | None = None
-    """The bound below a number, itself not valid."""
+    """Exclusive lower bound of a number."""
     check: Callable[[str], None] | None = None
-    """Raises UserError for a text that is not valid."""
+    """Function that raises UserError for a text that is not valid."""
     parse: Callable[[str], object] | None = None
-    """Makes the value from text, which may then contain commas, where the type is none of text and numbers."""
+    """Function that makes the value from text, for a type that is neither text nor a number; the text may contain
+    commas."""
     applies: Callable[[Spec], bool] = lambda spec: True
-    """Whether the field has an effect on a step; rows and labels leave it out where it has none."""
+    """Function that says whether the field has an effect on a step; rows and labels leave it out if it has none."""
     unused: Callable[[Spec], str | None] | None = None
-    """For a field that is refused where it has no effect: why it has none there and what to type, or None where it has
-    one. In a grid, such a field is left out of the cells that it does not affect."""
+    """For a field that is refused if it has no effect: function that says why it has none on a step and what to type
+    instead, or None if it has one. In a grid, such a field is left out of the cells that it does not affect."""
     shown: Callable[[Spec], Scalar] | None = None
-    """The value as rows and labels show it; None: the field's own."""
+    """Function that gives the value as rows and labels show it; None: the field's own value."""
     column: str | None = None
-    """Name in a row; None: the field's own."""
+    """Name in a row; None: the field's own name."""
     header: str | None = None
-    """Heading of the column; None: the name, with spaces."""
+    """Heading of the column; None: the name, with spaces for underscores."""
     axis_name: str | None = None
     """Name on a chart's axis, where there is little room; None: the header."""
     said: str = "{}"
-    """How a value is said in labels, captions and descriptions; {s} and {es} are the plural's."""
+    """Template of the words for a value in labels, captions and descriptions; {s} and {es} become the plural's."""
     words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
-    """Values that are said in words of their own."""
+    """Values that are shown in words of their own."""
     unit: str = ""
-    """Unit of a number, behind it in tables."""
+    """Unit of a number, shown behind it in tables."""
     quiet: bool = False
-    """Whether the default goes without saying: in descriptions, and where all rows of a table share it."""
+    """Whether the default is left out of descriptions, and of tables in which all rows share it."""
     rank: int = 0
-    """Columns of the highest rank are the first to go where a terminal is too narrow; 0 always stays."""
+    """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
     role: Literal["size", "what", "how", "device"] = "what"
-    """size: becomes the x axis of a chart. what: what the step computes. how: how it was measured, said where nothing
-    else tells cells apart. device: as how, and of no account where cells are compared, because the hardware is."""
+    """size: becomes the x axis of a chart. what: what the step computes. how: how it was measured, shown only if
+    nothing else tells cells apart. device: as how, and ignored where cells are compared, because the hardware itself is
+    compared."""
     axis: int = 0
-    """For a size: its place among those that may become the x axis."""
+    """For a size: its place in the order of sizes that may become the x axis."""
     panel: int = 99
-    """Fields with the lowest number are the first to split a crowded chart into panels."""
+    """Order in which fields split a crowded chart into panels, the lowest number first."""
     order: tuple[str, ...] = ()
-    """Known values of a text in the order in which charts have them; of choices, theirs."""
+    """Known values of a text in the order of charts; a field with choices uses their order."""
     baseline: Scalar = None
-    """The value that the others are compared with in a page's summary; None: they are not compared."""
+    """The value that a page's summary compares other values with; None: no comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,19 +91,19 @@ class StepField:
     """One field that can be set or swept."""
 
     key: str
-    """Name in study files and in Python, and that of the option with hyphens."""
+    """Name in study files and in Python; with hyphens, the name of the option."""
     attribute: str
     """Name in the dataclass."""
     type: type
-    """int, float, str or a type of its own."""
+    """Type of the value: int, float, str or a type of its own."""
     choices: tuple[str, ...]
-    """The texts that are valid; empty where it is not a choice."""
+    """The valid texts; empty if the field is not a choice."""
     default: Any
-    """Its value where it is left out; MISSING for a size, which the model decides."""
+    """Value of a field that is left out; MISSING for a size, which the model decides."""
     about: Declared
-    """The rest of the declaration."""
+    """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
-    """The value in a spec; None for a size of a model that has none of ours."""
+    """Function that reads the value from a spec; it gives None for a size of a model that is not built in."""
 
     @property
     def column(self) -> str:
@@ -115,12 +117,12 @@ class StepField:
 
     @property
     def axis_name(self) -> str:
-        """Name on an axis."""
+        """Name on a chart's axis."""
         return self.about.axis_name or self.header
 
     @property
     def help(self) -> str:
-        """Help of the option: what it is, what it may be, and its default."""
+        """Help of the option: its meaning, its choices and its default."""
         meanings = dict.fromkeys(self.choices, "") | dict(self.about.meanings)
         listed = ", ".join(f"{name} ({meaning})" if meaning else name for name, meaning in meanings.items())
         default = self.about.default_words
@@ -129,30 +131,30 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "") + (f" [default: {default}]" if default else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Why the field, if it is given, is refused for this step; None where it is not."""
+        """Why the field, if it is given, is refused for this step; None if it is not refused."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
-        """The value as rows and labels show it; None where it has no effect."""
+        """The value as rows and labels show it; None if the field has no effect."""
         if not self.about.applies(spec) or self.unused(spec):
             return None
         value: Scalar = self.about.shown(spec) if self.about.shown else self.read(spec)
         return value
 
     def text(self, value: Scalar) -> str:
-        """A value where its field is plain from the place it stands in: 25 MB."""
+        """A value with its unit, for a place that names the field already: 25 MB."""
         number = f"{value:g}" if isinstance(value, float) else str(value)
         return f"{number} {self.about.unit}".rstrip()
 
     def say(self, value: Scalar) -> str:
-        """A value that must explain itself: 'context 1024', 'compiled (max-autotune)'."""
+        """A value in words that name the field: 'context 1024', 'compiled (max-autotune)'."""
         if value in self.about.words:
             return self.about.words[value]
         one = value == 1
         return self.about.said.format(self.text(value), s="" if one else "s", es="" if one else "es")
 
     def parsed(self, given: object) -> object:
-        """The value that someone wrote, as text or as a value. Raises UserError for another type."""
+        """The value from text or from a value of the field's type. Raises UserError for another type."""
         if self.type is int:
             return _number(self.key, given, int, "a whole number")
         if self.type is float:
@@ -164,7 +166,7 @@ class StepField:
         return self.about.parse(given) if self.about.parse else given
 
     def refuse_invalid(self, value: Any) -> None:
-        """Raise UserError for a value of the right type that is not valid, naming what is."""
+        """Raise UserError for a value of the right type that is not valid; it names the valid ones."""
         about = self.about
         if value is None:
             return
@@ -179,8 +181,11 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """The fields of a dataclass of which each is declared. `read` finds the object that has them in a spec; what it
-    has as `pass_name` is called `pass`, which Python does not allow."""
+    """The declared fields of a dataclass.
+
+    `read` finds the object that has them in a spec. The attribute `pass_name` becomes the field `pass`, a name that
+    Python does not allow for an attribute. Raises TypeError for a field without a declaration.
+    """
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:

@@ -24,18 +24,18 @@ Grid = Mapping[str, Sequence[object]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudySpec:
-    """Named list of steps to measure, without duplicates, in the order they will run."""
+    """A named list of steps to measure, without duplicates, in the order they run."""
 
     name: str
-    """Preset, file stem, or 'sweep' for one given on the command line."""
+    """Name of the preset, stem of the file, or 'sweep' for a study from the command line."""
     description: str
-    """One line for tables and pages."""
+    """What the study is for, in one line, for tables and pages."""
     cells: tuple[StepSpec, ...]
     """The steps; at least one."""
 
 
 def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
-    """Expand grids into cells; the first field varies slowest. Raises UserError for an empty study."""
+    """The study of all cells of the grids; the first field varies slowest. Raises UserError for an empty study."""
     cells: list[StepSpec] = []
     for grid in grids:
         for cell in resolve_grid(grid):
@@ -47,15 +47,15 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the studies that come with steplab."""
+    """Names of the presets, the studies that come with steplab."""
     folder = files("steplab.specs") / "studies"
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """The study `source` (a preset or a TOML file) with `overrides` put in place of its fields.
+    """The study `source` (a preset or a TOML file) with its fields replaced by `overrides`.
 
-    Raises UserError for an unknown preset, an unreadable file, or a file that is no study.
+    Raises UserError for an unknown preset, an unreadable file, or a file that is not a study.
     """
     if source in preset_names():
         text = (files("steplab.specs") / "studies" / f"{source}.toml").read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
             text = Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"no study '{source}': neither a preset ({', '.join(preset_names())}) nor a readable TOML file"
+                f"no study '{source}': choose one of {', '.join(preset_names())}, or give the path of a TOML file"
             ) from error
     try:
         content = tomllib.loads(text)
@@ -84,7 +84,7 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
 
 
 def _flat(grid: Mapping[str, object]) -> dict[str, object]:
-    """TOML reads `model.num_layers = 4` as a nested table: name it by its dotted path again."""
+    """The grid with dotted names again, for TOML reads `model.num_layers = 4` as a nested table."""
     flat: dict[str, object] = {}
     for name, value in grid.items():
         if isinstance(value, Mapping):

@@ -65,13 +65,13 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     fits: dict[tuple[object, ...], CommFit] = {
         (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
     }
-    groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.world_size))
+    groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
     panels = [
         _Panel(
             title=_title(group[0], groups, "way", "dtype", "world_size"),
             lines=_by_collective(group),
             fits={c: fits[(*key, c)] for c in _by_collective(group) if (*key, c) in fits},
-            family=group[0].spec.way,
+            family=group[0].spec.transport,
         )
         for key, group in groups.items()
     ]
@@ -84,7 +84,7 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
     """One panel per backend and message size, one line per collective; None for a single world size."""
     if len({cell.spec.world_size for cell in cells}) < 2:
         return None
-    groups = _grouped(cells, lambda cell: (cell.spec.way, cell.spec.dtype, cell.spec.size_bytes))
+    groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.size_bytes))
     panels = []
     for group in groups.values():
         if len({cell.spec.world_size for cell in group}) > 1:
@@ -101,7 +101,7 @@ def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
     for group in groups.values():
         lines: dict[str, list[CommCell]] = {}
         for cell in group:
-            lines.setdefault(cell.spec.way, []).append(cell)
+            lines.setdefault(cell.spec.transport, []).append(cell)
         if len(lines) > 1:
             title = _title(group[0], groups, "collective", "dtype", "world_size") or group[0].spec.collective
             panels.append(_Panel(title=title, lines=lines, fits={}))

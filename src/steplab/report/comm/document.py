@@ -140,7 +140,13 @@ def bandwidth_table(cells: Sequence[CommCell]) -> Table:
     sizes = sorted({cell.spec.size_bytes for cell in cells})
     rows: dict[tuple[Scalar, ...], dict[str, Scalar]] = {}
     for cell in sorted(cells, key=lambda cell: COLLECTIVES.index(cell.spec.collective)):
-        head = {column.key: getattr(cell.spec, column.key) for column in _HEAD}
+        spec = cell.spec
+        head: dict[str, Scalar] = {
+            "collective": spec.collective,
+            "way": spec.transport,
+            "dtype": spec.dtype,
+            "world_size": spec.world_size,
+        }
         row = rows.setdefault(tuple(head.values()), head)
         row[str(cell.spec.size_bytes)] = cell.failure.kind.replace("_", " ") if cell.failure else bus_bandwidth(cell)
     return Table(

@@ -19,7 +19,7 @@ def _row(cell: CommCell) -> Row:
         "collective": spec.collective,
         "backend": spec.backend,
         "device": spec.device,
-        "way": spec.way,
+        "way": spec.transport,
         "world_size": spec.world_size,
         "dtype": spec.dtype,
         "size_bytes": spec.size_bytes,

@@ -47,7 +47,7 @@ def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
 
 
 @dataclass(kw_only=True)
-class Contender:
+class AttentionVariant:
     """What is being found out about one cell."""
 
     index: int
@@ -102,8 +102,8 @@ class Contender:
         """Say of a pass in how many of its repeats the device may have waited for the host."""
         if self.num_waits:
             self.notes.append(
-                f"{name}: in {self.num_waits} of {repeats} repeats the device was done with all before it while Python "
-                "still started its kernels, and may have waited for it"
+                f"{name}: in {self.num_waits} of {repeats} repeats the device may have waited for Python, which had "
+                "not started all kernels in time"
             )
 
     def cell(self, device: Device) -> AttentionCell:
@@ -133,48 +133,50 @@ class Contender:
         )
 
 
-def try_forward(contender: Contender, device: Device) -> Tensor:
+def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
     """Run forward for the first time, and see what it takes; gives the output."""
     started = _clock(device)
-    output = contender.forward()
-    contender.first_call_s = _clock(device) - started
+    output = variant.forward()
+    variant.first_call_s = _clock(device) - started
     del output
     gauge = Gauge(device)
-    output = contender.forward()
-    contender.forward_peak_bytes = gauge.peak()
-    contender.ready.add("forward")
+    output = variant.forward()
+    variant.forward_peak_bytes = gauge.peak()
+    variant.ready.add("forward")
     return output
 
 
-def try_both(contender: Contender, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
+def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run forward and backward for the first time, and see what they take and keep; gives output and gradients."""
     started = _clock(device)
-    output = contender.forward_for_backward()
-    gradients = contender.backward(output)
-    contender.first_call_s = _clock(device) - started + (contender.first_call_s or 0.0)
+    output = variant.forward_for_backward()
+    gradients = variant.backward(output)
+    variant.first_call_s = _clock(device) - started + (variant.first_call_s or 0.0)
     del output, gradients
     gauge = Gauge(device)
     if allocated_bytes(device) is None:
-        saved = SavedTensors(contender.inputs)
+        saved = SavedTensors(variant.inputs)
         with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
-            output = contender.forward_for_backward()
+            output = variant.forward_for_backward()
         saved.keep(output)
-        contender.saved_bytes = saved.num_bytes()
+        variant.saved_bytes = saved.num_bytes()
         del saved
     else:
-        output = contender.forward_for_backward()
-        contender.saved_bytes = gauge.now()
-    gradients = contender.backward(output)
-    contender.both_peak_bytes = gauge.peak()
-    contender.ready |= {"backward", "both"}
+        output = variant.forward_for_backward()
+        variant.saved_bytes = gauge.now()
+    gradients = variant.backward(output)
+    variant.both_peak_bytes = gauge.peak()
+    variant.ready |= {"backward", "both"}
     return output.detach(), gradients
 
 
-def look_at_errors(contender: Contender, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]) -> None:
+def look_at_errors(
+    variant: AttentionVariant, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]
+) -> None:
     """Compare with float64 where there is something to compare with."""
     if reference.checked_heads:
-        contender.errors = reference.errors(output, gradients)
-        contender.checked_heads = reference.checked_heads
+        variant.errors = reference.errors(output, gradients)
+        variant.checked_heads = reference.checked_heads
 
 
 def _clock(device: Device) -> float:
