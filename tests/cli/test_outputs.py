@@ -126,7 +126,9 @@ def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: st
 
 def test_force_replaces_it(filled: Program) -> None:
     notes = filled.write("notes.txt", "mine\n")
-    assert "because plain text does not say so" in complaint(filled("list", "--output", notes), 2)
+    said = complaint(filled("list", "--output", notes), 2)
+    assert "exists, and steplab cannot tell whether it wrote it, because plain text does not say so; " in said
+    assert "add --force to replace this one" in said
     assert filled("list", "--output", notes, "--force").code == 0
     assert notes.read_text().startswith("id ")
 

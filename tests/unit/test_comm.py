@@ -64,7 +64,7 @@ def test_a_backend_gets_the_devices_it_can_serve() -> None:
         ({"world_size": ["3"]}, "world-size 3 needs 3 processes, but only 2 are started; start more with --gpus 3"),
         (
             {"backend": ["peer_copy"], "collective": ["broadcast"]},
-            "backend peer_copy has no broadcast",
+            "backend peer_copy has no broadcast; choose all_reduce, or another backend",
         ),
         ({"topology": ["ring"]}, "unknown field 'topology'"),
     ],
