@@ -13,7 +13,7 @@ from statistics import median
 
 from steplab.measurement.device import open_device
 from steplab.measurement.loop import run_back_to_back
-from steplab.measurement.step import step_phases
+from steplab.measurement.step import make_step
 from steplab.model.build import build_workload
 from steplab.specs.resolve import resolve_step
 
@@ -24,7 +24,7 @@ def main(model: str = "tiny", context: str = "128", steps: str = "20") -> None:
     num_steps = int(steps)
     spec = resolve_step({"model": model, "context": context, "precision": "fp32"})
     device = open_device("auto")
-    phases = step_phases(build_workload(spec, device.torch_device), spec, device.torch_device)
+    phases = make_step(build_workload(spec, device.torch_device), spec, device.torch_device).phases
 
     def bare() -> float:
         device.synchronize()

@@ -59,13 +59,13 @@ def profile_step(path: Path) -> Path:
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from steplab.measurement.device import open_device
-    from steplab.measurement.step import step_phases
+    from steplab.measurement.step import make_step
     from steplab.model.build import build_workload
     from steplab.specs.resolve import resolve_step
 
     spec = resolve_step({"model": "small", "context": "128", "precision": "fp32", "device": "cpu"})
     device = open_device("cpu").torch_device
-    phases = step_phases(build_workload(spec, device), spec, device)
+    phases = make_step(build_workload(spec, device), spec, device).phases
     for phase in phases:
         phase.run()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True) as profiler:
