@@ -32,7 +32,7 @@ TINY = ("--size", "1kB,2kB,4kB", "--repeats", "3")
         (("--size", "1MB,big"), "'big' is not a size"),
         (("--processes", "2", "--gpus", "2"), "not both"),
         (("--processes", "1"), "--processes must be at least 2, not 1: a collective needs two processes"),
-        (("--processes", "1000000"), "1000000 processes do not fit: each takes 128 MiB at the least"),
+        (("--processes", "1000000"), "1000000 processes do not fit: each takes at least 128 MiB"),
         (("--processes", "2", "--world-size", "4"), "world-size 4 needs 4 processes, but only 2 are started"),
         (("--processes", "2", "--repeats", "0"), "the number of repeats must be at least 1"),
         (("--output", "page.html"), "this command does not write html"),

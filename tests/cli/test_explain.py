@@ -57,7 +57,7 @@ def test_a_trace_made_elsewhere_is_explained_with_code_to_write(stored: Program)
 def test_a_run_that_was_only_timed_says_what_a_profile_would_add(stored: Program) -> None:
     result = stored("explain", "cccc")
     assert result.code == 0
-    assert "no profile in the record" in " ".join(result.stdout.split())
+    assert "the record has no profile, which these diagnoses need" in " ".join(result.stdout.split())
     assert "steplab profile --model small" in " ".join(result.stdout.split())
     assert "ran out of memory" not in stored("explain", "dddd").stdout
 

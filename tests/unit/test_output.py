@@ -107,7 +107,7 @@ def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_p
     [
         ("page.pdf", r"the suffix \.pdf is not that of a format; choose one with --format: table, json"),
         ("rows.json.gz", r"the suffix \.gz is not that of a format"),
-        ("", "cannot write to the folder"),
+        ("", "it is a folder; name a file in it"),
     ],
 )
 def test_an_output_that_makes_no_sense_is_refused_before_any_work(path: str, message: str) -> None:

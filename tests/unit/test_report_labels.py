@@ -166,7 +166,7 @@ def test_a_loop_with_one_part_has_a_bar_beside_training_cells() -> None:
     svg = chart.pictures[0].svg
     assert "my loop" in svg
     assert "forward: 500 ms, 25.0 % of the step" in svg
-    assert chart.note.endswith("What a bar leaves empty is time in no part.")
+    assert chart.note.endswith("The empty part of a bar is time outside all parts.")
 
 
 def test_a_cell_that_only_its_training_cell_covers_has_no_bar_of_its_own() -> None:
@@ -175,7 +175,7 @@ def test_a_cell_that_only_its_training_cell_covers_has_no_bar_of_its_own() -> No
     chart = phases(cells_of(covered))
     assert chart is not None
     assert chart.pictures[0].svg.count("forward: ") == 2  # training at 64; forward and backward at 128
-    assert "What a bar leaves empty" not in chart.note
+    assert "The empty part of a bar" not in chart.note
 
 
 def test_bars_of_steplabs_own_steps_are_full_however_noisy_the_medians() -> None:

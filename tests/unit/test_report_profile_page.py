@@ -366,7 +366,7 @@ def test_a_page_with_profiles_is_whole_and_needs_nothing_else(runs: list[Run]) -
 def test_without_profiles_the_page_does_not_speak_of_them() -> None:
     page = render_page([make_run(), out_of_memory({"model": "xl"})], title="No profile")
     assert 'id="profiles"' not in page
-    assert "busy, waiting, idle" not in page
+    assert "of the busy time" not in page
 
 
 def test_after_six_profiles_the_rest_starts_closed() -> None:

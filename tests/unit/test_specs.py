@@ -264,7 +264,7 @@ def test_sizes_of_a_model_that_has_none_of_ours_are_refused() -> None:
 
 
 def test_a_size_that_no_model_has_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.width.*valid are vocab_size, d_model"):
+    with pytest.raises(UserError, match=r"model\.width is not a size of the model; choose one of vocab_size, d_model"):
         model_spec("tiny", {"width": 1})
 
 
