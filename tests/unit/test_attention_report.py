@@ -246,7 +246,7 @@ def test_an_account_sums_to_the_bytes_it_states() -> None:
     text = render(account_document(account), width=140)
     assert "The smallest plain attention that does not fit: 8×1×16384×16 fp32" in text
     assert "B H S K e" in text
-    assert "The device said: asked for 64.0 GiB more" in text
+    assert "The device's error was: asked for 64.0 GiB more" in text
 
 
 def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None:

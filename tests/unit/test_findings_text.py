@@ -53,7 +53,7 @@ def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, fo
     text = render_findings(run, found, "table", width=90)
     assert "It saves about 3.00 ms of 30.0 ms per step (10.0 %)." in text
     assert "\n  steplab run --model small --precision bf16 --compile default\n" in text
-    assert "every intermediate makes that journey twice" in " ".join(text.split())
+    assert "In a chain of kernels every intermediate is written and read again" in " ".join(text.split())
     prose = [line for line in text.splitlines() if "  steplab run" not in line]
     assert max(map(len, prose)) <= 90
     assert "\x1b[" not in text
