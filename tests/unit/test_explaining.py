@@ -186,7 +186,7 @@ def test_without_an_id_the_newest_run_with_a_profile_is_explained(store: Path) -
 
 
 def test_any_run_is_explained_by_the_beginning_of_its_id(store: Path) -> None:
-    assert explain("cccc", store=store).not_looked_at[0].startswith("no profile")
+    assert explain("cccc", store=store).not_looked_at[0].startswith("the record has no profile")
     assert explain("dddd", store=store).findings == ()
     with pytest.raises(UserError, match="no record 'eeee'"):
         explain("eeee", store=store)
