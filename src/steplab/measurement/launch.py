@@ -156,7 +156,7 @@ class Answer:
     """What became of a job."""
 
     result: Any
-    """Of the job's own type, or a Failure."""
+    """The result, of the job's own type; or a Failure."""
     environment: Environment | None
     """Where it ran; None if no process could say."""
     measured: Run | None

@@ -15,7 +15,7 @@ from steplab.report.kit.quantities import LABEL, TEXT, Quantity
 Row = Mapping[str, Scalar]
 
 Role = Literal["text", "finding", "note", "warning", "code"]
-"""Of sentences: running text; what was found, as a list; remarks, in small print; what is wrong; a line to copy."""
+"""How sentences are set: running text; a list of findings; remarks in small print; a warning; a line to copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
