@@ -18,9 +18,9 @@ from steplab.parallel.collectives import Collectives
 
 _QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 _LONGEST = "4x"
-"""Of the lengths that CUDA offers."""
+"""The longest launch queue that CUDA offers."""
 _MARGIN = 1.5
-"""Of the time that Python took: it takes longer at times."""
+"""Factor on the time that Python took, because it takes longer at times."""
 
 
 def lengthen_launch_queues() -> None:

@@ -67,7 +67,7 @@ def run_back_to_back(
     host_s = time.perf_counter() - started
 
     def column(name: str, parts: Sequence[tuple[int, int]]) -> PhaseSamples:
-        """Of what lies between these pairs of a step's borders, together; a step begins where the one before ends."""
+        """Seconds between these pairs of a step's borders, summed; a step begins where the one before ends."""
         firsts = range(0, iterations * len(phases), len(phases))
         seconds = tuple(
             sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)

@@ -43,7 +43,7 @@ class World:
     backend: str
     """nccl or gloo: what carries tensors on that device."""
     collectives: Collectives
-    """Of all processes."""
+    """The collectives over all processes."""
     folder: Path | None = None
     """A private folder of these processes, for files that nobody keeps; None under torchrun."""
 

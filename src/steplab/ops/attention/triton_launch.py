@@ -13,7 +13,7 @@ from steplab.ops.attention.triton_tensors import Columns, Shape, strides_of
 from steplab.ops.attention.triton_tuning import Tiles
 
 ROWS_OF_A_CONSUMER = 64
-"""Of a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
+"""Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
 """Columns of dQ that lie together in its sums: PART in triton_hopper_backward.py."""
 LEAST_SCALE = 1e-30
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     causal: bool
     """Whether keys after a query's position are hidden."""
     scale: float
-    """Of the scores, above zero."""
+    """Scale of the scores, above zero."""
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -90,7 +90,7 @@ class Form:
 
 
 def tile_form(tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int) -> Form:
-    """Of tensors [B, H, S, D], in tiles [1, 1, rows, box], as the variant's kernels take them."""
+    """The form of descriptors of tensors [B, H, S, D] in tiles [1, 1, rows, box], as the kernels take them."""
     block = [1, 1, rows, tiles.box]
     if tiles.variant == "portable":
         from triton.tools.tensor_descriptor import TensorDescriptor

@@ -31,7 +31,7 @@ class Tiles:
     gpu: str
     """A GPU as torch names it, sm90 and the like, or any."""
     bits: int
-    """Of a number: 16 or 32."""
+    """Bits of a number: 16 or 32."""
     box: int
     """Columns of a tile: the power of two that holds the head dimension."""
     tokens: int | None = None
