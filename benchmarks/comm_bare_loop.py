@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from steplab.costs.communication import wire_bytes
-from steplab.measurement.comm_back_to_back import Together
-from steplab.measurement.comm_calls import Call, make_call
-from steplab.measurement.comm_data import TORCH_DTYPES, Buffers
-from steplab.measurement.comm_timing import time_calls
-from steplab.measurement.torchrun import torchrun_around
-from steplab.measurement.world import World, join_world, meeting_place
+from steplab.measurement.comm.back_to_back import Together
+from steplab.measurement.comm.calls import Call, make_call
+from steplab.measurement.comm.data import TORCH_DTYPES, Buffers
+from steplab.measurement.comm.timing import time_calls
+from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.measurement.machine.world import World, join_world, meeting_place
 from steplab.parallel.collectives import all_gather_single, reduce_scatter_single
 from steplab.records.comm import CommCell
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells

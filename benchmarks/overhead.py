@@ -11,9 +11,9 @@ import sys
 import time
 from statistics import median
 
-from steplab.measurement.device import open_device
-from steplab.measurement.loop import run_back_to_back
-from steplab.measurement.step import make_step
+from steplab.measurement.machine.device import open_device
+from steplab.measurement.step.loop import run_back_to_back
+from steplab.measurement.step.step import make_step
 from steplab.model.build import build_workload
 from steplab.specs.resolve import resolve_step
 

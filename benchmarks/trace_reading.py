@@ -58,8 +58,8 @@ def profile_step(path: Path) -> Path:
     """A training step of `small` on the CPU under torch.profiler, with shapes and Python stacks."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from steplab.measurement.device import open_device
-    from steplab.measurement.step import make_step
+    from steplab.measurement.machine.device import open_device
+    from steplab.measurement.step.step import make_step
     from steplab.model.build import build_workload
     from steplab.specs.resolve import resolve_step
 

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from steplab.measurement.jobs import JOBS, CellsTask
-from steplab.measurement.listener import Listener
-from steplab.measurement.messages import Request
+from steplab.measurement.processes.listener import Listener
+from steplab.measurement.processes.messages import Request
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
 

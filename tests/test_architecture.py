@@ -6,6 +6,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ TORCH_FREE = [
     "report",
     "cli",
     "lab",
+    "measurement.jobs",
+    "measurement.processes",
     "__main__",
 ]
 
@@ -114,16 +117,40 @@ def test_every_part_of_the_package_has_its_arrows() -> None:
     assert {part_of(path) for path in FILES} == set(ARROWS)
 
 
-STUDIES = ("attention", "comm", "ddp", "precision", "memory")
-"""What is measured besides a step: files of measurement are called after it."""
+STUDY = {"jobs", "step", "machine", "observer", "compat"}
+WITHIN_MEASUREMENT: dict[str, set[str]] = {
+    "compat": set(),
+    "observer": set(),
+    "progress": set(),
+    "machine": {"observer", "compat"},
+    "recorder": {"machine"},
+    "jobs": {"machine", "observer"},
+    "processes": {"jobs", "machine", "progress"},
+    "entry": {"processes", "jobs", "machine", "observer", "compat"},
+    "step": {"machine", "observer", "compat"},
+    "attention": STUDY,
+    "comm": STUDY,
+    "ddp": STUDY,
+    "precision": STUDY,
+    "memory": STUDY,
+    "profile": STUDY,
+    "step_job": STUDY | {"memory", "profile"},
+}
+"""Folder or file of measurement -> those that it may import. No study imports another."""
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_studies_do_not_import_each_other(study: str) -> None:
-    others = tuple(f"steplab.measurement.{other}_" for other in STUDIES if other != study)
-    files = [path for path in FILES if part_of(path) == "measurement" and path.stem.startswith(f"{study}_")]
-    assert files
-    assert [name for path in files for _, name in imports(path) if name.startswith(others)] == []
+@pytest.mark.parametrize("part", sorted(WITHIN_MEASUREMENT))
+def test_imports_within_measurement_point_downwards(part: str) -> None:
+    root = SOURCE / "measurement"
+    parts = {path: path.relative_to(root).parts[0].removesuffix(".py") for path in root.rglob("*.py")}
+    assert set(parts.values()) == {"__init__", *WITHIN_MEASUREMENT}
+    prefix, allowed = "steplab.measurement.", WITHIN_MEASUREMENT[part] | {part}
+    names = [name for path in parts if parts[path] == part for _, name in imports(path) if name.startswith(prefix)]
+    assert [name for name in names if name.removeprefix(prefix).split(".")[0] not in allowed] == []
+
+
+def test_the_arrows_within_measurement_make_no_circle() -> None:
+    assert list(TopologicalSorter(WITHIN_MEASUREMENT).static_order())
 
 
 def test_the_table_of_attention_imports_nothing_of_steplab() -> None:
@@ -137,12 +164,7 @@ def test_imports_point_downwards(part: str) -> None:
 
 
 def test_the_arrows_make_no_circle() -> None:
-    remaining = dict(ARROWS)
-    while remaining:
-        bottom = [part for part, below in remaining.items() if not below & set(remaining)]
-        assert bottom, f"a circle among {sorted(remaining)}"
-        for part in bottom:
-            del remaining[part]
+    assert list(TopologicalSorter(ARROWS).static_order())
 
 
 @pytest.mark.parametrize(
@@ -153,7 +175,7 @@ def test_the_arrows_make_no_circle() -> None:
         ("report/x.py", "def f():\n    from ..lab import measuring", "steplab.lab.measuring"),
         ("stats.py", "from steplab import units", "steplab.units"),
         ("store/x.py", "importlib.import_module('steplab.lab')", "steplab.lab"),
-        ("cli/x.py", "from steplab.measurement.launch import measure_in_child", "launch.measure_in_child"),
+        ("cli/x.py", "from steplab.measurement.processes.launch import measure_in_child", "launch.measure_in_child"),
         ("model/x.py", "import steplab", "steplab"),
     ],
 )

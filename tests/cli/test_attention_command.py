@@ -15,7 +15,7 @@ from tests.runs import ENVIRONMENT
 
 from steplab.cli.app import main
 from steplab.lab import benchmark
-from steplab.measurement.cells_launch import Cells
+from steplab.measurement.processes.cells_launch import Cells
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.store.database import Store
 

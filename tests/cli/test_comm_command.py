@@ -18,7 +18,7 @@ from tests.runs import ENVIRONMENT, make_run
 
 from steplab.cli.app import main
 from steplab.lab import benchmark
-from steplab.measurement.cells_launch import Cells
+from steplab.measurement.processes.cells_launch import Cells
 from steplab.records.comm import CommCell, CommRun
 from steplab.store.database import Store
 

@@ -259,7 +259,7 @@ at = arguments.index("-o")
 options, report, command = arguments[1:at], arguments[at + 1], arguments[at + 2:]
 assert {{"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite",
          "--force-overwrite=true"}} <= set(options), options
-assert command[1:3] == ["-m", "steplab.measurement.child"], command
+assert command[1:3] == ["-m", "steplab.measurement.entry.child"], command
 request = json.loads(sys.stdin.readline())
 task = request["task"]
 assert (task["profiled_steps"], task["trace"]) == (2, None), request

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from steplab.errors import UserError
-from steplab.measurement.device import Device, open_device
-from steplab.measurement.step import ModelStep
-from steplab.measurement.world import World
+from steplab.measurement.machine.device import Device, open_device
+from steplab.measurement.machine.world import World
+from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel.collectives import GroupCollectives
 from steplab.parallel.mesh import open_mesh

@@ -13,12 +13,12 @@ from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 
 from steplab.errors import Unsupported
-from steplab.measurement.comm_calls import Call, MakeCall, make_call, peer_copy_call
-from steplab.measurement.comm_data import Buffers
-from steplab.measurement.comm_session import measure_comm_here
-from steplab.measurement.device import HostClockDevice
+from steplab.measurement.comm.calls import Call, MakeCall, make_call, peer_copy_call
+from steplab.measurement.comm.data import Buffers
+from steplab.measurement.comm.session import measure_comm_here
+from steplab.measurement.machine.device import HostClockDevice
+from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.world import World
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.comm import CommCell, CommFacts
 from steplab.records.environment import Environment

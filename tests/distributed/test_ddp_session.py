@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import UserError
-from steplab.measurement import ddp_session
-from steplab.measurement.ddp_measured import MeasuredVariant
-from steplab.measurement.ddp_session import ddp_here
-from steplab.measurement.ddp_variant import VariantStep
-from steplab.measurement.device import open_device
+from steplab.measurement.ddp import session as ddp_session
+from steplab.measurement.ddp.measured import MeasuredVariant
+from steplab.measurement.ddp.session import ddp_here
+from steplab.measurement.ddp.variant import VariantStep
+from steplab.measurement.machine.device import open_device
+from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.step import ModelStep
-from steplab.measurement.world import World
+from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.ddp import MOMENTS, DdpCell, DdpFacts

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steplab.measurement.attention_session import measure_attention_here
+from steplab.measurement.attention.session import measure_attention_here
 from steplab.measurement.observer import Observer
 from steplab.plan.attention_memory import plain_account
 from steplab.records.attention import AttentionCell

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from steplab.measurement.attention_trial import CheckTask, TimeTask, check, time_candidates
+from steplab.measurement.attention.trial import CheckTask, TimeTask, check, time_candidates
 from steplab.ops.attention.triton_tuning import hopper_kernels_run
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_tuning import KERNELS, TunedDtype, TunedKernel, TuningStudy, candidates

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision_accumulation import accumulate
-from steplab.measurement.precision_rules import op_name, rule_of
-from steplab.measurement.precision_session import numerics_here
+from steplab.measurement.precision.accumulation import accumulate
+from steplab.measurement.precision.rules import op_name, rule_of
+from steplab.measurement.precision.session import numerics_here
 from steplab.records.numerics import Audit
 from steplab.specs.resolve import resolve_step
 

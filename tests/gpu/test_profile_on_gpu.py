@@ -11,8 +11,8 @@ import torch
 from steplab.lab.measuring import measure
 from steplab.lab.profiling import profile
 from steplab.measurement.observer import Observer
-from steplab.measurement.profiler import Profiling
-from steplab.measurement.session import measure_here
+from steplab.measurement.profile.profiler import Profiling
+from steplab.measurement.step.session import measure_here
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 

@@ -14,15 +14,16 @@ from tests.runs import ENVIRONMENT
 from torch import Tensor
 
 from steplab.lab.attention import attention_cells
-from steplab.measurement import attention_repeats, attention_session
-from steplab.measurement.attention_error import Inputs, Reference
-from steplab.measurement.attention_session import measure_attention_here
-from steplab.measurement.attention_variant import make_attention, make_inputs
-from steplab.measurement.cells_launch import measure_cells
-from steplab.measurement.device import HostClockDevice
-from steplab.measurement.listener import Listener
-from steplab.measurement.messages import Request
+from steplab.measurement.attention import repeats as attention_repeats
+from steplab.measurement.attention import session as attention_session
+from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.attention.session import measure_attention_here
+from steplab.measurement.attention.variant import make_attention, make_inputs
+from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.observer import Observer
+from steplab.measurement.processes.cells_launch import measure_cells
+from steplab.measurement.processes.listener import Listener
+from steplab.measurement.processes.messages import Request
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell
 from steplab.records.failure import Failure
@@ -398,7 +399,7 @@ def by_hand(spec: AttentionSpec, inputs: Inputs) -> tuple[Tensor, ...]:
     ids=lambda spec: spec.label,
 )
 def test_the_reference_is_torchs_own_in_float64(spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steplab.measurement.attention_error._PIECE_BYTES", 8 * spec.num_keys * 7)  # seven queries
+    monkeypatch.setattr("steplab.measurement.attention.error._PIECE_BYTES", 8 * spec.num_keys * 7)  # seven queries
     inputs = make_inputs(spec, CPU, 0)
     reference = Reference(spec, inputs)
     assert reference.checked_heads == spec.batch * spec.heads
@@ -442,20 +443,20 @@ def test_plain_attention_is_as_far_away_as_it_says_of_itself() -> None:
 def test_where_all_heads_would_take_too_long_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(batch=3, heads=4, queries=16, dim=4, dtype="fp32")
     inputs = make_inputs(spec, CPU, 0)
-    monkeypatch.setattr("steplab.measurement.attention_error._MOST_SCORES", {"cpu": 5 * 16 * 16})
+    monkeypatch.setattr("steplab.measurement.attention.error._MOST_SCORES", {"cpu": 5 * 16 * 16})
     reference = Reference(spec, inputs)
     assert reference.checked_heads == 5
     output, *gradients = by_hand(spec, inputs)
     output[0, 0] += 1  # the first head and the last are always among them
     assert reference.errors(output, tuple(gradients))[0].max_abs == pytest.approx(1)
-    monkeypatch.setattr("steplab.measurement.attention_error._MOST_SCORES", {"cpu": 16 * 16 - 1})
+    monkeypatch.setattr("steplab.measurement.attention.error._MOST_SCORES", {"cpu": 16 * 16 - 1})
     assert Reference(spec, inputs).checked_heads == 0
 
 
 def test_what_float64_holds_while_others_are_tried_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(batch=3, heads=4, kv_heads=2, queries=16, dim=4, dtype="fp32")
     group_bytes = 8 * 4 * (2 * 2 * 16 + 2 * 16)  # output and its like of two heads, two of one head of keys
-    monkeypatch.setattr("steplab.measurement.attention_error._MOST_BYTES", 3 * group_bytes)
+    monkeypatch.setattr("steplab.measurement.attention.error._MOST_BYTES", 3 * group_bytes)
     reference = Reference(spec, make_inputs(spec, CPU, 0))
     assert (reference.checked_heads, reference.num_bytes) == (3 * 2, 3 * group_bytes)
 

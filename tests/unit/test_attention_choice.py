@@ -7,7 +7,7 @@ import torch
 
 from steplab.errors import Unsupported
 from steplab.measurement.observer import Observer
-from steplab.measurement.session import measure_here
+from steplab.measurement.step.session import measure_here
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
 from steplab.ops.attention.choice import Choice, Measured, choice_for, choose, choose_from, table, unfit
 from steplab.specs.resolve import resolve_step

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.tuning import packaged_table, rows_text, table_before, table_with, with_choice
-from steplab.measurement import attention_trial, attention_tuning
-from steplab.measurement.attention_trial import CheckTask, TimeTask, check, time_candidates
-from steplab.measurement.attention_tuning import OnStep, Workers, tried, tune_attention
-from steplab.measurement.device import HostClockDevice
+from steplab.measurement.attention import trial as attention_trial
+from steplab.measurement.attention import tuning as attention_tuning
+from steplab.measurement.attention.trial import CheckTask, TimeTask, check, time_candidates
+from steplab.measurement.attention.tuning import OnStep, Workers, tried, tune_attention
+from steplab.measurement.attention.workers import Lost, in_workers
+from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.observer import Observer
-from steplab.measurement.workers import Lost, in_workers
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
 from steplab.ops.attention.triton_tuning import Tiles, read_table

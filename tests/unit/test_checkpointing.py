@@ -18,8 +18,8 @@ from steplab.costs.flops import executed_flops_per_token
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.observer import Observer
-from steplab.measurement.profiler import Profiling
-from steplab.measurement.session import measure_here
+from steplab.measurement.profile.profiler import Profiling
+from steplab.measurement.step.session import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, call, loss_of
 from steplab.records.profile import Profile

@@ -12,9 +12,9 @@ from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s
 from steplab.errors import SteplabError, UserError
 from steplab.lab import comm as lab
 from steplab.lab.comm import collective_cells, comm_study, machine_profile, predict_comm_s, profile_of
-from steplab.measurement.cells_launch import measure_cells
-from steplab.measurement.listener import Listener
-from steplab.measurement.messages import Request
+from steplab.measurement.processes.cells_launch import measure_cells
+from steplab.measurement.processes.listener import Listener
+from steplab.measurement.processes.messages import Request
 from steplab.records.comm import CommCell
 from steplab.records.failure import Failure
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy, comm_cells, worlds_of

@@ -8,9 +8,11 @@ import torch
 from tests.unit.test_loop import FakeDevice
 from torch import Tensor
 
-from steplab.measurement import comm_back_to_back, comm_timing, loop
-from steplab.measurement.comm_back_to_back import Together, back_to_back
-from steplab.measurement.comm_timing import time_calls
+from steplab.measurement.comm import back_to_back as comm_back_to_back
+from steplab.measurement.comm import timing as comm_timing
+from steplab.measurement.comm.back_to_back import Together, back_to_back
+from steplab.measurement.comm.timing import time_calls
+from steplab.measurement.step import loop
 from steplab.records.comm import RankTimes
 from steplab.specs.comm import CommSpec, CommStudy
 

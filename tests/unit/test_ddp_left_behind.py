@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from steplab.measurement import ddp_session
+from steplab.measurement.ddp import session as ddp_session
 from steplab.units import GIB
 
 BASELINE = 20 * GIB

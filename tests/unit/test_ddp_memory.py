@@ -5,9 +5,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from steplab.measurement import ddp_memory
-from steplab.measurement.ddp_memory import state_memory
-from steplab.measurement.device import open_device
+from steplab.measurement.ddp import memory as ddp_memory
+from steplab.measurement.ddp.memory import state_memory
+from steplab.measurement.machine.device import open_device
 from steplab.records.ddp import StateMemory
 
 OTHERS, OWN, SHARED = 5000, 40, 1000

@@ -11,9 +11,9 @@ from tests.ddp_records import make_ddp_cell, make_study
 
 from steplab.errors import UserError
 from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
-from steplab.measurement.cells_launch import measure_cells
-from steplab.measurement.listener import Listener
-from steplab.measurement.messages import Request
+from steplab.measurement.processes.cells_launch import measure_cells
+from steplab.measurement.processes.listener import Listener
+from steplab.measurement.processes.messages import Request
 from steplab.records.ddp import DdpCell
 from steplab.records.failure import Failure
 from steplab.specs.ddp import DdpStudy, Variant, bucket_sizes, variants_of

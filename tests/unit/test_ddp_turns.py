@@ -7,9 +7,10 @@ import pytest
 from tests.unit.test_loop import FakeDevice
 from torch import Tensor
 
-from steplab.measurement import ddp_turns, loop
-from steplab.measurement.ddp_turns import run_turns
-from steplab.measurement.loop import Phase
+from steplab.measurement.ddp import turns as ddp_turns
+from steplab.measurement.ddp.turns import run_turns
+from steplab.measurement.step import loop
+from steplab.measurement.step.loop import Phase
 
 
 class Others:

@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from steplab.errors import UserError
-from steplab.measurement import channel, hearing
-from steplab.measurement import hub as hub_module
-from steplab.measurement.channel import Channel, connect, whereabouts
-from steplab.measurement.hearing import Hearing
-from steplab.measurement.hub import GONE, LOOPBACK, Event, Hub, command_line_of
 from steplab.measurement.jobs import JOBS
-from steplab.measurement.listener import Listener
-from steplab.measurement.messages import Request, Whereabouts
+from steplab.measurement.machine.torchrun import LOOPBACK, Place, Torchrun, torchrun_around
+from steplab.measurement.processes import channel, hearing
+from steplab.measurement.processes import hub as hub_module
+from steplab.measurement.processes.channel import Channel, connect, whereabouts
+from steplab.measurement.processes.hearing import Hearing
+from steplab.measurement.processes.hub import GONE, Event, Hub, command_line_of
+from steplab.measurement.processes.listener import Listener
+from steplab.measurement.processes.messages import Request, Whereabouts
+from steplab.measurement.processes.ranks_launch import environment_of
 from steplab.measurement.progress import Progress
-from steplab.measurement.ranks_launch import environment_of
-from steplab.measurement.torchrun import Place, Torchrun, torchrun_around
 from steplab.records.failure import Failure
 
 HERE = socket.gethostname()

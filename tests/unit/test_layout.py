@@ -11,9 +11,9 @@ from tests.runs import make_run
 from steplab.errors import Unsupported, UserError
 from steplab.lab.processes import fields_here
 from steplab.lab.utilization import PeakFigure, utilizations
-from steplab.measurement.device import open_device
-from steplab.measurement.step import ModelStep, make_step
-from steplab.measurement.world import World, refuse_too_few_gpus
+from steplab.measurement.machine.device import open_device
+from steplab.measurement.machine.world import World, refuse_too_few_gpus
+from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
 from steplab.records.codec import decode, encode
 from steplab.records.ranks import RankSamples

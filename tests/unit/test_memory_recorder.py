@@ -21,13 +21,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
-from steplab.measurement import memory_recorder as under_test
-from steplab.measurement.device import HostClockDevice
-from steplab.measurement.memory_recorder import MemoryRecorder, MemoryWatch
+from steplab.measurement.machine.device import HostClockDevice
+from steplab.measurement.memory import recorder as under_test
+from steplab.measurement.memory.marks import StepMarks
+from steplab.measurement.memory.recorder import MemoryRecorder, MemoryWatch
 from steplab.measurement.observer import Observer
-from steplab.measurement.session import measure_here
-from steplab.measurement.step import ModelStep, make_step
-from steplab.measurement.step_marks import StepMarks
+from steplab.measurement.step.session import measure_here
+from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
 from steplab.records.memory import PeakMemory
 from steplab.records.memory_marks import Marks, Saved

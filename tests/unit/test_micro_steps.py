@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from steplab.errors import Unsupported
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.observer import Observer
-from steplab.measurement.session import measure_here
-from steplab.measurement.step import ModelStep
+from steplab.measurement.step.session import measure_here
+from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.specs.resolve import resolve_step

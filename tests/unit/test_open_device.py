@@ -5,10 +5,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from steplab.errors import Unsupported, UserError  # noqa: E402
-from steplab.measurement import device as opening  # noqa: E402
-from steplab.measurement import world  # noqa: E402
-from steplab.measurement.device import CudaDevice, HostClockDevice, open_device  # noqa: E402
-from steplab.measurement.torchrun import Place  # noqa: E402
+from steplab.measurement.machine import device as opening  # noqa: E402
+from steplab.measurement.machine import world  # noqa: E402
+from steplab.measurement.machine.device import CudaDevice, HostClockDevice, open_device  # noqa: E402
+from steplab.measurement.machine.torchrun import Place  # noqa: E402
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import Unsupported, UserError
-from steplab.measurement import precision_session
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision_accumulation import dtype_name
-from steplab.measurement.precision_rules import op_name, rule_of
-from steplab.measurement.precision_session import numerics_here
+from steplab.measurement.precision import session as precision_session
+from steplab.measurement.precision.accumulation import dtype_name
+from steplab.measurement.precision.rules import op_name, rule_of
+from steplab.measurement.precision.session import numerics_here
 from steplab.model.build import build_workload
 from steplab.model.toy import ToyModel
 from steplab.model.workload import Workload, call, loss_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from steplab.measurement.precision_elements import Exponents, Tally, kinds_of
+from steplab.measurement.precision.elements import Exponents, Tally, kinds_of
 from steplab.records.numerics import Elements
 
 SMALLEST_NORMAL = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from steplab.measurement.precision_accumulation import NUM_ADDITIONS, NUMBER, accumulate
+from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
 from steplab.records.numerics import Accumulation
 from steplab.report.precision.sums import explanation, line, printed
 

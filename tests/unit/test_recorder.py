@@ -35,7 +35,7 @@ Record = Callable[..., AbstractContextManager[Recorder]]
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     time = SimpleNamespace(perf_counter_ns=lambda: made.ns, perf_counter=lambda: made.ns / 10**9)
-    monkeypatch.setattr("steplab.measurement.device.time", time)
+    monkeypatch.setattr("steplab.measurement.machine.device.time", time)
     return made
 
 

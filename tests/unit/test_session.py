@@ -18,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
-from steplab.measurement import session
 from steplab.measurement.observer import Observer
-from steplab.measurement.session import measure_here
+from steplab.measurement.step import session
+from steplab.measurement.step.session import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.environment import Environment
@@ -303,7 +303,7 @@ def test_training_in_fp16_undoes_the_scale_before_the_update(watch: list[Watched
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")])
 @pytest.mark.parametrize("before", ["high", "highest"])
 def test_tf32_is_allowed_where_it_was_asked_for_and_nowhere_else(precision: str, expected: str, before: str) -> None:
-    from steplab.measurement.step import make_step
+    from steplab.measurement.step.step import make_step
 
     torch.set_float32_matmul_precision(before)
     spec = resolve_step(TINY | {"precision": precision})

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.test_snapshot_reading import assert_same
 
 from steplab.errors import UserError
-from steplab.measurement import memory_recorder
+from steplab.measurement.memory import recorder as memory_recorder
 from steplab.records.memory_marks import Marks
 from steplab.snapshots.building import build_history
 from steplab.snapshots.digest import digest

@@ -11,7 +11,7 @@ from tests.raw_trace import Event, read_events
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from steplab.measurement.spans import Spans
+from steplab.measurement.step.spans import Spans
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention_named
 from steplab.ops.attention.plain import plain_attention
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from steplab.errors import SteplabError
 from steplab.lab.keeping import keep, open_store
 from steplab.lab.processes import is_first_rank, let_the_first_store
-from steplab.measurement.cells_launch import Cells, measure_cells
+from steplab.measurement.processes.cells_launch import Cells, measure_cells
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment

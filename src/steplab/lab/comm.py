@@ -10,10 +10,10 @@ from steplab.errors import UserError
 from steplab.lab.benchmark import measure_benchmark
 from steplab.lab.keeping import checked_name, open_store
 from steplab.lab.machine import visible_gpus
-from steplab.measurement.cells_launch import Cells
+from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.measurement.processes.cells_launch import Cells
+from steplab.measurement.processes.ranks_launch import refuse_too_many
 from steplab.measurement.progress import OnProgress
-from steplab.measurement.ranks_launch import refuse_too_many
-from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure

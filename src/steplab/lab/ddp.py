@@ -12,9 +12,9 @@ from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
 from steplab.lab.files import Destination, folder_for
 from steplab.lab.keeping import checked_name
 from steplab.lab.machine import visible_gpus
-from steplab.measurement.cells_launch import Cells
+from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
-from steplab.measurement.torchrun import torchrun_around
 from steplab.records.codec import new_id, now_utc
 from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.ddp import (

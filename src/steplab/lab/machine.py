@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from steplab.lab.keeping import keep, open_store
-from steplab.measurement.launch import ceilings_in_child
+from steplab.measurement.processes.launch import ceilings_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
 from steplab.specs.device import check_device

@@ -8,7 +8,7 @@ from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import measure_in_child
+from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step

@@ -13,7 +13,7 @@ from steplab.lab.measuring import asked_step
 from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import measure_in_child
+from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run

@@ -14,7 +14,7 @@ from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.sweeping import DEFAULT_TIMEOUT_S, SweepProgress, sweep
-from steplab.measurement.launch import numerics_in_child
+from steplab.measurement.processes.launch import numerics_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_id, now_utc
 from steplab.records.failure import Failure

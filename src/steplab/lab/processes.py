@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from steplab.errors import UserError
-from steplab.measurement.torchrun import torchrun_around
+from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.records.failure import Failure
 from steplab.specs.layout import SINGLE, Layout, with_processes
 from steplab.specs.step import StepSpec

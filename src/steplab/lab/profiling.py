@@ -9,8 +9,8 @@ from steplab.lab.keeping import checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import measure_in_child
-from steplab.measurement.nsys import is_watched_by_nsys, nsys_command
+from steplab.measurement.processes.launch import measure_in_child
+from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.profile import Profile
 from steplab.records.run import Run

@@ -9,7 +9,7 @@ from steplab.errors import SteplabError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
-from steplab.measurement.launch import measure_in_child
+from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import Progress
 from steplab.records.codec import new_id, now_utc
 from steplab.records.failure import Failure

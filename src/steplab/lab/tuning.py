@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.measurement.launch import tuning_in_child
+from steplab.measurement.processes.launch import tuning_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles
 from steplab.specs.attention_tuning import KERNELS, TunedKernel, TuningStudy

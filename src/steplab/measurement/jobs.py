@@ -25,8 +25,8 @@ from steplab.specs.ddp import DdpStudy
 from steplab.specs.step import StepSpec
 
 if TYPE_CHECKING:
+    from steplab.measurement.machine.world import World
     from steplab.measurement.observer import Observer
-    from steplab.measurement.world import World
 
 Study = TypeVar("Study")
 
@@ -87,7 +87,7 @@ class Job:
     """Type of what holds for all cells of a benchmark."""
     holds_device: bool = False
     """Whether the device is held until Python is ahead of it, which needs longer launch queues
-    (measurement.head_start)."""
+    (measurement.machine.head_start)."""
 
     def do(self, task: msgspec.Raw, observer: "Observer", world: "World | None") -> object:
         """Import the work and call it. Raises SteplabError for a task that cannot be served."""
@@ -98,21 +98,21 @@ class Job:
 _HERE = "steplab.measurement."
 JOBS = {
     "step": Job(work=_HERE + "step_job:measure_step", task=StepTask, result=Run),
-    "audit": Job(work=_HERE + "precision_session:audit_step", task=AuditTask, result=Numerics),
-    "ceilings": Job(work=_HERE + "ceilings:measure_ceilings", task=str, result=Ceilings),
-    "tuning": Job(work=_HERE + "attention_tuning:tune_attention", task=TuningStudy, result=AttentionTuning),
+    "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
+    "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
+    "tuning": Job(work=_HERE + "attention.tuning:tune_attention", task=TuningStudy, result=AttentionTuning),
     "attention": Job(
-        work=_HERE + "attention_session:measure_attention", task=CellsTask[AttentionStudy], cell=AttentionCell
+        work=_HERE + "attention.session:measure_attention", task=CellsTask[AttentionStudy], cell=AttentionCell
     ),
     "comm": Job(
-        work=_HERE + "comm_session:measure_comm",
+        work=_HERE + "comm.session:measure_comm",
         task=CellsTask[CommStudy],
         cell=CommCell,
         facts=CommFacts,
         holds_device=True,
     ),
     "ddp": Job(
-        work=_HERE + "ddp_session:measure_ddp",
+        work=_HERE + "ddp.session:measure_ddp",
         task=CellsTask[DdpStudy],
         cell=DdpCell,
         facts=DdpFacts,

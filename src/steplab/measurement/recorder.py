@@ -6,9 +6,9 @@ from typing import Any
 
 from steplab import __version__
 from steplab.errors import UserError
-from steplab.measurement.device import host_peak_bytes, open_device
-from steplab.measurement.environment import read_clocks, read_environment
-from steplab.measurement.failures import failure_of
+from steplab.measurement.machine.device import host_peak_bytes, open_device
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_of
 from steplab.records.codec import new_id, now_utc
 from steplab.records.memory import Memory
 from steplab.records.run import Run

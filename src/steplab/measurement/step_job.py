@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from steplab.measurement.jobs import StepTask
-from steplab.measurement.memory_recorder import MemoryWatch
+from steplab.measurement.machine.world import World
+from steplab.measurement.memory.recorder import MemoryWatch
 from steplab.measurement.observer import Observer
-from steplab.measurement.profiler import Profiling
-from steplab.measurement.session import measure_here
-from steplab.measurement.watcher import Watch
-from steplab.measurement.world import World
+from steplab.measurement.profile.profiler import Profiling
+from steplab.measurement.step.session import measure_here
+from steplab.measurement.step.watcher import Watch
 from steplab.records.run import Run
 
 

@@ -14,7 +14,8 @@ _LIBRARY = re.compile(
 """torch, wherever it lies, and Python's own library."""
 _HARNESS = re.compile(r"/steplab/(measurement|cli|lab)/|/steplab/(__main__|model/workload)\.py$")
 """What is around the model when steplab runs it."""
-_STEP = re.compile(r"/steplab/measurement/step\.py$")
+_STEP = re.compile(r"/steplab/measurement/(step/)?step\.py$")
+"""In older snapshots the file lies in `measurement` itself."""
 _GENERATED = re.compile(r"torchinductor|/inductor|^<eval_with_key>")
 _WRITTEN = re.compile(r"\.py$|^<ipython-input")
 _PARTS_SHOWN = 3

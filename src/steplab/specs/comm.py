@@ -129,7 +129,7 @@ class CommStudy:
     long."""
     measured_s: float = 0.3
     """Time for the samples of a cell, in seconds; `least_repeats` and `most_repeats` bound their number. On a GPU a
-    sample is the mean of as many calls as take a millisecond (measurement.comm_back_to_back), and as many single calls
+    sample is the mean of as many calls as take a millisecond (measurement.comm.back_to_back), and as many single calls
     are timed."""
     least_repeats: int = 10
     """Smallest number of samples, however long they take."""

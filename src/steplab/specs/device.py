@@ -1,4 +1,4 @@
-"""The valid names of devices. Whether a device exists is checked where it is opened (measurement.device)."""
+"""The valid names of devices. Whether a device exists is checked where it is opened (measurement.machine.device)."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A step's phases, run dry as measurement.step runs them."""
+"""A step's phases, run dry as measurement.step.step runs them."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
 
 
 class _Step:
-    """measurement.step.ModelStep."""
+    """measurement.step.step.ModelStep."""
 
     def __init__(self, spec: StepSpec, workspace: Count, listen: Listener) -> None:
         self._spec = spec = dataclasses.replace(spec, attention=chosen_attention(spec))

@@ -1,0 +1,258 @@
+"""Cells of a benchmark of attention, measured in this process: groups of one shape, timed in turns.
+
+Importing torch and compiling take longer than most cells do, so that one process measures many. What has to reach no
+other cell is undone here: after a failure its frames are released and the memory it held is given back, and where that
+does not succeed, or the device answers no more, the process ends and another goes on (`processes.cells_launch`).
+
+The implementations of one shape take turns, repeat by repeat, each round beginning with another: whatever the machine
+does meanwhile, it does to all of them. How a repeat is made is in `repeats`.
+"""
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.attention.repeats import Repeats
+from steplab.measurement.attention.variant import (
+    AttentionVariant,
+    MakeAttention,
+    look_at_errors,
+    make_attention,
+    make_inputs,
+    try_both,
+    try_forward,
+)
+from steplab.measurement.jobs import CellsTask
+from steplab.measurement.machine.device import Device, allocated_bytes, open_device, refuse_unserved
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_of, refused_memory
+from steplab.measurement.machine.world import World
+from steplab.measurement.observer import Observer
+from steplab.ops.attention.choice import choice_for
+from steplab.records.attention import AttentionCell
+from steplab.specs.attention import AttentionPass
+from steplab.specs.attention_study import AttentionStudy
+from steplab.units import MIB
+
+T = TypeVar("T")
+
+_TOLERATED_BYTES = 256 * MIB
+"""So much more memory may be held after a failure: what libraries take once, and keep."""
+
+
+class _Broken(Exception):
+    """The device does not answer any more, or keeps memory that nobody has."""
+
+
+def measure_attention(task: CellsTask[AttentionStudy], observer: Observer, world: World | None = None) -> None:
+    """The job: measure the task's cells in this process, as far as it can; those that are left need a new one."""
+    measure_attention_here(task.study, task.groups, observer)
+
+
+def measure_attention_here(
+    study: AttentionStudy,
+    groups: Sequence[Sequence[int]],
+    observer: Observer,
+    make: MakeAttention = make_attention,
+) -> bool:
+    """Measure these groups of the study's cells; gives whether all could be: False asks for a new process.
+
+    Raises UserError or Unsupported for a request that cannot be served at all.
+    """
+    device = open_device(study.device)
+    for dtype in dict.fromkeys(study.cells[index].dtype for group in groups for index in group):
+        refuse_unserved(dtype, device.torch_device)
+    environment = read_environment(device.torch_device)
+    observer.on_environment(environment)
+    session = _Session(study, device, observer, make)
+    try:
+        for group in groups:
+            session.measure(group)
+    except _Broken:
+        return False
+    observer.on_environment(read_clocks(environment, device.torch_device))
+    return True
+
+
+class _Session:
+    """The device, the cache flush, and the group under way."""
+
+    def __init__(self, study: AttentionStudy, device: Device, observer: Observer, make: MakeAttention) -> None:
+        self.study, self.device, self.observer, self.make = study, device, observer, make
+        self._repeats = Repeats(device)
+        self._idle_bytes: int | None = None
+
+    def measure(self, group: Sequence[int]) -> None:
+        """Measure the cells of one shape."""
+        if "torch._dynamo" in sys.modules:  # else nothing has been compiled yet, and importing it takes seconds
+            torch.compiler.reset()  # each shape is compiled for itself, as if it were the only one
+        cells = [self.study.cells[index] for index in group]
+        precise = "high" if cells[0].dtype == "tf32" else "highest"
+        torch.set_float32_matmul_precision(precise)
+        self.observer.on_under_way(list(group))
+        try:
+            self._begin(f"{cells[0].label}: inputs", 0)
+            inputs = make_inputs(cells[0], self.device, self.study.seed)
+        except Exception as error:
+            for index, cell in zip(group, cells, strict=True):
+                failure = refused_memory(error, "inputs", self.device) or failure_of(error, "inputs")
+                self.observer.on_cell(index, AttentionCell(spec=cell, failure=failure))
+            return
+        self._idle_bytes = allocated_bytes(self.device)
+        variants = self._prepared(group, inputs)
+        for name in self.study.passes:
+            self._time(name, [variant for variant in variants if name in variant.ready])
+        for variant in variants:
+            self.observer.on_cell(variant.index, variant.cell(self.device))
+
+    def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
+        """Each cell by itself for the first time: whether it runs, what it takes, how exact it is."""
+        reference, note = self._reference(group, inputs)
+        self._idle_bytes = allocated_bytes(self.device)
+        variants = []
+        for index in group:
+            cell = self.study.cells[index]
+            self.observer.on_under_way([index])
+            variant = AttentionVariant(index=index, spec=cell, function=self.make(cell), inputs=inputs)
+            variant.notes += [note] if note else []
+            if cell.implementation == "auto":
+                choice = choice_for(inputs.q, inputs.k, causal=cell.causal)
+                variant.notes.append(f"auto is {choice.implementation}: {choice.reason}")
+            self._begin(f"{cell.label} {cell.column}: first call", 0)
+            self._try(variant, reference)
+            variants.append(variant)
+        return variants
+
+    def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
+        """float64's results and how far plain attention is from them, or a note why there are none."""
+        cell, where = self.study.cells[group[0]], self.device.torch_device.type
+        if not self.study.errors:
+            return None, ""
+        if where == "mps":
+            return None, "errors against float64: this device has no float64"
+        self._begin(f"{cell.label}: float64", 0)
+        reference, note = None, ""
+        try:
+            reference = Reference(cell, inputs)
+            reference.look_at_plain(cell, inputs)
+        except Exception as error:
+            what = "errors against float64" if reference is None else "error of plain attention"
+            note = f"{what}: {failure_of(error, None).message}"
+        if note:  # by now the failure's frames are gone
+            self._check_device(beyond=reference.num_bytes if reference else 0)
+        elif reference and not reference.checked_heads:
+            note = "errors against float64: one head alone would take too long"
+        return reference, note
+
+    def _try(self, variant: AttentionVariant, reference: Reference | None) -> None:
+        """Run a cell's passes once; what fails is left out of the timing."""
+        stage = "forward"
+        try:
+            output = try_forward(variant, self.device)
+            gradients: tuple[torch.Tensor, ...] = ()
+            if self.study.passes != ("forward",):
+                del output
+                stage = "backward"
+                output, gradients = try_both(variant, self.device)
+            if reference:
+                stage = "comparison with float64"
+                look_at_errors(variant, reference, output, gradients)
+        except Exception as error:
+            variant.fail(error, stage, self.device)
+        output = gradients = None  # type: ignore[assignment]
+        if variant.failure:
+            self._after_failure(variant)
+
+    def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
+        """Give back what a failure held; where that cannot be done, tell its result and end the process.
+
+        A device that answers no more while several took turns may have met the failure of another: then nobody is
+        named, and the process dies.
+        """
+        try:
+            self._check_device()
+        except _Broken as broken:
+            died = broken.__cause__ is not None
+            if died and others:
+                raise RuntimeError("the device does not answer any more") from broken
+            if died and variant.failure:
+                variant.failure = dataclasses.replace(variant.failure, kind="crashed")
+            self.observer.on_cell(variant.index, variant.cell(self.device))
+            raise
+
+    def _check_device(self, beyond: int = 0) -> None:
+        """Release what nobody has any more. Raises _Broken where the device does not answer, or keeps more than it had
+        (and `beyond`, bytes that are known of)."""
+        gc.collect()
+        try:
+            if self.device.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.device.synchronize()
+        except Exception as error:
+            raise _Broken from error
+        held = allocated_bytes(self.device)
+        if held is not None and self._idle_bytes is not None and held > self._idle_bytes + beyond + _TOLERATED_BYTES:
+            raise _Broken
+
+    def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
+        """Time one pass of these, in turns."""
+        self._begin(f"{self._label(variants)}: {name}, warm-up", 0)
+        call_s = 0.0
+        for variant in list(variants):
+            self.observer.on_under_way([variant.index])
+            call_s += self._attempt(name, variant, variants, self._warm_up) or 0.0
+        if not variants:
+            return
+        wanted = self.study.measured_s * len(variants) / call_s if call_s else self.study.most_repeats
+        repeats = int(min(max(wanted, self.study.least_repeats), self.study.most_repeats))
+        self._begin(f"{self._label(variants)}: {name}", repeats)
+        self.observer.on_under_way([variant.index for variant in variants])
+        for variant in variants:
+            variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
+        marks: dict[int, list[tuple[object, object]]] = {variant.index: [] for variant in variants}
+        self.device.reserve_marks(2 * repeats * len(variants))
+        for repeat in range(repeats):
+            first = repeat % len(variants) if variants else 0
+            for variant in variants[first:] + variants[:first]:
+                span = self._attempt(name, variant, variants, self._repeats.run_ahead)
+                if span:
+                    marks[variant.index].append(span)
+            self.observer.on_step(repeat)
+        self.device.synchronize()
+        for variant in variants:
+            spans = marks[variant.index]
+            variant.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
+            variant.note_waiting(name, len(spans))
+
+    def _attempt(
+        self,
+        name: AttentionPass,
+        variant: AttentionVariant,
+        variants: list[AttentionVariant],
+        work: Callable[[AttentionPass, AttentionVariant], T],
+    ) -> T | None:
+        """Run a pass; a failure takes its variant out of the timing, and leaves the others in it."""
+        try:
+            return work(name, variant)
+        except Exception as error:
+            variant.fail(error, name, self.device)
+        # Not in the clause above: there the failure's frames would still be alive, and what they hold.
+        variants.remove(variant)
+        variant.ready.clear()
+        self._after_failure(variant, variants if work == self._repeats.run_ahead else ())
+        return None
+
+    def _warm_up(self, name: AttentionPass, variant: AttentionVariant) -> float:
+        return self._repeats.warm_up(name, variant, self.study.warmup_s)
+
+    def _begin(self, stage: str, num_steps: int) -> None:
+        self.observer.on_stage(stage, num_steps)
+
+    @staticmethod
+    def _label(variants: Sequence[AttentionVariant]) -> str:
+        return variants[0].spec.label if variants else "nothing"

@@ -1,0 +1,211 @@
+"""One kernel of flash_triton with tiles of one's choice: whether it is right, and how long it takes.
+
+Runs in the processes of `workers`, each function for a task; what several tasks share is kept between them.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.attention.repeats import MOST_FLUSHES, flush_buffer
+from steplab.measurement.attention.variant import make_inputs
+from steplab.measurement.machine.device import Device, open_device
+from steplab.measurement.machine.failures import failure_of
+from steplab.ops.attention.flash_reference import reference_backward, reference_forward
+from steplab.ops.attention.triton_backward import prepared, sweep_for_keys, sweep_for_queries
+from steplab.ops.attention.triton_forward import triton_forward
+from steplab.ops.attention.triton_tensors import writable
+from steplab.ops.attention.triton_tuning import Tiles
+from steplab.specs.attention import AttentionSpec
+from steplab.specs.attention_tuning import TileCandidate
+
+MOST_ERROR = {16: 2.0, 32: 4.0}
+"""Of plain attention's in the same number format, by its bits. For 32 both are roundings of sums, and those of plain
+attention's products are made in parts, which errs less than one term after another: on an H200 2.2 to 2.4 times less,
+for all tiles alike. A product taken in TF32 would be off by a thousand times as much."""
+MOST_LSE_ERROR = {16: 1e-3, 32: 1e-5}
+"""Of the log-sum-exp, a number around log(tokens), against that of the tiled reference, by the bits of the inputs. For
+32 it is 20 units in the last place of a float32 between 4 and 8; each of the two is off by about two."""
+_MADE = {"forward": ("output",), "backward_kv": ("keys", "values"), "backward_q": ("queries",)}
+_WARMUP_S, _MEASURED_S = 0.02, 0.04
+_LEAST_REPEATS, _MOST_REPEATS = 5, 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckTask:
+    """A candidate to be compiled, and compared with float64."""
+
+    device: str
+    candidate: TileCandidate
+    shape: AttentionSpec
+    """Small, and of no whole number of tiles."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeTask:
+    """Candidates for one kernel to be timed in turns."""
+
+    device: str
+    candidates: tuple[TileCandidate, ...]
+    shape: AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """An attention's inputs, and what its backward pass is given."""
+
+    inputs: Inputs
+    o: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A small one, with its results: of the tiled reference, and how far from float64 plain attention's are."""
+
+    problem: _Problem
+    gradients: tuple[Tensor, Tensor, Tensor]
+    reference: Reference
+
+
+def check(task: CheckTask) -> str:
+    """What is wrong with a candidate; nothing is an empty text. Raises where the device does not answer any more."""
+    device = _opened(task.device)
+    try:
+        with torch.no_grad():
+            wrong = _wrong(task)
+        device.synchronize()
+    except Exception as error:
+        device.synchronize()
+        return failure_of(error, None).message
+    return wrong
+
+
+def _opened(name: str) -> Device:
+    """The device, on which products of float32 are IEEE's, whatever the environment says of TF32."""
+    torch.set_float32_matmul_precision("highest")
+    return open_device(name)
+
+
+def _wrong(task: CheckTask) -> str:
+    solved = _solved(task.device, task.shape)
+    run = launcher(task.candidate, task.shape, solved.problem)
+    first = [result.clone() for result in run()]
+    if not all(torch.equal(again, result) for again, result in zip(run(), first, strict=True)):
+        return "gives other bits when it is run again"
+    o, lse, (dq, dk, dv) = solved.problem.o, solved.problem.lse, solved.gradients
+    if task.candidate.kernel == "forward":
+        o, own_lse = first
+        if not float((own_lse - lse).abs().max()) <= MOST_LSE_ERROR[task.candidate.bits]:
+            return "the log-sum-exp is wrong"
+    elif task.candidate.kernel == "backward_kv":
+        dk, dv = first
+    else:
+        (dq,) = first
+    for error in solved.reference.errors(o, (dq, dk, dv)):
+        if error.tensor in _MADE[task.candidate.kernel]:
+            assert error.plain_relative is not None
+            if error.relative is None:
+                return f"{error.tensor} not finite"
+            if error.relative > MOST_ERROR[task.candidate.bits] * error.plain_relative:
+                return f"error of {error.tensor} {error.relative:.1e}, plain attention's {error.plain_relative:.1e}"
+    return ""
+
+
+def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
+    """Seconds of each repeat of each candidate, in turns, each with a cold cache."""
+    device = _opened(task.device)
+    flush = _flush(task.device)
+    problem = _timed(task.device, task.shape)
+    marks: list[list[tuple[object, object]]] = [[] for _ in task.candidates]
+    num_flushes = 1
+
+    def once(run: Callable[[], tuple[Tensor, ...]]) -> tuple[object, object]:
+        """With the device busy until Python has started the kernel, as in `repeats`."""
+        nonlocal num_flushes
+        while True:
+            if flush is not None:
+                for _ in range(num_flushes):
+                    flush.zero_()
+            start = device.mark()
+            run()
+            span = start, device.mark()
+            if flush is None or num_flushes == MOST_FLUSHES or not device.has_passed(start):
+                return span
+            num_flushes = min(2 * num_flushes, MOST_FLUSHES)
+
+    with torch.no_grad():
+        runs = [launcher(candidate, task.shape, problem) for candidate in task.candidates]
+        calls_s = [_warm_up(lambda run=run: once(run), device) for run in runs]  # type: ignore[misc]
+        repeats = int(min(max(_MEASURED_S * len(runs) / sum(calls_s), _LEAST_REPEATS), _MOST_REPEATS))
+        device.reserve_marks(2 * repeats * len(runs))
+        for repeat in range(repeats):
+            for turn in range(len(runs)):
+                number = (turn + repeat) % len(runs)
+                marks[number].append(once(runs[number]))
+        device.synchronize()
+    return [tuple(device.seconds_between(start, end) for start, end in spans) for spans in marks]
+
+
+def _warm_up(call: Callable[[], object], device: Device) -> float:
+    """Seconds of a call once the device is up to speed, all included."""
+    call()  # reads the compiled kernel from Triton's cache
+    device.synchronize()
+    started, calls = time.perf_counter(), 0
+    while calls < 3 or time.perf_counter() - started < _WARMUP_S:
+        call()
+        device.synchronize()
+        calls += 1
+    return (time.perf_counter() - started) / calls
+
+
+def launcher(candidate: TileCandidate, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
+    """A function that starts the candidate, and gives what it writes: output and log-sum-exp, dK and dV, or dQ."""
+    tiles = Tiles(gpu="any", **candidate.row())
+    q, k, v, do = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.do
+    causal, scale = shape.causal, float(shape.dim**-0.5)
+    if candidate.kernel == "forward":
+        return lambda: triton_forward(q, k, v, causal=causal, scale=scale, tiles=tiles)
+    operands = prepared(do, q, k, v, problem.o, problem.lse, causal=causal, scale=scale)
+    dq, dk, dv = (writable(torch.empty_like(x)) for x in (q, k, v))
+
+    def keys_and_values() -> tuple[Tensor, ...]:
+        sweep_for_keys(operands, dk, dv, tiles)
+        return dk[..., : shape.dim], dv[..., : shape.dim]
+
+    def queries() -> tuple[Tensor, ...]:
+        sweep_for_queries(operands, dq, tiles)
+        return (dq[..., : shape.dim],)
+
+    return keys_and_values if candidate.kernel == "backward_kv" else queries
+
+
+@cache
+def _solved(device: str, shape: AttentionSpec) -> _Solved:
+    inputs = make_inputs(shape, open_device(device), seed=0)
+    scale = float(shape.dim**-0.5)
+    o, lse = reference_forward(inputs.q, inputs.k, inputs.v, causal=shape.causal, scale=scale)
+    gradients = reference_backward(*(inputs.do, *inputs.leaves, o, lse), causal=shape.causal, scale=scale)
+    reference = Reference(shape, inputs)
+    with torch.enable_grad():
+        reference.look_at_plain(shape, inputs)
+    return _Solved(_Problem(inputs, o, lse), gradients, reference)
+
+
+@lru_cache(maxsize=1)
+def _timed(device: str, shape: AttentionSpec) -> _Problem:
+    """A large one. What forward would give is close enough for a time: of n scores that are normal, log n + 1/2."""
+    inputs = make_inputs(shape, open_device(device), seed=0)
+    seen = torch.arange(1, shape.queries + 1, device=inputs.q.device) if shape.causal else torch.tensor(shape.num_keys)
+    lse = (seen.float().log() + 0.5).to(inputs.q.device).expand(shape.batch, shape.heads, shape.queries)
+    return _Problem(inputs, 0.1 * inputs.do, lse.contiguous())
+
+
+@cache
+def _flush(device: str) -> Tensor | None:
+    return flush_buffer(open_device(device))

@@ -1,0 +1,184 @@
+"""One implementation on one set of inputs: its passes, what they take, and how exact they are."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.attention.memory import Gauge, SavedTensors
+from steplab.measurement.machine.device import Device, allocated_bytes
+from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
+from steplab.ops.attention.api import AttentionFn, attention_named
+from steplab.records.attention import AttentionCell, AttentionMemory, TensorError
+from steplab.records.failure import Failure
+from steplab.records.timing import PhaseSamples
+from steplab.specs.attention import AttentionPass, AttentionSpec
+
+MakeAttention = Callable[[AttentionSpec], AttentionFn]
+
+
+def make_attention(spec: AttentionSpec) -> AttentionFn:
+    """The implementation a cell names, compiled if it says so. Raises Unsupported for one that is not known."""
+    function = attention_named(spec.implementation)
+    if spec.compile == "off":
+        return function
+    compiled: AttentionFn = torch.compile(function, mode=spec.compile, dynamic=False)
+    return compiled
+
+
+def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
+    """Normally distributed queries, keys, values and output gradient, the same for the same shape and seed."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.dtype, torch.float32)
+    generator = torch.Generator(device.torch_device).manual_seed(seed)
+
+    def normal(heads: int, length: int) -> Tensor:
+        shape = (spec.batch, heads, length, spec.dim)
+        return torch.randn(shape, dtype=dtype, device=device.torch_device, generator=generator)
+
+    return Inputs(
+        q=normal(spec.heads, spec.queries).requires_grad_(),
+        k=normal(spec.num_kv_heads, spec.num_keys).requires_grad_(),
+        v=normal(spec.num_kv_heads, spec.num_keys).requires_grad_(),
+        do=normal(spec.heads, spec.queries),
+    )
+
+
+@dataclass(kw_only=True)
+class AttentionVariant:
+    """What is being found out about one cell."""
+
+    index: int
+    """Its number in the study."""
+    spec: AttentionSpec
+    """The cell."""
+    function: AttentionFn
+    """What computes it."""
+    inputs: Inputs
+    """What it is given."""
+    ready: set[AttentionPass] = field(default_factory=set)
+    """The passes that have run, and can be timed."""
+    samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
+    """Seconds, a repeat each."""
+    num_flushes: int = 1
+    """How often the cache is written over before a repeat."""
+    num_waits: int = 0
+    """Of the repeats that are being timed, those in which the device may have waited for the host."""
+    interleaved: tuple[str, ...] = ()
+    failure: Failure | None = None
+    first_call_s: float | None = None
+    saved_bytes: int | None = None
+    forward_peak_bytes: int | None = None
+    both_peak_bytes: int | None = None
+    errors: tuple[TensorError, ...] = ()
+    checked_heads: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def forward(self) -> Tensor:
+        """Without gradients."""
+        with torch.no_grad():
+            return self.forward_for_backward()
+
+    def forward_for_backward(self) -> Tensor:
+        """With what backward needs."""
+        given = self.inputs
+        return self.function(given.q, given.k, given.v, causal=self.spec.causal)
+
+    def backward(self, output: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of queries, keys and values."""
+        return torch.autograd.grad(output, self.inputs.leaves, self.inputs.do)
+
+    def fail(self, error: Exception, stage: str, device: Device) -> None:
+        """Note a failure, which takes no part in what follows."""
+        self.failure = refused_memory(error, stage, device)
+        if self.failure is None and has_no_kernel(error):
+            message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
+            self.failure = Failure(kind="error", message=message, phase=stage)
+        self.failure = self.failure or failure_of(error, stage)
+
+    def note_waiting(self, name: AttentionPass, repeats: int) -> None:
+        """Say of a pass in how many of its repeats the device may have waited for the host."""
+        if self.num_waits:
+            self.notes.append(
+                f"{name}: in {self.num_waits} of {repeats} repeats the device may have waited for Python, which had "
+                "not started all kernels in time"
+            )
+
+    def cell(self, device: Device) -> AttentionCell:
+        """The result as it is recorded."""
+        memory = AttentionMemory(
+            saved_bytes=self.saved_bytes,
+            forward_peak_bytes=self.forward_peak_bytes,
+            both_peak_bytes=self.both_peak_bytes,
+        )
+        passes = (
+            PhaseSamples(phase=name, device_s=tuple(s))
+            if device.asynchronous
+            else PhaseSamples(phase=name, host_s=tuple(s))
+            for name, s in self.samples.items()
+            if s
+        )
+        return AttentionCell(
+            spec=self.spec,
+            passes=tuple(passes),
+            first_call_s=self.first_call_s,
+            memory=memory,
+            errors=self.errors,
+            checked_heads=self.checked_heads,
+            interleaved=self.interleaved,
+            failure=self.failure,
+            notes=tuple(self.notes),
+        )
+
+
+def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
+    """Run forward for the first time, and see what it takes; gives the output."""
+    started = _clock(device)
+    output = variant.forward()
+    variant.first_call_s = _clock(device) - started
+    del output
+    gauge = Gauge(device)
+    output = variant.forward()
+    variant.forward_peak_bytes = gauge.peak()
+    variant.ready.add("forward")
+    return output
+
+
+def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Run forward and backward for the first time, and see what they take and keep; gives output and gradients."""
+    started = _clock(device)
+    output = variant.forward_for_backward()
+    gradients = variant.backward(output)
+    variant.first_call_s = _clock(device) - started + (variant.first_call_s or 0.0)
+    del output, gradients
+    gauge = Gauge(device)
+    if allocated_bytes(device) is None:
+        saved = SavedTensors(variant.inputs)
+        with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
+            output = variant.forward_for_backward()
+        saved.keep(output)
+        variant.saved_bytes = saved.num_bytes()
+        del saved
+    else:
+        output = variant.forward_for_backward()
+        variant.saved_bytes = gauge.now()
+    gradients = variant.backward(output)
+    variant.both_peak_bytes = gauge.peak()
+    variant.ready |= {"backward", "both"}
+    return output.detach(), gradients
+
+
+def look_at_errors(
+    variant: AttentionVariant, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]
+) -> None:
+    """Compare with float64 where there is something to compare with."""
+    if reference.checked_heads:
+        variant.errors = reference.errors(output, gradients)
+        variant.checked_heads = reference.checked_heads
+
+
+def _clock(device: Device) -> float:
+    device.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,174 @@
+"""One variant of a data-parallel study on one rank: how long it takes, what it holds, what it sends."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from steplab.measurement.ddp.memory import state_memory
+from steplab.measurement.ddp.messages import MessagesAlone
+from steplab.measurement.ddp.trace import trace_steps
+from steplab.measurement.ddp.turns import LONGEST_HOLD_S, Samples, run_turns
+from steplab.measurement.ddp.variant import VariantStep
+from steplab.measurement.machine.head_start import HeadStart
+from steplab.measurement.machine.world import World
+from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
+from steplab.records.memory import PeakMemory
+from steplab.specs.ddp import DdpStudy, Variant
+
+SYNC_PHASE = "gradient sync"
+_REPEATS_BEFORE = 2
+"""The first messages of a kind open connections."""
+
+OnStage = Callable[[str, int], None]
+OnStep = Callable[[int], None]
+
+
+class MeasuredVariant:
+    """A variant, built, and what has been found out about it on this rank."""
+
+    def __init__(
+        self,
+        study: DdpStudy,
+        variant: Variant,
+        world: World,
+        baseline_bytes: int | None,
+        on_stage: OnStage,
+        on_step: OnStep,
+    ) -> None:
+        """Build it, which is a collective call; `baseline_bytes` are allocated before, such as by the baseline."""
+        self._study, self._variant, self._world, self._device = study, variant, world, world.device
+        self._baseline_bytes, self._on_stage, self._on_step = baseline_bytes, on_stage, on_step
+        self.memory: list[StateMemory] = []
+        """At each of the moments so far."""
+        self.peak: PeakMemory | None = None
+        """Of its warm-up steps."""
+        self._begin("build", 0)
+        self.step = VariantStep(study.step, variant, world)
+        """Its step."""
+        self._look("initialised")
+
+    def cell(self, baseline: VariantStep | None, trace: Path | None) -> DdpCell:
+        """All there is to know of it, the same on all ranks; a collective call.
+
+        `baseline` takes turns with it, where there is one. Rank 0 writes the trace to `trace`; None: nobody traces.
+        """
+        first_step_s = self._first_step()
+        self._warm_up()
+        messages = self.step.messages()  # torch's buckets have changed by now, once it saw the order of readiness
+        self._begin("measure", self._study.step.steps)
+        together = [baseline.phases, self.step.phases] if baseline else [self.step.phases]
+        *others, (samples, held_s) = run_turns(
+            together, self._world, self._study.step.steps, self._study.turn, self._on_step
+        )
+        alone_s, notes = self._alone(messages)
+        if trace is not None:
+            self._begin("profile", self._study.profiled_steps)
+            trace_steps(self.step, self._world, self._study.profiled_steps, trace if self._world.rank == 0 else None)
+        mine = DdpRank(
+            rank=self._world.rank,
+            phases=samples,
+            baseline=others[0][0] if others else (),
+            held_s=held_s,
+            alone_s=alone_s,
+            memory=tuple(self.memory),
+            peak=self.peak,
+            beside_bytes=self._baseline_bytes,
+        )
+        return DdpCell(
+            contender=self._variant,
+            ranks=tuple(self._world.collectives.host_gather(mine)),
+            messages=messages,
+            turns="interleaved" if baseline else "",
+            first_step_s=first_step_s,
+            notes=notes,
+        )
+
+    def timed_by_itself(self, steps: int) -> Samples:
+        """So many steps, once it is warm."""
+        self._warm_up()
+        ((samples, _),) = run_turns([self.step.phases], self._world, steps, self._study.turn, self._on_step)
+        return samples
+
+    def _first_step(self) -> float:
+        """By itself: it compiles, and makes the optimizer's state."""
+        self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
+        assert self.step.optimizer is not None
+        looks = (
+            self.step.optimizer.register_step_pre_hook(lambda *_: self._look("before_step")),
+            self.step.optimizer.register_step_post_hook(lambda *_: self._look("after_step")),
+        )
+        self._device.synchronize()
+        started = time.perf_counter()
+        self.step.run()
+        self._device.synchronize()
+        first_step_s = time.perf_counter() - started
+        for look in looks:
+            look.remove()
+        return first_step_s
+
+    def _warm_up(self) -> None:
+        """Alone, so that the peak is its own."""
+        num_steps = max(self._study.step.warmup, 1)
+        self._begin("warmup", num_steps)
+        self._device.reset_peak()
+        for iteration in range(num_steps):
+            self.step.run()
+            self._on_step(iteration)
+        self._device.synchronize()
+        self.peak = self._device.peak("step")
+
+    def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
+        """Its communication by itself: its messages sent again or, by another transport, gradients averaged."""
+        kind = self._variant.kind
+        if kind == "none":
+            return (), ()
+        self._begin("communication alone", self._study.repeats)
+        if messages:
+            dtype = next(self.step.module.parameters()).dtype
+            alone = MessagesAlone(messages, self._world, dtype, one_at_a_time=kind == "naive")
+            return self._repeat(alone.send, lambda: None), ()
+        synchronise = next((phase.run for phase in self.step.phases if phase.name == SYNC_PHASE), None)
+        if synchronise is None:
+            return (), ("communication alone: not timed, because torch does not report its messages",)
+        note = "communication alone: times the averaging of existing gradients, including copies into buckets"
+        return self._repeat(synchronise, self._gradients_unsent), (note,)
+
+    def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
+        device, found = self._device, []
+        head_start = HeadStart(device, self._world.collectives, LONGEST_HOLD_S)
+        for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
+            before()
+            device.synchronize()
+            self._world.collectives.host_gather(None)  # a barrier: waiting for a late rank is no part of it
+            head_start.give()
+            started = time.perf_counter()
+            start = device.mark()
+            send()
+            end = device.mark()
+            if repeat == -1:
+                head_start.lengthen(time.perf_counter() - started)
+            device.synchronize()
+            if repeat >= 0:
+                found.append(device.seconds_between(start, end))
+                self._on_step(repeat)
+        return tuple(found)
+
+    def _gradients_unsent(self) -> None:
+        assert self.step.optimizer is not None
+        self.step.optimizer.zero_grad(set_to_none=True)
+        self.step.make_gradients_unsent()
+
+    def _look(self, moment: str) -> None:
+        assert self.step.optimizer is not None
+        held = state_memory(
+            moment,
+            self.step.module,
+            self.step.optimizer,
+            self._device,
+            before_bytes=self._baseline_bytes,
+            uncounted_bytes=self.step.shared_bytes,
+        )
+        self.memory.append(held)
+
+    def _begin(self, stage: str, num_steps: int) -> None:
+        self._on_stage(f"{self._variant.label}: {stage}", num_steps)

@@ -1,0 +1,190 @@
+"""A data-parallel study on one rank: one variant after the other, each in turns with the baseline.
+
+Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns
+with each variant, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
+not the room for two models, the baseline is built and timed before and after. A variant is gone, and its memory is
+looked for, before the next one is built.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from steplab.errors import SteplabError
+from steplab.measurement.ddp.measured import MeasuredVariant
+from steplab.measurement.ddp.memory import TOLERATED_BYTES, free
+from steplab.measurement.ddp.turns import Samples, joined
+from steplab.measurement.ddp.variant import VariantStep
+from steplab.measurement.jobs import CellsTask
+from steplab.measurement.machine.device import allocated_bytes, refuse_unserved
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_of
+from steplab.measurement.machine.world import World
+from steplab.measurement.observer import Observer
+from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
+from steplab.specs.attention_kernels import refuse_unserved_attention
+from steplab.specs.ddp import DdpStudy, Variant
+from steplab.units import format_bytes
+
+_ROOM = 0.92
+"""Largest share of the device's memory that the baseline and a variant may take together."""
+_LET_GO_S = 3.0
+"""How long a variant may take to free its memory, in seconds."""
+_SPARE = 1.2
+"""Assumed ratio of a variant's peak to the baseline's, for buckets and gaps between blocks."""
+
+
+def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
+    """The job: measure the task's cells on this rank; every rank does it."""
+    assert world is not None  # the study has at least two processes
+    ddp_here(task.study, task.numbers, world, observer, Path(task.traces) if task.traces else None)
+
+
+def ddp_here(
+    study: DdpStudy, numbers: Sequence[int], world: World, observer: Observer, traces: Path | None = None
+) -> None:
+    """Measure these variants of the study, by their numbers, on this rank; every rank calls it.
+
+    Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step
+    that cannot be served.
+    """
+    device = world.device.torch_device
+    refuse_unserved(study.step.precision, device)
+    if device.type == "cuda":
+        refuse_unserved_attention(study.step)
+    observer.on_environment(read_environment(device))
+    session = _Session(study, world, observer, traces if study.profiled_steps else None)
+    session.measure_baseline(reported=0 in numbers)
+    for number in numbers:
+        if number != 0:
+            session.measure(number)
+
+
+class _Session:
+    """The baseline, and what the variants share."""
+
+    def __init__(self, study: DdpStudy, world: World, observer: Observer, traces: Path | None) -> None:
+        self._study, self._world, self._observer, self._traces = study, world, observer, traces
+        self._baseline: VariantStep | None = None
+        """The baseline; None: the device's memory is too small for it and a variant."""
+        self._before: Samples = ()
+        """Samples of the baseline since the last variant, if it does not stay in memory."""
+        free(world.device)
+        self._baseline_bytes = allocated_bytes(world.device)
+        """Bytes allocated while no variant is in memory."""
+
+    def measure_baseline(self, *, reported: bool) -> None:
+        """Measure the first variant, whose model stays if there is room; its cell is `reported` if it was requested."""
+        self._observer.on_under_way([0])
+        measured = self._built(self._study.contenders[0])
+        self._observer.on_facts(_facts(measured.step, self._world))
+        if reported:
+            self._observer.on_cell(0, measured.cell(None, self._trace_of(0)))
+        else:
+            measured.timed_by_itself(1)
+        self._tell_clocks(measured.step)
+        if self._has_room_beside(measured):
+            self._baseline = measured.step
+        del measured
+        self._baseline_bytes = free(self._world.device)
+        if self._baseline is None:
+            self._before = self._baseline_by_itself()
+
+    def measure(self, number: int) -> None:
+        """Measure any other variant and free it."""
+        variant = self._study.contenders[number]
+        self._observer.on_under_way([number])
+        cell = self._cell_of(number, variant)
+        cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
+        if self._baseline is None and cell.failure is None:
+            cell = self._beside_the_baseline(cell)
+        self._observer.on_cell(number, cell)
+
+    def _cell_of(self, number: int, variant: Variant) -> DdpCell:
+        """The cell of a variant, or of the refusal on which all ranks agree."""
+        measured, refusal = None, None
+        try:
+            measured = self._built(variant)
+        except SteplabError as error:
+            refusal = error
+        refused = self._world.collectives.host_gather(refusal is not None)
+        if measured is not None and not any(refused):
+            return measured.cell(self._baseline, self._trace_of(number))
+        if refusal is not None and all(refused):
+            return DdpCell(contender=variant, failure=failure_of(refusal, "build"))
+        ranks = ", ".join(str(rank) for rank, refuses in enumerate(refused) if refuses)
+        raise refusal or SteplabError(f"{variant.label}: rank {ranks} refuses a step that other ranks can run")
+
+    def _left_behind(self) -> tuple[str, ...]:
+        """Free a variant's memory; a note if some is not freed, which later variants then lack.
+
+        It waits for a while, because on GPUs buckets of torch's DDP are freed some time after the variant.
+        """
+        kept, expected = free(self._world.device), self._baseline_bytes
+        given_up_s = time.monotonic() + _LET_GO_S
+        while kept is not None and expected is not None and kept > expected + TOLERATED_BYTES:
+            if time.monotonic() > given_up_s:
+                break
+            time.sleep(0.1)
+            kept = free(self._world.device)
+        self._baseline_bytes = kept
+        if kept is None or expected is None or kept <= expected + TOLERATED_BYTES:
+            return ()
+        return (f"memory: {format_bytes(kept - expected)} were not freed after the variant was measured",)
+
+    def _tell_clocks(self, step: VariantStep) -> None:
+        """Read while the device is at work."""
+        step.run()
+        step.run()
+        device = self._world.device.torch_device
+        self._observer.on_environment(read_clocks(read_environment(device), device))
+
+    def _beside_the_baseline(self, cell: DdpCell) -> DdpCell:
+        """The cell with the baseline's samples from before and after."""
+        after = self._baseline_by_itself()
+        around = self._world.collectives.host_gather(joined([self._before, after]))
+        self._before = after
+        ranks = [dataclasses.replace(rank, baseline=around[rank.rank]) for rank in cell.ranks]
+        return dataclasses.replace(cell, ranks=tuple(ranks), turns="before_and_after")
+
+    def _baseline_by_itself(self) -> Samples:
+        measured = self._built(self._study.contenders[0])
+        samples = measured.timed_by_itself(max(self._study.step.steps // 2, 1))
+        del measured
+        free(self._world.device)
+        return samples
+
+    def _built(self, variant: Variant) -> MeasuredVariant:
+        observer = self._observer
+        return MeasuredVariant(
+            self._study, variant, self._world, self._baseline_bytes, observer.on_stage, observer.on_step
+        )
+
+    def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
+        """Whether every rank's device holds the baseline beside a variant's step; of a CPU it is not asked."""
+        fits, device = True, self._world.device.torch_device
+        if baseline.peak is not None:
+            _, total_bytes = torch.cuda.mem_get_info(device)
+            kept = max(memory.known_bytes for memory in baseline.memory)
+            fits = kept + _SPARE * baseline.peak.peak_allocated_bytes <= _ROOM * total_bytes
+        return all(self._world.collectives.host_gather(fits))
+
+    def _trace_of(self, number: int) -> Path | None:
+        return self._traces / self._study.trace_name(number) if self._traces else None
+
+
+def _facts(step: VariantStep, world: World) -> DdpFacts:
+    device = world.device.torch_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    places = world.collectives.host_gather(RankPlace(rank=world.rank, host=world.host, device=name))
+    parameters = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    return DdpFacts(
+        backend=world.backend,
+        places=tuple(places),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_tensors=len(parameters),
+        gradient_bytes=sum(parameter.nbytes for parameter in parameters),
+    )

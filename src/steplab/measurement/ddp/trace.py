@@ -1,0 +1,35 @@
+"""Some steps of a variant under torch.profiler, on all ranks at once: none waits for one that is slowed alone.
+
+A profiler slows Python most of all, so it gets its head start here as well.
+"""
+
+import time
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from steplab.measurement.ddp.turns import LONGEST_HOLD_S
+from steplab.measurement.machine.head_start import HeadStart
+from steplab.measurement.machine.world import World
+from steplab.measurement.step.step import ModelStep
+
+
+def trace_steps(step: ModelStep, world: World, num_steps: int, target: Path | None) -> None:
+    """Record `num_steps` steps, and one before them under another name; write them to `target`, None on other ranks."""
+    activities = [ProfilerActivity.CPU]
+    if world.device.torch_device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    head_start = HeadStart(world.device, world.collectives, LONGEST_HOLD_S)
+    world.device.synchronize()
+    with profile(activities=activities) as profiler:
+        for name in ("warmup step", *("step" for _ in range(num_steps))):
+            head_start.give()
+            started = time.perf_counter()
+            with record_function(name):
+                for phase in step.phases:
+                    with record_function(phase.name):
+                        phase.run()
+            head_start.lengthen(time.perf_counter() - started)
+            world.device.synchronize()
+    if target is not None:
+        profiler.export_chrome_trace(str(target))

@@ -1,0 +1,99 @@
+"""Variants that take turns: a few steps of one, then of the next, until each has its steps.
+
+Before each step Python gets a head start on all ranks (head_start.py): what is asked here is what communication costs
+the devices, and a host that is slow, or slowed by others, would be all that the difference of two steps shows. No
+variant has anything under way between two steps, so that nothing passes unseen meanwhile.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from steplab.measurement.machine.head_start import HeadStart
+from steplab.measurement.machine.world import World
+from steplab.measurement.step.loop import Phase, run_back_to_back
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
+
+Samples = tuple[PhaseSamples, ...]
+
+LONGEST_HOLD_S = 0.5
+"""Python fills the queue of launches in less."""
+
+
+def run_turns(
+    variants: Sequence[Sequence[Phase]], world: World, steps: int, turn: int, on_step: Callable[[int], None]
+) -> list[tuple[Samples, float | None]]:
+    """At least `steps` samples of each variant, `turn` in a row, and for how long the device was held before a step
+    at the most; every rank calls it.
+
+    Rounds begin with another variant each, so that none always comes after the same one.
+    """
+    head_starts = [HeadStart(world.device, world.collectives, LONGEST_HOLD_S) for _ in variants]
+    found: list[list[Samples]] = [[] for _ in variants]
+    done = 0
+    while done < steps:
+        order = list(range(len(variants)))
+        if (done // turn) % 2:
+            order.reverse()
+        for number in order:
+            found[number] += _turn(variants[number], world, head_starts[number], turn)
+        done += turn
+        on_step(min(done, steps) - 1)
+    held = [head_start.seconds if world.device.asynchronous else None for head_start in head_starts]
+    return [(joined(turns), held_s) for turns, held_s in zip(found, held, strict=True)]
+
+
+def _turn(phases: Sequence[Phase], world: World, head_start: HeadStart, steps: int) -> list[Samples]:
+    """So many steps, after one with the ranks together that is not counted, and says how long Python takes for one.
+
+    A step in which Python was not ahead on some rank is made again with the device held for longer, where that can be.
+    """
+    found: list[Samples] = []
+    world.device.synchronize()
+    world.collectives.host_gather(None)
+    started = time.perf_counter()
+    for phase in phases:
+        phase.run()
+    head_start.lengthen(time.perf_counter() - started)
+    while len(found) < steps:
+        samples, started_s = _step(phases, world, head_start)
+        if not any(world.collectives.host_gather(_hardly_ahead(samples))) or not head_start.lengthen(started_s):
+            found.append(samples)
+    return found
+
+
+def _step(phases: Sequence[Phase], world: World, head_start: HeadStart) -> tuple[Samples, float]:
+    """One step, and how long Python took to start it."""
+    begun_s, started_s = 0.0, 0.0
+
+    def give() -> None:
+        nonlocal begun_s
+        head_start.give()
+        begun_s = time.perf_counter()
+
+    def on_step(iteration: int) -> None:
+        nonlocal started_s
+        started_s = time.perf_counter() - begun_s
+
+    samples, _ = run_back_to_back(phases, world.device, 1, on_step, head_start=give)
+    return samples, started_s
+
+
+def _hardly_ahead(samples: Samples) -> bool:
+    step = find_phase(samples, "step")
+    assert step is not None
+    return step.lead_s is not None and min(step.lead_s) < HARDLY_AHEAD * min(step.best_s)
+
+
+def joined(turns: Sequence[Samples]) -> Samples:
+    """The samples of several turns of one variant, phase by phase."""
+    return tuple(_one_after_another(phase) for phase in zip(*turns, strict=True))
+
+
+def _one_after_another(turns: Samples) -> PhaseSamples:
+    def column(name: str) -> tuple[float, ...] | None:
+        parts = [getattr(samples, name) for samples in turns]
+        return None if any(part is None for part in parts) else tuple(second for part in parts for second in part)
+
+    return PhaseSamples(
+        phase=turns[0].phase, device_s=column("device_s"), host_s=column("host_s"), lead_s=column("lead_s")
+    )

@@ -1,0 +1,57 @@
+"""One variant of a data-parallel study, built on this rank: the step of `run`, and how its gradients travel.
+
+All variants compute the same step on the same weights, each rank on batches of its own. They differ in who averages
+the gradients, when, and where the optimizer's state is; all else is measurement.step.step's.
+"""
+
+from dataclasses import replace
+
+from steplab.errors import Unsupported
+from steplab.measurement import compat
+from steplab.measurement.ddp.messages import RecordingCollectives, fsdp_messages
+from steplab.measurement.machine.world import World
+from steplab.measurement.step.laying_out import sharding_of, units_of
+from steplab.measurement.step.step import ModelStep
+from steplab.model.build import build_workload
+from steplab.parallel import DataParallel
+from steplab.records.ddp import Messages
+from steplab.specs.ddp import COLLECTIVES, OWN, Variant
+from steplab.specs.step import StepSpec
+
+
+class VariantStep(ModelStep):
+    """The step of one variant on this rank."""
+
+    def __init__(self, spec: StepSpec, variant: Variant, world: World) -> None:
+        """A collective call. Raises UserError or Unsupported where the variant cannot be had, on every rank alike."""
+        device = world.device.torch_device
+        workload = build_workload(spec, device)
+        if workload.module is None or workload.make_batch is None:
+            raise Unsupported(f"comparing strategies on {spec.model.label}", "it gives a whole step", "give a module")
+        self._spec, self._variant, self._world_size = spec, variant, world.size
+        self._recording: RecordingCollectives | None = None
+        if variant.transport in (None, COLLECTIVES):  # any other has its own way to the ranks of the group it knows
+            self._recording = RecordingCollectives(world.collectives)
+            world = replace(world, collectives=self._recording)
+        super().__init__(workload, spec, device, world, variant)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Device memory of its transport that torch's allocator does not count."""
+        called = self.distributed.call
+        return called.shared_bytes if isinstance(called, DataParallel) else 0
+
+    def messages(self) -> tuple[Messages, ...]:
+        """What a step sends; empty where nobody can say. A collective call: it runs a step."""
+        if self._variant.kind == "fsdp2":
+            units, sharding = units_of(self.module), sharding_of(self.module, self._spec)
+            return fsdp_messages(self.module, units, sharding, self._world_size, self._spec.micro_steps)
+        if self._variant.kind == "torch_ddp":
+            self.run()
+            sizes = compat.bucket_bytes(self.distributed.call)
+            return (Messages(collective="all_reduce", sizes_bytes=sizes),) if sizes else ()
+        if self._variant.kind not in OWN or self._recording is None:
+            return ()
+        with self._recording.on() as found:
+            self.run()
+        return tuple(found)

@@ -1,0 +1,80 @@
+"""The measuring process: one request in on standard input, messages out on a pipe, the result last.
+
+`processes.launch` starts it as `python -m steplab.measurement.entry.child FD`. Standard input stays open for as long as
+the parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from steplab.errors import SteplabError
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.observer import Observer
+from steplab.measurement.processes.messages import Request
+from steplab.records.codec import encode
+
+if TYPE_CHECKING:
+    from steplab.measurement.machine.world import World
+
+_STEP_MESSAGES_EVERY_S = 0.1
+
+
+def main() -> None:
+    pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
+    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+    def send(kind: str, value: Any) -> None:
+        pipe.write(encode({"kind": kind, "value": value}) + b"\n")
+
+    try:
+        answer(request, send)
+    except SteplabError as error:
+        send("refused", [error.exit_code, str(error)])
+
+
+def answer(request: Request, send: Callable[[str, Any], None], world: "World | None" = None) -> None:
+    """Do what is asked for, and send what happens and, last, the result; in a world every rank does so.
+
+    Raises SteplabError for a request that cannot be served.
+    """
+    from steplab.measurement import compat
+
+    last_sent_s = 0.0
+
+    def on_step(iteration: int) -> None:
+        nonlocal last_sent_s
+        now_s = time.monotonic()
+        if now_s - last_sent_s >= _STEP_MESSAGES_EVERY_S:
+            last_sent_s = now_s
+            send("step", iteration + 1)
+
+    observer = Observer(
+        on_environment=lambda environment: send("environment", environment),
+        on_stage=lambda stage, num_steps: send("stage", [stage, num_steps]),
+        on_step=on_step,
+        on_measured=lambda run: send("measured", run),
+        on_facts=lambda facts: send("facts", facts),
+        on_under_way=lambda cells: send("at", cells),
+        on_cell=lambda number, cell: send("cell", [number, cell]),
+    )
+    compat.watch_refused_allocations()
+    send("result", JOBS[request.job].do(request.task, observer, world))
+
+
+def end_with_parent() -> None:
+    """Wait for the end of standard input (by its descriptor: a daemon thread must hold no lock of Python's)."""
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)  # the whole session: what the model started is to end as well
+
+
+if __name__ == "__main__":
+    main()

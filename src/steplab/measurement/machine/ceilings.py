@@ -1,0 +1,100 @@
+"""The ceilings of a device, measured: large matmuls in each data type, and a large copy.
+
+On random data: a GPU multiplies zeros faster than numbers, because its clock depends on the power drawn.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from steplab import __version__
+from steplab.measurement.machine.device import Device, has_tf32, open_device
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.world import World
+from steplab.measurement.observer import Observer
+from steplab.records.ceilings import Ceiling, Ceilings
+from steplab.records.codec import new_id, now_utc
+from steplab.units import GIB, MIB
+
+_SMALLEST, _LARGEST = 256, 8192
+"""Least and greatest n of an n x n x n matmul."""
+_LONG_ENOUGH_S = 0.02
+"""n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
+_COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
+_DTYPES = (
+    ("fp32", torch.float32),
+    ("tf32", torch.float32),
+    ("bf16", torch.bfloat16),
+    ("fp16", torch.float16),
+)
+_WARMUP, _REPEATS = 3, 10
+_LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
+"""Which operand of the product is transposed in a linear layer: forward, for its input's gradient, for its weight's."""
+_FAR_BEHIND = 2.0
+
+
+def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
+    """Measure in this process, which is by itself; raises Unsupported for a device that is not there."""
+    device = open_device(device_name)
+    environment = read_environment(device.torch_device)
+    ceilings = tuple(_measure(device, observer.on_stage))
+    return Ceilings(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        environment=read_clocks(environment, device.torch_device),
+        ceilings=ceilings,
+    )
+
+
+def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[Ceiling]:
+    where = device.torch_device
+    torch.manual_seed(0)
+    for name, dtype in _DTYPES:
+        if name == "tf32" and not has_tf32(where):
+            continue
+        on_stage(f"{name} matmul", 0)
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        n, seconds = _matmul(device, dtype)
+        yield Ceiling(name="matmul", dtype=name, unit="FLOP/s", work=2.0 * n**3, seconds=seconds)
+    on_stage("copy", 0)
+    source = torch.randint(256, (_COPY_BYTES[where.type],), dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+    seconds = _repeat(device, lambda: target.copy_(source), _REPEATS)
+    yield Ceiling(name="copy", dtype=None, unit="B/s", work=2.0 * source.numel(), seconds=seconds)
+
+
+def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]:
+    """Size and times of the largest product tried, in the fastest of the layouts a linear layer multiplies in.
+
+    A layout that is far behind at one size is not tried at the next: a CPU without bf16 instructions is twenty times
+    slower in one of them than in another.
+    """
+    n, layouts = _SMALLEST, _LAYOUTS
+    while True:
+        tried = {layout: min(_matmul_s(device, n, dtype, layout, repeats=2)) for layout in layouts}
+        fastest_s = min(tried.values())
+        layouts = tuple(layout for layout in layouts if tried[layout] <= _FAR_BEHIND * fastest_s)
+        if n >= _LARGEST or fastest_s >= _LONG_ENOUGH_S:
+            return n, min((_matmul_s(device, n, dtype, layout, _REPEATS) for layout in layouts), key=min)
+        n *= 2
+
+
+def _matmul_s(device: Device, n: int, dtype: torch.dtype, layout: str, repeats: int) -> tuple[float, ...]:
+    a, b = (torch.randn(n, n, device=device.torch_device).to(dtype) for _ in range(2))
+    x, y = (a.T if layout[0] == "T" else a), (b.T if layout[1] == "T" else b)
+    out = torch.empty_like(a)
+    return _repeat(device, lambda: torch.mm(x, y, out=out), repeats)
+
+
+def _repeat(device: Device, work: Callable[[], object], repeats: int) -> tuple[float, ...]:
+    for _ in range(_WARMUP if repeats > _WARMUP else 1):
+        work()
+    spans = []
+    device.synchronize()
+    for _ in range(repeats):
+        start = device.mark()
+        work()
+        spans.append((start, device.mark()))
+    device.synchronize()
+    return tuple(device.seconds_between(start, end) for start, end in spans)

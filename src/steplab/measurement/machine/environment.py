@@ -1,0 +1,133 @@
+"""Read where a measurement runs: device, versions, clocks, the few variables that matter."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from steplab.measurement.machine import nvml
+from steplab.records.environment import DeviceInfo, Environment
+
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_SCALE_LAUNCH_QUEUES",
+    "CUDA_VISIBLE_DEVICES",
+    "MKL_NUM_THREADS",
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+)
+"""The environment variables a record may carry: those that change how fast or how large a step is. A record
+travels, and the others may hold secrets."""
+
+
+def read_environment(device: torch.device) -> Environment:
+    """The environment as it is before the measurement."""
+    gaps: list[str] = []
+    info, driver = _device_info(device, gaps)
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return Environment(
+        device=info,
+        host=f"{platform.system()} {platform.machine()}",
+        cpu=_cpu_name(),
+        num_cpus=os.cpu_count() or 1,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda,
+        cudnn=_dotted(cudnn) if cudnn else None,
+        triton=_version_of("triton"),
+        driver=driver,
+        git_commit=_git_commit(),
+        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        gaps=tuple(gaps),
+    )
+
+
+def read_clocks(environment: Environment, device: torch.device) -> Environment:
+    """The same environment with the GPU's clocks, power limit and temperature as they are right now."""
+    if device.type != "cuda" or environment.device.uuid is None:
+        return environment
+    reading = nvml.read(environment.device.uuid)
+    if isinstance(reading, str):
+        return environment
+    return dataclasses.replace(
+        environment,
+        device=dataclasses.replace(
+            environment.device,
+            sm_clock_hz=reading.sm_clock_hz,
+            memory_clock_hz=reading.memory_clock_hz,
+            power_limit_w=reading.power_limit_w,
+            temperature_c=reading.temperature_c,
+        ),
+    )
+
+
+def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str | None]:
+    if device.type != "cuda":
+        name = _cpu_name() if device.type == "cpu" else f"Apple GPU of {_cpu_name()}"
+        return DeviceInfo(kind=device.type, name=name, threads=torch.get_num_threads()), None
+    properties = torch.cuda.get_device_properties(device)
+    uuid = str(properties.uuid) if hasattr(properties, "uuid") else None
+    reading = nvml.read(uuid) if uuid else "this version of torch does not report the GPU's UUID"
+    if isinstance(reading, str):
+        gaps.append(f"clocks, power limit and driver version: {reading}")
+    return (
+        DeviceInfo(
+            kind="cuda",
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            uuid=uuid,
+            compute_capability=f"{properties.major}.{properties.minor}",
+        ),
+        None if isinstance(reading, str) else reading.driver,
+    )
+
+
+def _cpu_name() -> str:
+    """Linux tells the model in /proc/cpuinfo; elsewhere the platform module knows something."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _dotted(version: int) -> str:
+    """cuDNN counts 91900 for 9.19.0 (and 8902 for 8.9.2 before version 9)."""
+    scale = 10_000 if version >= 90_000 else 1_000
+    return f"{version // scale}.{version % scale // 100}.{version % 100}"
+
+
+def _git_commit() -> str | None:
+    """Commit of the folder steplab was started in: it is the user's code that is under test."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    finished = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
+    return finished.stdout.strip()

@@ -1,0 +1,70 @@
+"""From an exception in the middle of a measurement to a row that says what happened."""
+
+import re
+
+import torch
+
+from steplab.errors import SteplabError
+from steplab.measurement import compat
+from steplab.measurement.machine.device import Device
+from steplab.records.failure import Failure
+from steplab.records.memory import PeakMemory
+from steplab.specs.step import StepSpec
+from steplab.units import format_bytes
+
+_LAST_LINES = 12
+
+
+def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
+    """The failure that `error` is: out of memory with its sizes, or the error's own first line."""
+    refused = refused_memory(error, stage, device)
+    if refused:
+        return refused
+    if spec is not None and device is not None and has_no_kernel(error):
+        message = (
+            f"attention {spec.attention} has no kernel for {spec.precision} on {device.torch_device.type}; "
+            "choose --attention sdpa, or another precision"
+        )
+        return Failure(kind="error", message=message, phase=stage)
+    return failure_of(error, stage)
+
+
+def refused_memory(error: Exception, stage: str, device: Device | None) -> Failure | None:
+    """The failure to get memory that `error` is, with its sizes; None: it is none."""
+    if isinstance(error, torch.OutOfMemoryError):
+        requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
+        return _out_of_memory(stage, requested_bytes, device.peak("step") if device else None)
+    if "DefaultCPUAllocator: can't allocate memory" in str(error):
+        refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
+        return _out_of_memory(stage, int(refused[1]) if refused else None, None)
+    return None
+
+
+def has_no_kernel(error: Exception) -> bool:
+    """Whether torch says that none of the attention kernels it may use takes these inputs."""
+    return "No available kernel" in str(error) or "No viable backend" in str(error)
+
+
+def failure_of(error: BaseException, stage: str | None) -> Failure:
+    """Any other error: its first line, and the lines it ends with."""
+    lines = tuple(str(error).splitlines()[-_LAST_LINES:])
+    return Failure(kind="error", message=_first_line(error), phase=stage, last_lines=lines if len(lines) > 1 else ())
+
+
+def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | None) -> Failure:
+    asked = f"asked for {format_bytes(requested_bytes)} more" if requested_bytes else "an allocation was refused"
+    held = f", with at most {format_bytes(peak.peak_allocated_bytes)} in tensors before" if peak else ""
+    return Failure(
+        kind="out_of_memory",
+        message=f"{asked}{held} ({stage})",
+        phase=stage,
+        requested_bytes=requested_bytes,
+        peak_allocated_bytes=peak.peak_allocated_bytes if peak else None,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, SteplabError):  # meant for the user as it is
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,154 @@
+"""This process as one of several that measure a step together."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from steplab.errors import Unsupported, UserError
+from steplab.measurement.machine.device import Device, open_device
+from steplab.measurement.machine.torchrun import LOOPBACK, Place, Torchrun
+from steplab.parallel.collectives import Collectives, GroupCollectives
+
+JOIN_TIMEOUT_S = 300.0
+"""How long a process waits for the others to come."""
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""After this long a collective that waits for another process raises. It is the last resort: whoever started the
+processes hears sooner that one has died or makes no progress (measurement.processes.hearing)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The processes that measure together, seen from one of them."""
+
+    rank: int
+    """This process's place among all, from 0."""
+    size: int
+    """How many there are."""
+    local_rank: int
+    """Its place among those of its machine."""
+    local_size: int
+    """How many its machine has."""
+    host: str
+    """Name of the machine."""
+    device: Device
+    """This rank's own, opened: cuda:local_rank, or the CPU."""
+    backend: str
+    """nccl or gloo: what carries tensors on that device."""
+    collectives: Collectives
+    """The collectives over all processes."""
+    folder: Path | None = None
+    """A private folder of these processes, for files that nobody keeps; None under torchrun."""
+
+    def leave(self) -> None:
+        """Be one of several no more; all ranks do it, and none can come back."""
+        dist.destroy_process_group()
+
+
+def meeting_place(around: Torchrun) -> Store:
+    """The key-value store that all processes of torchrun reach, with keys of its own for each call by all of them.
+
+    Raises UserError where this process has to serve it and cannot.
+    """
+    serves = around.is_first and not around.agent_store
+    address, listening = around.address, None
+    if around.is_on_one_machine and not around.agent_store:
+        # torch would have it listen on all interfaces, and it believes whoever connects.
+        address = LOOPBACK
+        listening = _listening_at(around.port) if serves else None
+    store = TCPStore(
+        address,
+        around.port,
+        around.size,
+        is_master=serves,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening,
+    )
+    # Several measurements in turn find the store as the ones before have left it.
+    arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
+    return PrefixStore(f"steplab/{arrivals}/", store)
+
+
+def private_meeting_place(folder: str, size: int) -> Store:
+    """The key-value store of the processes that have a folder for themselves: a file in it."""
+    store = FileStore(f"{folder}/store", size)
+    store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
+    return store
+
+
+def _listening_at(port: int) -> int:
+    try:
+        return socket.create_server((LOOPBACK, port), backlog=1024).detach()
+    except OSError as error:
+        raise UserError(f"cannot listen on MASTER_PORT {port}: {error.strerror}; choose another port") from None
+
+
+def join_world(
+    place: Place,
+    device: str,
+    meet: Callable[[], Store],
+    *,
+    folder: str | None = None,
+    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+) -> World:
+    """Become one of several processes, on this rank's share of `device` (auto, cuda or cpu).
+
+    `meet` gives the store that all of them reach. Host values travel by gloo; tensors on a GPU by nccl.
+    Raises Unsupported where the machine has no GPU for this rank.
+    """
+    opened = _open_share(place, device)
+    backend = "nccl" if opened.torch_device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=meet(),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=collective_timeout_s),
+    )
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        local_size=place.local_size,
+        host=host_name(),
+        device=opened,
+        backend=backend,
+        collectives=GroupCollectives(),
+        folder=Path(folder) if folder else None,
+    )
+
+
+def host_name() -> str:
+    """What this machine calls itself."""
+    return socket.gethostname()
+
+
+def _open_share(place: Place, device: str) -> Device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device '{device}' cannot be shared by several processes; choose one of auto, cpu, cuda")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return open_device("cpu")
+    if not torch.cuda.is_available():
+        return open_device("cuda")  # says why there is none
+    refuse_too_few_gpus(place.local_size, torch.cuda.device_count())
+    return open_device(f"cuda:{place.local_rank}")
+
+
+def refuse_too_few_gpus(wanted: int, there: int) -> None:
+    """Raise Unsupported where processes would have to share a GPU, which NCCL does not do."""
+    if wanted > there:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        seen = f" (CUDA_VISIBLE_DEVICES is '{visible}')" if visible is not None else ""
+        raise Unsupported(
+            f"{wanted} processes on GPUs of one machine",
+            f"each takes one, and {socket.gethostname()} has {there}{seen}",
+            f"use at most {there}" if there else "use --processes on the CPU",
+        )

@@ -1,0 +1,104 @@
+"""A history of a CPU's memory, in the format of torch's CUDA memory snapshots, which the same programs read.
+
+https://docs.pytorch.org/docs/stable/torch_cuda_memory.html describes the format. A CPU has no caching allocator: each
+block is a segment of its own, as large as what was asked for.
+"""
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steplab.measurement.memory.allocation_events import MemoryEvent
+from steplab.measurement.memory.python_lines import Frame
+
+
+def storages_in_sight() -> dict[int, int]:
+    """Address and bytes of every storage on the CPU that a tensor known to Python has."""
+    tensors: list[Tensor] = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
+    storages = [
+        tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout is torch.strided
+    ]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr()}
+
+
+def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
+    """Address and bytes of the blocks that were allocated in those events and not given back."""
+    alive: dict[int, int] = {}
+    for event in events:
+        if event.num_bytes > 0:
+            alive[event.address] = event.num_bytes
+        else:
+            alive.pop(event.address, None)
+    return alive
+
+
+def cpu_snapshot(
+    events: Sequence[MemoryEvent],
+    before: Mapping[int, int],
+    stack_of: Callable[[tuple[str, ...]], tuple[Frame, ...]],
+) -> dict[str, Any]:
+    """The snapshot at the end of those events.
+
+    before: address and bytes of what was alive before the first. stack_of: from the ranges open at an allocation to the
+    Python stack, innermost frame first.
+    """
+    alive = dict(before)
+    frames_at: dict[int, list[dict[str, Any]]] = {}
+    written: dict[tuple[Frame, ...], list[dict[str, Any]]] = {}
+    trace = []
+    for event in events:
+        gone_bytes = alive.pop(event.address, None)
+        if event.num_bytes > 0:
+            if gone_bytes is not None:  # given back unseen, as it was older than the profiler's watch
+                trace.append(_entry("free_completed", event, gone_bytes, []))
+            stack = stack_of(event.ranges)
+            frames = written.setdefault(stack, [_frame(frame) for frame in stack])  # one list for all: a smaller pickle
+            alive[event.address], frames_at[event.address] = event.num_bytes, frames
+            trace.append(_entry("alloc", event, event.num_bytes, frames))
+        else:
+            trace.append(_entry("free_completed", event, -event.num_bytes, []))
+    segments = [_segment(address, alive[address], frames_at.get(address, [])) for address in sorted(alive)]
+    return {"segments": segments, "device_traces": [trace]}
+
+
+def _entry(action: str, event: MemoryEvent, num_bytes: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": event.address,
+        "size": num_bytes,
+        "stream": 0,
+        "frames": frames,
+        "time_us": event.time_ns // 1000,
+    }
+
+
+def _frame(frame: Frame) -> dict[str, Any]:
+    filename, line, name = frame
+    return {"filename": filename, "line": line, "name": name}
+
+
+def _segment(address: int, num_bytes: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    block = {
+        "address": address,
+        "size": num_bytes,
+        "requested_size": num_bytes,
+        "state": "active_allocated",
+        "frames": frames,
+    }
+    return {
+        "device": 0,
+        "address": address,
+        "total_size": num_bytes,
+        "allocated_size": num_bytes,
+        "active_size": num_bytes,
+        "requested_size": num_bytes,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": [block],
+    }

@@ -1,0 +1,199 @@
+"""From what was seen of a step to the marks that go beside its history, each at its number of allocations."""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Operator, Range
+from steplab.measurement.memory.sightings import StepSightings
+from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
+
+STEP = "steplab: step"
+"""Name of the range around the watched step."""
+PHASE = "steplab: phase "
+"""Before the name of a phase, in the name of its range."""
+MOMENT = "steplab: moment "
+"""Before the number of a moment of StepSightings, in the name of its range."""
+LINE = "steplab: line "
+"""Before the number of a stack of PythonLines, in the name of its range."""
+
+_CAST = "aten::_to_copy"
+_CAST_TO = ("bfloat16", "float16")
+_NEVER = float("inf")
+
+
+class StepMarks:
+    """One watched step, as the profiler saw it."""
+
+    def __init__(self, events: AllocationEvents, sightings: StepSightings | None, *, autocast: bool) -> None:
+        """sightings: None for a step that is not taken apart. autocast: whether weights are cast on their way."""
+        (step,) = [marked for marked in events.ranges if marked.name == STEP]
+        self._events, self._sightings, self._autocast = events, sightings, autocast
+        self._ranges = [m for m in events.ranges if step.start_ns <= m.start_ns and m.end_ns <= step.end_ns]
+        names = sightings.module_names if sightings else frozenset()
+        self._block_inputs = sightings.block_inputs if sightings else {}
+        self._calls = [marked for marked in self._ranges if marked.name in names]
+        self._moments_ns = {
+            int(marked.name.removeprefix(MOMENT)): marked.start_ns
+            for marked in self._ranges
+            if marked.name.startswith(MOMENT)
+        }
+        self.memory = events.between(step.start_ns, step.end_ns)
+        """Allocations and releases of the step."""
+        self.memory_before = events.between(0, step.start_ns)
+        """Those before it that the profiler saw as well."""
+        self.allocations = [event for event in self.memory if event.num_bytes > 0]
+        """In the order of their positions."""
+        self._times_ns = [event.time_ns for event in self.allocations]
+        self._released_ns = _release_times(self.memory)
+
+    def marks(self) -> Marks:
+        """All of it."""
+        operators = {event.operator for event in self.allocations if event.operator}
+        owned = self._owned()
+        return Marks(
+            phases=tuple(
+                self._stretch(marked.name.removeprefix(PHASE), marked)
+                for marked in self._ranges
+                if marked.name.startswith(PHASE)
+            ),
+            modules=self._modules(),
+            operators=tuple(
+                self._stretch(operator.name, operator)
+                for operator in sorted(operators, key=lambda operator: (operator.start_ns, -operator.end_ns))
+            ),
+            owned=owned,
+            made=tuple(made for index in range(len(self.allocations)) if (made := self._made(index))),
+            saved=self._saved(owned),
+            block_bytes=tuple(event.num_bytes for event in self.allocations),
+            block_inputs=self._block_inputs,
+        )
+
+    def _modules(self) -> tuple[Stretch, ...]:
+        backward = [marked for marked in self._ranges if marked.name == f"{PHASE}backward"]
+        return tuple(
+            self._stretch(call.name, call, in_backward=any(b.start_ns <= call.start_ns < b.end_ns for b in backward))
+            for call in self._calls
+        )
+
+    def _owned(self) -> tuple[Owned, ...]:
+        """Whose memory is where: as it was seen, and under autocast the copies of weights in a smaller type."""
+        if self._sightings is None:
+            return ()
+        seen = [
+            Owned(
+                address=owner.address,
+                position=self._position(self._moments_ns[owner.moment]),
+                category=owner.category,
+                name=owner.name,
+            )
+            for owner in self._sightings.owners
+        ]
+        return (*seen, *(self._autocast_copies() if self._autocast else ()))
+
+    def _autocast_copies(self) -> Iterator[Owned]:
+        assert self._sightings is not None
+        names = self._sightings.parameter_names
+        for index, event in enumerate(self.allocations):
+            cast = event.operator.first_address if event.operator and event.operator.name == _CAST else None
+            made = self._made(index)
+            if cast in names and made and made.dtype in _CAST_TO:
+                yield Owned(address=event.address, position=index + 1, category="autocast_copies", name=names[cast])
+
+    def _saved(self, owned: Sequence[Owned]) -> tuple[Saved, ...]:
+        """What is kept for backward: by autograd's nodes, and then what else of the forward pass is still there.
+
+        The latter is what checkpointing keeps, or the model itself: a block's input under the block, all else under the
+        module that made it.
+        """
+        if self._sightings is None or self._sightings.kept_moment is None:
+            return ()
+        moment_ns = self._moments_ns[self._sightings.kept_moment]
+        by_nodes = [
+            Saved(
+                address=kept.address,
+                position=self._position(moment_ns),
+                module=kept.module,
+                op=kept.op,
+                shape=kept.shape,
+                dtype=kept.dtype,
+                storage_bytes=kept.storage_bytes,
+            )
+            for kept in self._sightings.kept
+        ]
+        position = self._position(moment_ns)
+        seen = [(saved.address, position) for saved in by_nodes] + [(o.address, o.position) for o in owned]
+        known = self._alive([*seen, (self._sightings.loss_address or 0, position)])
+        return (*by_nodes, *self._else_kept(moment_ns, known))
+
+    def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
+        """Which of the step's allocations were alive at these addresses, each at its position: an address is used again
+        and again, and may be one tensor's before and another's after."""
+        indices: dict[int, list[int]] = {}
+        for index, event in enumerate(self.allocations):
+            indices.setdefault(event.address, []).append(index)
+        made = ((indices.get(address, []), position) for address, position in seen)
+        return {at[before - 1] for at, position in made if (before := bisect_left(at, position))}
+
+    def _else_kept(self, moment_ns: int, known: set[int]) -> Iterator[Saved]:
+        """What was allocated before that moment and released after it, except the allocations that are known."""
+        position = self._position(moment_ns)
+        for index, event in enumerate(self.allocations[:position]):
+            if index in known or not moment_ns <= self._released_ns[index] < _NEVER:
+                continue
+            made, block = self._made(index), self._block_given(event)
+            shape, dtype = (made.shape, made.dtype) if made else ((), "")
+            if block is not None:
+                shape, dtype = self._block_inputs[block]
+            yield Saved(
+                address=event.address,
+                position=position,
+                module=self._module_around(event) if block is None else block,
+                op="",
+                shape=shape,
+                dtype=dtype,
+                storage_bytes=event.num_bytes,
+            )
+
+    def _block_given(self, event: MemoryEvent) -> str | None:
+        """The first block that was called with a tensor in that memory, which is kept until then."""
+        assert self._sightings is not None
+        given = [name for name, address in self._sightings.block_input_addresses.items() if address == event.address]
+        return next((c.name for c in self._calls if c.name in given and c.start_ns > event.time_ns), None)
+
+    def _module_around(self, event: MemoryEvent) -> str:
+        around = [call.name for call in self._calls if call.start_ns <= event.time_ns < call.end_ns]
+        return around[-1] if around else ""
+
+    def _made(self, index: int) -> Made | None:
+        """What an allocation was for, where an operator made it and a later one took it."""
+        event = self.allocations[index]
+        sighting = self._events.first_sighting(event, self._released_ns[index])
+        if event.operator is None or sighting is None:
+            return None
+        return Made(
+            address=event.address,
+            position=index + 1,
+            op=event.operator.name,
+            shape=sighting.shape,
+            dtype=sighting.dtype,
+        )
+
+    def _stretch(self, name: str, marked: Range | Operator, *, in_backward: bool = False) -> Stretch:
+        start, end = self._position(marked.start_ns), self._position(marked.end_ns)
+        return Stretch(name=name, start=start, end=end, in_backward=in_backward)
+
+    def _position(self, time_ns: int) -> int:
+        return bisect_left(self._times_ns, time_ns)
+
+
+def _release_times(memory: Sequence[MemoryEvent]) -> list[float]:
+    """When each allocation was released; _NEVER where it was not."""
+    released: list[float] = []
+    at: dict[int, int] = {}
+    for event in memory:
+        if event.num_bytes > 0:
+            at[event.address] = len(released)
+            released.append(_NEVER)
+        elif event.address in at:
+            released[at.pop(event.address)] = event.time_ns
+    return released

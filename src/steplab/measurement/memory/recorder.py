@@ -1,0 +1,246 @@
+"""One step more, watched for its memory, once everything is timed.
+
+Two witnesses see it. The allocator's history says what was allocated where, when and by which Python line; it is kept
+as torch writes it, for the usual viewer. The profiler hears of the same allocations from the same allocator, and knows
+the operators and the marks around them: through it each thing that the process knows of its tensors gets its place in
+the history. A CPU's allocator keeps no history, and the profiler's account is written in that form.
+
+What runs is the step that was timed: no hook touches autograd, and no mode the dispatcher.
+"""
+
+import dataclasses
+import pickle
+import struct
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from steplab.errors import Unsupported
+from steplab.measurement import compat
+from steplab.measurement.machine.device import Device
+from steplab.measurement.memory.allocation_events import AllocationEvents
+from steplab.measurement.memory.cpu_history import cpu_snapshot, left_behind, storages_in_sight
+from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks
+from steplab.measurement.memory.python_lines import PythonLines
+from steplab.measurement.memory.sightings import StepSightings
+from steplab.measurement.step.loop import OnStep
+from steplab.measurement.step.spans import Spans
+from steplab.measurement.step.step import ModelStep, Step
+from steplab.ops.attention.plain import Span, no_span
+from steplab.records.codec import encode
+from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
+from steplab.specs.step import StepSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryWatch:
+    """Where to write what is seen of a step's memory."""
+
+    snapshot: Path
+    """The history, in the format of torch's CUDA memory snapshots."""
+    marks: Path
+    """What the history does not know (records.memory_marks), as JSON."""
+
+    def open(self, spec: StepSpec, device: Device) -> "MemoryRecorder":
+        """Make the recorder. Raises Unsupported for a device whose allocator tells nobody what it does."""
+        return MemoryRecorder(self, spec, device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Testimony:
+    """What is known when the step is over, the profiler's account aside."""
+
+    snapshot: dict[str, Any] | None
+    """The allocator's history; None where it keeps none."""
+    before: dict[int, int]
+    """Where it keeps none: address and bytes of what tensors held before the step."""
+    counted: Marks
+    """The allocator's own figures."""
+
+
+class MemoryRecorder:
+    """Records the memory of one step of one cell."""
+
+    stage, export_stage = "memory", "snapshot"
+    num_steps = 1
+
+    def __init__(self, watch: MemoryWatch, spec: StepSpec, device: Device) -> None:
+        """Raises Unsupported for a device whose allocator tells nobody what it does."""
+        self._watch, self._spec, self._device = watch, spec, device
+        self._on_cuda = device.torch_device.type == "cuda"
+        self._compiled = spec.compile != "off"
+        if device.torch_device.type not in ("cpu", "cuda"):
+            why = "its allocator keeps no history, and torch.profiler does not hear of it"
+            raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
+
+    @property
+    def span(self) -> Span:
+        """Modules mark themselves by hooks; what lies between them needs no name here."""
+        return no_span
+
+    def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
+        """Run a step and the one before it, and write both files. What they lack is said in the marks.
+
+        `on_export` is called when the steps are over. Whatever a step or torch raises passes through.
+        """
+        device = self._device.torch_device
+        sightings = StepSightings(step, device, _mark_moment) if isinstance(step, ModelStep) else None
+        lines = PythonLines(LINE) if self._lines_are_wanted(step) else None
+        # The CPU's activity alone: that is where memory is allocated, for whichever device.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+            for phase in step.phases:  # the step before it, so that what it leaves behind is seen too
+                phase.run()
+            self._device.synchronize()
+            module = None if self._compiled else step.module
+            with Spans(nvtx=False).on(module) as left_out:
+                testimony = self._watch_step(step, sightings, None if self._compiled else left_out, lines)
+        on_step(0)
+        on_export()
+        events = AllocationEvents(compat.profiled_events(profiler), device)
+        autocast = self._spec.precision in ("bf16", "fp16")
+        seen = StepMarks(events, sightings, autocast=autocast)
+        notes = self._notes(step, left_out, has_lines=lines is not None)
+        marks = self._agreed(seen, testimony, notes)
+        snapshot = testimony.snapshot
+        if snapshot is None:
+            before = left_behind(seen.memory_before) | testimony.before
+            snapshot = cpu_snapshot(seen.memory, before, lines.stack if lines else _no_stack)
+        self._write(marks, snapshot)
+        return ()
+
+    def _watch_step(
+        self,
+        step: Step,
+        sightings: StepSightings | None,
+        left_out: tuple[str, ...] | None,
+        lines: PythonLines | None,
+    ) -> _Testimony:
+        before = {} if self._on_cuda else storages_in_sight()
+        self._device.reset_peak()
+        with compat.memory_history() if self._on_cuda else nullcontext():
+            with record_function(STEP), sightings.watching(left_out) if sightings else nullcontext():
+                _run(step, sightings, lines)
+                self._device.synchronize()
+            counted = self._counted()
+            return _Testimony(
+                snapshot=compat.memory_snapshot() if self._on_cuda else None, before=before, counted=counted
+            )
+
+    def _counted(self) -> Marks:
+        peak = self._device.peak("step")
+        if peak is None:
+            return Marks(source="cpu allocator")
+        device = self._device.torch_device
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return Marks(
+            device_index=device.index or 0,
+            counted_peak_bytes=peak.peak_allocated_bytes,
+            reserved_bytes=peak.peak_reserved_bytes,
+            outside_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(device),
+        )
+
+    def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
+        """The marks, if both witnesses saw the same allocations; else, what needs only one."""
+        counted = testimony.counted
+        if testimony.snapshot is not None:
+            trace = testimony.snapshot["device_traces"][counted.device_index]
+            history = [entry["addr"] for entry in trace if entry["action"] == "alloc"]
+            if history != [event.address for event in seen.allocations]:
+                notes.append(
+                    f"marks: the allocator's history has {len(history)} allocations of this step, and torch.profiler "
+                    f"{len(seen.allocations)} that do not match, so nobody says whose they are; a model that "
+                    "allocates from threads of its own does this"
+                )
+                return dataclasses.replace(counted, notes=tuple(notes))
+        return dataclasses.replace(
+            seen.marks(),
+            device_index=counted.device_index,
+            source=counted.source,
+            counted_peak_bytes=counted.counted_peak_bytes,
+            reserved_bytes=counted.reserved_bytes,
+            outside_bytes=counted.outside_bytes,
+            notes=tuple(notes),
+        )
+
+    def _lines_are_wanted(self, step: Step) -> bool:
+        """Whether Python lines are to be found by a mode over torch's functions: where it does not change what runs."""
+        modules = step.module.modules() if step.module is not None else ()
+        return not self._on_cuda and not self._compiled and not any(map(compat.minds_function_modes, modules))
+
+    def _notes(self, step: Step, left_out: tuple[str, ...], *, has_lines: bool) -> list[str]:
+        notes = []
+        if not isinstance(step, ModelStep):
+            notes.append(
+                "categories: steplab does not take a user's whole step apart, and nobody says which of its tensors are "
+                "parameters, gradients or activations"
+            )
+        if self._compiled:
+            notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
+            if self._spec.precision in ("bf16", "fp16"):
+                notes.append(
+                    "autocast copies: a compiled graph casts weights among other things; a copy counts as an "
+                    "activation where it is kept for backward, and else as temporary"
+                )
+        elif left_out:
+            shown = ", ".join(name or "the model" for name in left_out)
+            notes.append(f"modules: none inside {shown}, where hooks would change what runs")
+        if self._on_cuda and self._spec.compile in ("reduce-overhead", "max-autotune"):
+            notes.append(
+                "activations: CUDA graphs replay in a memory pool of their own, allocated before the step; what they "
+                "use of it, and when, is not recorded, and counts as workspaces"
+            )
+        if not self._on_cuda:
+            notes.append("cpu allocator: memory that a library (MKL, oneDNN) allocates for itself is not recorded")
+            if not has_lines:
+                notes.append("lines: not recorded, because recording them would change what runs")
+        return notes
+
+    def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:
+        """Both files, or neither; the marks name the history that they are of."""
+        marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
+        unfinished = self._watch.snapshot.with_name(f"unfinished-{self._watch.snapshot.name}")
+        with unfinished.open("wb") as file:
+            pickle.dump(snapshot, file)
+        self._watch.marks.write_bytes(encode(marks))
+        unfinished.replace(self._watch.snapshot)
+
+
+def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> None:
+    """Run the phases, and look around before, between and after them."""
+    if sightings:
+        sightings.see_what_is_there()
+    for phase in step.phases:
+        if sightings and phase.name == "forward":
+            sightings.begin_forward()
+        with record_function(f"{PHASE}{phase.name}"), lines or nullcontext():
+            phase.run()
+        if sightings and phase.name == "forward":
+            sightings.see_graph()
+    if sightings:
+        sightings.see_what_is_there()
+
+
+def _digest(trace: list[dict[str, Any]]) -> str:
+    events = [entry for entry in trace if entry["action"] in BLOCK_ACTIONS]
+    layout = f"<{len(events)}q"
+    return history_digest(
+        bytes(BLOCK_ACTIONS.index(entry["action"]) for entry in events),
+        struct.pack(layout, *(entry["addr"] for entry in events)),
+        struct.pack(layout, *(entry["size"] for entry in events)),
+    )
+
+
+def _mark_moment(number: int) -> None:
+    with record_function(f"{MOMENT}{number}"):
+        pass
+
+
+def _no_stack(ranges: tuple[str, ...]) -> tuple[()]:
+    """Nobody looked for lines."""
+    return ()

@@ -1,0 +1,237 @@
+"""What a step's own objects tell of its memory as it runs: whose tensors are where, and what autograd kept.
+
+Nothing is held on to, nothing wraps a tensor or stands in for one, so that the step does what it would do alone: the
+tensors kept for backward are read off autograd's graph when the forward pass is over, and a node is a module's if it
+was made between that module's beginning and end (nodes are numbered as they are made).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from steplab.measurement import compat
+from steplab.measurement.step.step import ModelStep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerSeen:
+    """A storage that somebody is known to own."""
+
+    moment: int
+    """Which moment it was seen in."""
+    address: int
+    """Of the storage."""
+    category: str
+    """As records.memory_marks.Owned.category."""
+    name: str | None
+    """Of the parameter that it is, or is the gradient of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptTensor:
+    """A tensor that a node of autograd's graph keeps."""
+
+    address: int
+    """Of its storage."""
+    storage_bytes: int
+    """Size of that storage."""
+    module: str
+    """Innermost module in which the node was made; '' for none."""
+    op: str
+    """Name of the node."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+    dtype: str
+    """float32, bfloat16, ..."""
+
+
+class StepSightings:
+    """Looks at a step's objects at certain moments, each numbered and told to `on_moment`."""
+
+    def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
+        self._step, self._device, self._on_moment = step, device, on_moment
+        self._num_moments = 0
+        self._calls: list[tuple[str, int, int]] = []
+        self._open: list[tuple[int, str, int]] = []
+        self.owners: list[OwnerSeen] = []
+        """Owned storages, at each moment that they were looked at."""
+        self.kept: list[KeptTensor] = []
+        """What autograd kept for backward in the last micro-step, in the order in which the nodes were made."""
+        self.kept_moment: int | None = None
+        """When that was looked at; None: there was no graph."""
+        self.loss_address: int | None = None
+        """Where the loss was then."""
+        self.block_inputs: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shape and dtype of the first tensor given to each item of a ModuleList."""
+        self.block_input_addresses: dict[str, int] = {}
+        """Where that tensor's storage was then."""
+
+    @property
+    def module_names(self) -> frozenset[str]:
+        """Dotted names of the model's parts."""
+        return frozenset(name for name, _ in self._step.module.named_modules() if name)
+
+    @property
+    def parameter_names(self) -> dict[int, str | None]:
+        """The parameters by the addresses of their storages."""
+        return self._storages(self._step.module.named_parameters())
+
+    @contextmanager
+    def watching(self, left_out: Iterable[str] | None) -> Iterator[None]:
+        """Within it the model's modules and its gradients are looked at as they come.
+
+        left_out: names of the modules whose inside hooks would change; None: all.
+        """
+        hooks = self._attach(tuple(left_out)) if left_out is not None else []
+        self._step.on_gradients = self.see_gradients
+        try:
+            yield
+        finally:
+            self._step.on_gradients = _nothing
+            for hook in hooks:
+                hook.remove()
+
+    def see_what_is_there(self) -> None:
+        """Before the step, and after it: the model, the optimizer's state, the batches."""
+        step, moment = self._step, self._next_moment()
+        self._own(moment, "parameters", [*step.module.named_parameters(), *step.module.named_buffers()])
+        state = [] if step.optimizer is None else [step.optimizer.state, step.optimizer.param_groups]
+        held = {id(parameter) for parameter in step.module.parameters()}
+        tensors = tensors_in([state, vars(step.scaler)])
+        self._own(moment, "optimizer_state", [(None, tensor) for tensor in tensors if id(tensor) not in held])
+        self._own(moment, "inputs", [(None, tensor) for tensor in tensors_in(step.batches)])
+
+    def see_gradients(self) -> None:
+        """When the backward pass is over."""
+        parameters = self._step.module.named_parameters()
+        gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
+        self._own(self._next_moment(), "gradients", gradients)
+
+    def begin_forward(self) -> None:
+        """When a forward pass begins: what was seen of the micro-step before is over, and its memory used again."""
+        self.kept.clear()
+        self.block_inputs.clear()
+        self.block_input_addresses.clear()
+
+    def see_graph(self) -> None:
+        """When the forward pass is over: what each node of the graph behind the loss keeps."""
+        loss = self._step.loss
+        if loss is None or loss.grad_fn is None:
+            return
+        self.kept_moment = self._next_moment()
+        self.loss_address = loss.untyped_storage().data_ptr()
+        modules = self._modules_by_number()
+        for number, node in sorted(_nodes(loss.grad_fn), key=lambda pair: pair[0]):
+            for kept in compat.kept_by_node(node):
+                # Under checkpointing it is a token, from which the tensor would be recomputed.
+                if isinstance(kept, Tensor) and self._has_storage(kept):
+                    self.kept.append(
+                        KeptTensor(
+                            address=kept.untyped_storage().data_ptr(),
+                            storage_bytes=kept.untyped_storage().nbytes(),
+                            module=modules.get(number, ""),
+                            op=node.name(),
+                            shape=tuple(kept.shape),
+                            dtype=dtype_name(kept.dtype),
+                        )
+                    )
+
+    def _attach(self, left_out: tuple[str, ...]) -> list[RemovableHandle]:
+        hooks: list[RemovableHandle] = []
+        modules = dict(self._step.module.named_modules())
+        for name, module in modules.items():
+            if any(not closed or name == closed or name.startswith(f"{closed}.") for closed in left_out):
+                continue
+            if name:
+                hooks += self._number(name, module)
+            if isinstance(module, nn.ModuleList):
+                for child, block in module.named_children():
+                    full = f"{name}.{child}" if name else child
+                    if full not in left_out:
+                        hooks.append(block.register_forward_pre_hook(self._see_input_of(full), with_kwargs=True))
+        return hooks
+
+    def _number(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+        def enter(module: nn.Module, arguments: Any) -> None:
+            self._open.append((len(self._calls), name, compat.next_sequence_number()))
+            self._calls.append((name, 0, 0))
+
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            index, name, first = self._open.pop()
+            self._calls[index] = (name, first, compat.next_sequence_number())
+
+        before = module.register_forward_pre_hook(enter, prepend=True)
+        return before, module.register_forward_hook(leave, always_call=True)
+
+    def _see_input_of(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def see(module: nn.Module, arguments: Any, named: Any) -> None:
+            first = next(tensors_in([arguments, named]), None)
+            if first is not None and name not in self.block_inputs:
+                self.block_inputs[name] = (tuple(first.shape), dtype_name(first.dtype))
+                if self._has_storage(first):
+                    self.block_input_addresses[name] = first.untyped_storage().data_ptr()
+
+        return see
+
+    def _modules_by_number(self) -> dict[int, str]:
+        """Innermost module of each node, by the node's number: an inner call comes after the one around it."""
+        return {number: name for name, first, end in self._calls for number in range(first, end)}
+
+    def _own(self, moment: int, category: str, tensors: Iterable[tuple[str | None, Tensor]]) -> None:
+        for address, name in self._storages(tensors).items():
+            self.owners.append(OwnerSeen(moment=moment, address=address, category=category, name=name))
+
+    def _storages(self, tensors: Iterable[tuple[str | None, Tensor]]) -> dict[int, str | None]:
+        """Address of each storage on the device, with the first name it is under."""
+        names: dict[int, str | None] = {}
+        for name, tensor in tensors:
+            if self._has_storage(tensor):
+                names.setdefault(tensor.untyped_storage().data_ptr(), name)
+        return names
+
+    def _has_storage(self, tensor: Tensor) -> bool:
+        """Whether it is on the device, in memory of its own."""
+        there = tensor.device.type == self._device.type and (tensor.device.index or 0) == (self._device.index or 0)
+        return there and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() != 0
+
+    def _next_moment(self) -> int:
+        self._on_moment(self._num_moments)
+        self._num_moments += 1
+        return self._num_moments - 1
+
+
+def tensors_in(held: Any) -> Iterator[Tensor]:
+    """The tensors in a tree of dicts, lists and tuples."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, Mapping):
+        for value in held.values():
+            yield from tensors_in(value)
+    elif isinstance(held, (list, tuple)):
+        for value in held:
+            yield from tensors_in(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, bfloat16, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _nodes(root: Any) -> Iterator[tuple[int, Any]]:
+    """The nodes of a graph, each once, with their numbers."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield compat.sequence_number(node), node
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        waiting += fresh
+
+
+def _nothing() -> None:
+    """Nobody looks at the gradients."""

@@ -1,0 +1,164 @@
+"""A look at every operation of a step, above and below autocast.
+
+Above it stands what the model wrote, seen by a mode over torch's functions: layer_norm, with the types it was handed.
+Below it stands what the device is given, seen by a mode over the dispatcher: the casts, and mm with the types it
+multiplies. A backward node belongs to the module during whose forward pass it was made, which its number tells.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from steplab.measurement.compat import next_sequence_number, running_node, sequence_number
+from steplab.measurement.precision.accumulation import dtype_name
+from steplab.measurement.precision.rules import MOVES, op_name, rule_of
+from steplab.records.numerics import MatmulAudit, OperationAudit, Rule
+
+_MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear"})
+_MATMUL_WORDS = ("convolution", "attention")
+"""Operators that multiply matrices: by name, and by a word in the names of those with many kernels."""
+_ATTRIBUTES = ("get", "set")  # what reading and writing one of a tensor's is called
+
+Types = tuple[str, ...]
+
+
+class Place:
+    """Where in the step it is: which pass, and in which module."""
+
+    def __init__(self) -> None:
+        self.phase = "forward"
+        """forward or backward."""
+        self.is_counting = False
+        """Whether the operations are steplab's own."""
+        self._open = [""]
+        self._boundaries = [(next_sequence_number(), "")]
+
+    def enter(self, module: str) -> None:
+        """A module's forward pass begins."""
+        self._open.append(module)
+        self._boundaries.append((next_sequence_number(), module))
+
+    def leave(self) -> None:
+        """It ends."""
+        self._open.pop()
+        self._boundaries.append((next_sequence_number(), self._open[-1]))
+
+    def module(self) -> str:
+        """The module whose forward pass is under way, or whose backward pass is; '' outside of any."""
+        if self.phase == "forward":
+            return self._open[-1]
+        node = running_node()
+        if node is None:
+            return ""
+        # Of several boundaries at one number the last: no node was made between them.
+        index = bisect_right(self._boundaries, sequence_number(node), key=lambda boundary: boundary[0])
+        return self._boundaries[index - 1][1] if index else ""
+
+    @contextmanager
+    def counting(self, device_type: str) -> Iterator[None]:
+        """Within it, operations are steplab's own: neither autocast nor a mode minds them."""
+        self.is_counting = True
+        try:
+            with torch.no_grad(), torch.autocast(device_type, enabled=False):
+                yield
+        finally:
+            self.is_counting = False
+
+
+class Operators(TorchDispatchMode):
+    """Sees the operators a device is given, autocast's casts done, in both passes."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        """Every operator so far, without `aten::`."""
+        self._place = place
+        self._calls: dict[tuple[str, str, str, str | None, Types, Types], int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._place.is_counting:
+            op: str = func.name().partition(".")[0]
+            name = op.rpartition("::")[2]
+            self.names.append(name)
+            if name in _MATMULS or any(word in name for word in _MATMUL_WORDS):
+                self._note(op, args, result)
+        return result
+
+    def _note(self, op: str, args: Any, result: Any) -> None:
+        phase = self._place.phase
+        node = running_node() if phase == "backward" else None
+        node_name = str(node.name()).rpartition("::")[2] if node is not None else None
+        inputs = tuple(dtype_name(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point())
+        key = (self._place.module(), phase, op, node_name, inputs, floats_in(result))
+        self._calls[key] = self._calls.get(key, 0) + 1
+
+    def matmuls(self) -> tuple[MatmulAudit, ...]:
+        """The operators that multiplied matrices."""
+        return tuple(
+            MatmulAudit(module=module, phase=phase, op=op, node=node, inputs=inputs, outputs=outputs, calls=calls)
+            for (module, phase, op, node, inputs, outputs), calls in self._calls.items()
+        )
+
+
+class Functions(TorchFunctionMode):
+    """Sees the operations a model calls, before autocast has a say."""
+
+    def __init__(self, place: Place, operators: Operators) -> None:
+        super().__init__()
+        self._place, self._operators = place, operators
+        self._calls: dict[tuple[str, Rule, Types, Types, Types], int] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        op = op_name(func)
+        before = len(self._operators.names)
+        result = func(*args, **(kwargs or {}))
+        if not self._place.is_counting and op not in MOVES and op not in _ATTRIBUTES:
+            self._note(op, (args, kwargs), result, self._operators.names[before:])
+        return result
+
+    def _note(self, op: str, given: Any, result: Any, ran: list[str]) -> None:
+        inputs, outputs = floats_in(given), floats_in(result)
+        if not inputs or not outputs:
+            return
+        device_type = next(tensor.device.type for tensor in tensors_in(result))
+        rule, parts = rule_of(op, device_type, ran)
+        if rule == "cast" and inputs == outputs:
+            return  # it was of that type already
+        if rule != "cast" and not torch.is_autocast_enabled(device_type):
+            rule, parts = "off", ()
+        key = (op, rule, inputs, outputs, parts)
+        self._calls[key] = self._calls.get(key, 0) + 1
+
+    def operations(self) -> tuple[OperationAudit, ...]:
+        """The operations called."""
+        return tuple(
+            OperationAudit(op=op, rule=rule, inputs=inputs, outputs=outputs, calls=calls, parts=parts)
+            for (op, rule, inputs, outputs, parts), calls in self._calls.items()
+        )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of tuples, lists, dicts and outputs of transformers."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def types_in(value: Any) -> dict[str, None]:
+    """The types of the tensors in it, in order of first appearance."""
+    return dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors_in(value))
+
+
+def floats_in(value: Any) -> Types:
+    """The floating-point types in it, each once."""
+    return tuple(dict.fromkeys(dtype_name(t.dtype) for t in tensors_in(value) if t.is_floating_point()))

@@ -1,0 +1,203 @@
+"""The numerics of one step in one precision, in this process: the step in fp32, and again in the precision, watched.
+
+Runs in a child process of its own, as every measurement does. It is the step of `run` that is audited, with its
+autocast and its conversions; the batch is made once for all passes, and random numbers are drawn alike, so that dropout
+drops the same elements.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from steplab import __version__
+from steplab.errors import SteplabError, Unsupported
+from steplab.measurement.jobs import AuditTask
+from steplab.measurement.machine.device import Device, open_device, refuse_unserved
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_from, failure_of
+from steplab.measurement.machine.world import World
+from steplab.measurement.observer import Observer
+from steplab.measurement.precision.accumulation import accumulate, dtype_name
+from steplab.measurement.precision.rules import rule_of
+from steplab.measurement.precision.watch import NumericsWatch
+from steplab.measurement.step.step import ModelStep
+from steplab.model.build import build_workload
+from steplab.model.workload import Workload
+from steplab.records.codec import new_id, now_utc
+from steplab.records.environment import Environment
+from steplab.records.numerics import Audit, LossScaling, Numerics
+from steplab.specs.step import StepSpec
+
+_LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16}
+"""The type a precision computes in, where that is not fp32."""
+_HEADROOM = 8
+"""What the suggested loss scale leaves to gradients of later steps that are larger than this one's."""
+_MOST_HALVINGS = 16
+
+
+def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
+    """The job: audit the task's step in this process, which is by itself."""
+    return numerics_here(task.spec, task.device, observer)
+
+
+def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -> Numerics:
+    """Audit a step in this process, or without one make sums alone; a failure of the model is part of the record.
+
+    Raises UserError or Unsupported for a request that cannot be served at all.
+    """
+    if spec is not None and spec.layout.world_size > 1:
+        raise Unsupported(f"an audit of layout {spec.layout}", "an audit runs in one process", "leave --layout out")
+    device = open_device(spec.device if spec else device_name)
+    if spec is not None:
+        refuse_unserved(spec.precision, device.torch_device)
+    environment = read_environment(device.torch_device)
+    observer.on_environment(environment)
+    observer.on_stage("sums", 0)
+    record = _record(spec, environment, device)
+    if spec is None:
+        return record
+    audited = _AuditedStep(spec, device, observer)
+    try:
+        audit = audited.run()
+    except SteplabError:
+        raise
+    except Exception as error:  # of the model or of its memory
+        failure = failure_from(error, audited.stage, spec, device)
+        return dataclasses.replace(record, failure=failure, notes=tuple(audited.notes))
+    return dataclasses.replace(record, audit=audit, notes=tuple(audited.notes))
+
+
+def _record(spec: StepSpec | None, environment: Environment, device: Device) -> Numerics:
+    return Numerics(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        spec=spec,
+        environment=read_clocks(environment, device.torch_device),
+        accumulations=accumulate(device.torch_device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A watched step."""
+
+    watch: NumericsWatch
+    loss: float | None
+    loss_dtype: str | None
+
+
+class _AuditedStep:
+    """The passes of an audit, and how far it has come."""
+
+    def __init__(self, spec: StepSpec, device: Device, observer: Observer) -> None:
+        self.spec, self.device, self.observer = spec, device, observer
+        self.stage = "build"
+        self.notes: list[str] = []
+
+    def run(self) -> Audit:
+        spec = self.spec
+        if spec.compile != "off":
+            self.notes.append("compile: the audit ran the step eagerly; a compiled one may leave out some casts")
+        if spec.micro_steps > 1:
+            self.notes.append(f"accumulation: the audit ran one of the {spec.micro_steps} micro-steps")
+        self._begin("build")
+        workload = self._with_one_batch(build_workload(spec, self.device.torch_device))
+        self._begin("reference")
+        reference = self._reference(workload)
+        self._begin("audit")
+        step = self._step(workload, spec)
+        seen = self._pass(step, 1.0, reference)
+        for name in seen.watch.left_out:
+            self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change what it runs")
+        # Worked out before the next passes, which the seen tensors make room for.
+        audit = Audit(
+            loss_dtype=seen.loss_dtype,
+            loss=_finite(seen.loss),
+            reference_loss=_finite(reference.loss) if reference else None,
+            modules=seen.watch.modules(),
+            operations=seen.watch.operations(),
+            matmuls=seen.watch.matmuls(),
+            gradient_exponents=reference.watch.exponents.counts() if reference else (),
+            kept_on_cuda=self._kept_on_cuda(seen.watch),
+        )
+        if spec.precision == "fp16" and reference and spec.pass_name != "forward":
+            self._begin("scaling")
+            audit = dataclasses.replace(audit, loss_scaling=self._loss_scaling(step, reference, seen))
+        return audit
+
+    def _begin(self, stage: str) -> None:
+        self.stage = stage
+        self.observer.on_stage(stage, 0)
+
+    def _with_one_batch(self, workload: Workload) -> Workload:
+        if workload.module is None or workload.make_batch is None:
+            raise Unsupported(
+                f"an audit of {self.spec.model.name}",
+                "its factory returns a whole step, which steplab does not take apart",
+                "have the factory return (module, make_batch)",
+            )
+        batch = workload.make_batch()
+        return dataclasses.replace(workload, make_batch=lambda: batch)
+
+    def _reference(self, workload: Workload) -> _Pass | None:
+        try:
+            step = self._step(workload, dataclasses.replace(self.spec, precision="fp32"))
+            return self._pass(step, 1.0, None)
+        except SteplabError:
+            raise
+        except Exception as error:  # a kernel without fp32, or too little memory: the types can still be told
+            self.notes.append(f"overflow, underflow: no fp32 run to compare with: {failure_of(error, None).message}")
+            return None
+
+    def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
+        """A micro-step as `run` runs it, without its optimizer, which has no effect on it, and without its compiler."""
+        pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
+        eager = dataclasses.replace(spec, compile="off", pass_name=pass_name, accumulation=1)
+        return ModelStep(workload, eager, self.device.torch_device)
+
+    def _pass(self, step: ModelStep, scale: float, reference: _Pass | None) -> _Pass:
+        torch.manual_seed(self.spec.seed)
+        low = _LOW.get(self.spec.precision, torch.float32)
+        watch = NumericsWatch(step.module, self.device.torch_device, low, reference.watch if reference else None)
+        try:
+            with watch.forward():
+                step.forward()
+            loss, step.loss = step.loss, None
+            if loss is None:
+                return _Pass(watch, None, None)
+            with watch.backward():
+                (loss * scale if scale != 1.0 else loss).backward()
+            watch.gradients()
+            return _Pass(watch, float(loss.detach()), dtype_name(loss.dtype))
+        finally:
+            step.module.zero_grad(set_to_none=True)
+
+    def _loss_scaling(self, step: ModelStep, reference: _Pass, unscaled: _Pass) -> LossScaling | None:
+        exact = reference.watch.all_gradients.elements()
+        lost = unscaled.watch.all_gradients.elements()
+        if exact is None or lost is None or not exact.largest:
+            return None
+        largest_representable = torch.finfo(torch.float16).max
+        scale = 2.0 ** math.floor(math.log2(largest_representable / (_HEADROOM * exact.largest)))
+        for _ in range(_MOST_HALVINGS):
+            kept = self._pass(step, scale, reference).watch.all_gradients.elements()
+            if kept is not None and not kept.num_overflowed:
+                return LossScaling(largest_gradient=exact.largest, suggested_scale=scale, unscaled=lost, scaled=kept)
+            scale /= 2
+        self.notes.append(f"loss scaling: the gradients overflow even with a loss scale of {scale:g}")
+        return None
+
+    def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:
+        """Operations for which CUDA's autocast has the rule fp32, and this device's has none."""
+        if self.device.torch_device.type == "cuda" or self.spec.precision not in ("bf16", "fp16"):
+            return ()
+        low = dtype_name(_LOW[self.spec.precision])
+        free = (operation for operation in watch.operations() if operation.rule == "none" and low in operation.outputs)
+        return tuple(dict.fromkeys(op.op for op in free if rule_of(op.op, "cuda", ())[0] == "fp32"))
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None

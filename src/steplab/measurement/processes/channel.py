@@ -1,0 +1,114 @@
+"""The connection of one process to the hub that hears all of them (`hub`)."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from steplab.measurement.processes.messages import Hello, Message, Whereabouts
+from steplab.records.codec import encode
+
+_CONNECT_S = 60.0
+_RETRY_S = 0.05
+
+
+class Channel:
+    """Messages to the hub from any thread; and, once `listen` is called, orders from it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._socket.settimeout(None)
+        self._lines = self._socket.makefile("rb")
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, value: Any = None) -> None:
+        """One message. A hub that is gone does not hear it: whoever listens ends the process for that."""
+        with contextlib.suppress(OSError):
+            self._write({"kind": kind, "value": value})
+
+    def receive(self) -> Message | None:
+        """The next message; None: the hub is gone."""
+        try:
+            line = self._lines.readline()
+        except OSError:
+            return None
+        return msgspec.json.decode(line, type=Message) if line.endswith(b"\n") else None
+
+    def listen(self, on_verdict: Callable[[msgspec.Raw], None], on_end: Callable[[], None]) -> None:
+        """From now on answer questions, in a thread; call back on the verdict over all ranks, or when the hub ends."""
+
+        def serve() -> None:
+            while message := self.receive():
+                if message.kind == "where":
+                    self.send("where", whereabouts())
+                elif message.kind == "verdict":
+                    on_verdict(message.value)
+            on_end()
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def _write(self, message: object) -> None:
+        with self._lock:
+            self._socket.sendall(encode(message) + b"\n")
+
+
+def connect(address: str, port: int, token: str, rank: int) -> Channel:
+    """A channel to a hub over TCP. Raises OSError where the hub does not answer within _CONNECT_S.
+
+    The hub closes a connection that has not proven itself when many others come: the rank then tries again.
+    """
+    deadline_s = time.monotonic() + _CONNECT_S
+    hello = encode(Hello(token=token, rank=rank, host=socket.gethostname())) + b"\n"
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        connected = socket.create_connection((address, port), timeout=left_s)
+        with contextlib.suppress(OSError):
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connected.sendall(hello)
+            if connected.recv(1, socket.MSG_PEEK):
+                channel = Channel(connected)
+                if channel.receive() is not None:  # welcome
+                    return channel
+        connected.close()
+        time.sleep(_RETRY_S)
+    raise TimeoutError(f"the first process does not answer at {address} port {port}")
+
+
+def whereabouts() -> Whereabouts:
+    """Where the main thread of this process stands."""
+    identity = threading.main_thread().ident
+    frame = sys._current_frames().get(identity) if identity is not None else None
+    state: str | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename.replace(os.sep, "/")
+        state = state or _state(path, frame.f_code.co_name)
+        if _is_told(path):
+            return Whereabouts(state=state or "code", line=_place(frame))
+        frame = frame.f_back
+    return Whereabouts(state=state or "code", line="a line that is not known")
+
+
+def _state(path: str, function: str) -> str | None:
+    """What a frame says of all that it has called; None: nothing."""
+    if "/torch/distributed/" in path or "/steplab/parallel/" in path:
+        return "collective"
+    if "/torch/" in path and function == "synchronize":
+        return "device"
+    return "code" if _is_told(path) else None
+
+
+def _is_told(path: str) -> bool:
+    """Whether a line of that file means something to the one who asks."""
+    libraries = ("<", os.path.dirname(os.__file__) + "/")
+    return not path.startswith(libraries) and "/torch/" not in path and "/steplab/parallel/" not in path
+
+
+def _place(frame: FrameType) -> str:
+    path = "/".join(frame.f_code.co_filename.split(os.sep)[-2:])
+    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"

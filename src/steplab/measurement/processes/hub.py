@@ -1,0 +1,221 @@
+"""Where the processes of one measurement report to the one that started them: a connection for each.
+
+A process that was started here has inherited its connection. Those that torchrun started connect over TCP, and their
+first line proves by a token that they were asked to. Until it has, a connection may be a stranger's: whatever comes
+over it that is no such line closes that connection alone. The other way go questions, and the verdict over all. A
+connection that ends says that its process has: nothing has to be polled for that, on one machine or on many.
+"""
+
+import contextlib
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from steplab.measurement.machine.torchrun import LOOPBACK
+from steplab.measurement.processes.messages import UNREADABLE, Hello, Message
+from steplab.records.codec import encode
+
+GONE = "gone"
+"""The kind of the event that a connection has ended."""
+UNREAD = "unread"
+"""The kind of the event that a rank has sent what is no message."""
+_READ_BYTES = 1 << 16
+_MOST_ACCEPTED = 1024
+"""How many connections are accepted before those that are there are heard again."""
+_MOST_UNPROVEN = 64
+_MOST_UNPROVEN_BYTES = 1 << 12
+_UNPROVEN_S = 5.0
+"""How long a connection may take to prove itself."""
+_SEND_S = 10.0
+"""How long a send may take: a process that does not read must not stop the one that listens to all."""
+
+
+def command_line_of(rank: int) -> int:
+    """The number that the command line of a rank goes by, where torchrun started one for each; and back."""
+    return -1 - rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A message, or the end of a connection, and whose."""
+
+    rank: int
+    kind: str
+    value: msgspec.Raw = field(default_factory=msgspec.Raw)
+    """Empty where the kind says all."""
+
+
+class _Connection:
+    def __init__(self, peer: socket.socket) -> None:
+        self.socket = peer
+        self.rank: int | None = None
+        """None: it has not proven itself."""
+        self.received = bytearray()
+        self.since_s = time.monotonic()
+
+    def read(self) -> list[bytearray] | None:
+        """The lines that have come; None: it has ended. Does not wait."""
+        try:
+            received = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not received:
+            return None
+        self.received += received
+        if b"\n" not in received:
+            return []
+        *lines, self.received = self.received.split(b"\n")
+        return lines
+
+
+class Hub:
+    """Hears ranks; to be used by one thread, and closed."""
+
+    def __init__(self, size: int) -> None:
+        """`size` is the number of all ranks."""
+        self.token = secrets.token_hex(16)
+        self.hosts: dict[int, str] = {}
+        """The machines of the ranks that have come, and of command lines."""
+        self._size = size
+        self._selector = selectors.DefaultSelector()
+        self._server: socket.socket | None = None
+        self._connections: dict[int, _Connection] = {}
+        self._unproven: dict[_Connection, None] = {}
+        """Oldest first."""
+
+    def adopt(self, rank: int) -> socket.socket:
+        """A connection for a rank on this machine: the end to be inherited by its process, and closed here."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        connection = _Connection(ours)
+        self._selector.register(ours, selectors.EVENT_READ, connection)
+        self._prove(connection, rank, socket.gethostname())
+        return theirs
+
+    def listen(self, *, everywhere: bool) -> int:
+        """Let those in who have the token, from other machines too if `everywhere`; gives the port."""
+        dual = everywhere and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        address = ("" if everywhere else LOOPBACK, 0)
+        self._server = socket.create_server(address, family=family, dualstack_ipv6=dual, backlog=4096)
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        return int(self._server.getsockname()[1])
+
+    def poll(self, timeout_s: float) -> Iterator[Event]:
+        """What has come, after waiting for it so long at most."""
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            if key.data is None:
+                yield from self._accept()
+            elif key.data.rank is not None:
+                yield from self._hear(key.data)
+            elif key.data in self._unproven:  # not dropped since
+                yield from self._examine(key.data)
+        while self._unproven:
+            oldest = next(iter(self._unproven))
+            if time.monotonic() - oldest.since_s < _UNPROVEN_S:
+                break
+            self._drop(oldest)
+
+    def send(self, rank: int, kind: str, value: object = None) -> None:
+        """To one rank; one that is gone does not hear it."""
+        connection = self._connections.get(rank)
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.socket.settimeout(_SEND_S)
+                connection.socket.sendall(encode({"kind": kind, "value": value}) + b"\n")
+            connection.socket.setblocking(False)
+
+    def broadcast(self, kind: str, value: object = None) -> None:
+        """To all ranks."""
+        for rank in list(self._connections):
+            self.send(rank, kind, value)
+
+    def is_connected(self, rank: int) -> bool:
+        """Whether a rank has come and has not gone."""
+        return rank in self._connections
+
+    def close(self) -> None:
+        """End all connections: the ranks end when they see that."""
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def _accept(self) -> Iterator[Event]:
+        """Let in all who wait, each read from at once: who proves itself then is safe from those that come after."""
+        assert self._server is not None
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                peer, _ = self._server.accept()
+            except OSError:  # nobody waits, or who did has gone
+                return
+            peer.setblocking(False)
+            connection = _Connection(peer)
+            self._selector.register(peer, selectors.EVENT_READ, connection)
+            self._unproven[connection] = None
+            yield from self._examine(connection)
+            if len(self._unproven) > _MOST_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                yield from self._examine(oldest)  # it may have proven itself by now
+                if oldest in self._unproven:
+                    self._drop(oldest)
+
+    def _examine(self, connection: _Connection) -> Iterator[Event]:
+        """What an unproven connection says, which closes it unless it is a hello or may become one."""
+        lines = connection.read()
+        if lines:
+            hello = self._admitted(lines[0])
+            if hello is not None:
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                del self._unproven[connection]
+                self._prove(connection, hello.rank, hello.host)
+                self.send(hello.rank, "welcome")
+                for line in lines[1:]:
+                    yield self._event(hello.rank, line)
+                return
+        if lines is None or lines or len(connection.received) > _MOST_UNPROVEN_BYTES:
+            self._drop(connection)
+
+    def _admitted(self, line: bytearray) -> Hello | None:
+        try:
+            hello = msgspec.json.decode(line, type=Hello)
+            is_known = secrets.compare_digest(hello.token.encode(), self.token.encode())
+        except Exception:  # whatever a stranger's bytes raise is the end of that connection, and of nothing else
+            return None
+        rank = hello.rank if hello.rank >= 0 else command_line_of(hello.rank)
+        return hello if is_known and rank < self._size and hello.rank not in self.hosts else None
+
+    def _prove(self, connection: _Connection, rank: int, host: str) -> None:
+        connection.rank = rank
+        self.hosts[rank] = host
+        self._connections[rank] = connection
+
+    def _hear(self, connection: _Connection) -> Iterator[Event]:
+        assert connection.rank is not None
+        lines = connection.read()
+        if lines is None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            del self._connections[connection.rank]
+            yield Event(rank=connection.rank, kind=GONE)
+        for line in lines or ():
+            yield self._event(connection.rank, line)
+
+    def _event(self, rank: int, line: bytearray) -> Event:
+        try:
+            message = msgspec.json.decode(line, type=Message)
+        except UNREADABLE:
+            return Event(rank=rank, kind=UNREAD)
+        return Event(rank=rank, kind=message.kind, value=message.value)
+
+    def _drop(self, connection: _Connection) -> None:
+        del self._unproven[connection]
+        self._selector.unregister(connection.socket)
+        connection.socket.close()

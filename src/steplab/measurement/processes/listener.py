@@ -1,0 +1,100 @@
+"""What the parent hears of a job: the child's observer, at the other end of a pipe or a socket."""
+
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import msgspec
+
+from steplab.errors import SteplabError, UserError
+from steplab.measurement.jobs import Job
+from steplab.measurement.processes.messages import Message
+from steplab.measurement.progress import OnProgress, Progress
+from steplab.records.environment import Environment
+from steplab.records.failure import Failure
+from steplab.records.run import Run
+
+
+class Listener:
+    """Hears a job's messages and keeps the last word on each matter."""
+
+    def __init__(
+        self,
+        job: Job,
+        on_progress: OnProgress = lambda progress: None,
+        *,
+        on_environment: Callable[[Environment], None] = lambda environment: None,
+        on_facts: Callable[[Any], None] = lambda facts: None,
+        on_cell: Callable[[int, Any], None] = lambda number, cell: None,
+    ) -> None:
+        self.on_progress = on_progress
+        self.progress = Progress(stage="starting", done=0, total=0)
+        self.environment: Environment | None = None
+        self.measured: Run | None = None
+        """The record as it was when watching began."""
+        self.under_way: Sequence[int] = ()
+        """The cells that may be to blame if the process dies now."""
+        self.result: Any = None
+        """What the job came to; None: nothing yet, or its cells are the result."""
+        self.refusal: SteplabError | None = None
+        self.hub: tuple[str, int, str] | None = None
+        """Address, port and token of the first command line, as another one's child has found it."""
+        self.failed: Failure | None = None
+        """What became of all ranks, as one of torchrun's is told by the first."""
+        self.renew: Callable[[], None] = lambda: None
+        """Gives the child its whole time again."""
+        self._job, self._on_environment, self._on_facts, self._on_cell = job, on_environment, on_facts, on_cell
+        self._ended = False
+
+    def listen(self, pipe: IO[bytes]) -> None:
+        """Hear messages to the last."""
+        self.on_progress(self.progress)
+        for line in pipe:
+            if not line.endswith(b"\n"):
+                return  # the child died in the middle of a message
+            message = msgspec.json.decode(line, type=Message)
+            self.hear(message.kind, message.value)
+            if self.answered:
+                return
+
+    def hear(self, kind: str, value: msgspec.Raw) -> None:
+        """Hear one message."""
+
+        def of(message: Any) -> Any:
+            return msgspec.json.decode(value, type=message)
+
+        if kind == "stage":
+            stage, total = of(tuple[str, int])
+            self._tell(Progress(stage=stage, done=0, total=total))
+        elif kind == "step":
+            self._tell(Progress(stage=self.progress.stage, done=of(int), total=self.progress.total))
+        elif kind == "environment":
+            self.environment = of(Environment)
+            self._on_environment(self.environment)
+        elif kind == "measured":
+            self.measured = of(Run)
+        elif kind == "facts":
+            self._on_facts(of(self._job.facts))
+        elif kind == "at":
+            self.under_way = of(tuple[int, ...])
+            self.renew()
+        elif kind == "cell":
+            number, cell = of(tuple[int, msgspec.Raw])
+            self._on_cell(number, msgspec.json.decode(cell, type=self._job.cell))
+        elif kind == "result":
+            self.result, self._ended = of(self._job.result), True
+        elif kind == "hub":
+            self.hub = of(tuple[str, int, str])
+        elif kind == "failed":
+            self.failed = of(Failure)
+        elif kind == "refused":
+            exit_code, text = of(tuple[int, str])
+            self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the child has said its last word."""
+        return self._ended or self.refusal is not None or self.failed is not None
+
+    def _tell(self, progress: Progress) -> None:
+        self.progress = progress
+        self.on_progress(progress)

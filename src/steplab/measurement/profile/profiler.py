@@ -1,0 +1,133 @@
+"""Some steps more, under a profiler, once everything is timed.
+
+A profiler slows the host, so these steps count for no time; they tell what ran, in which order and for whom. They run
+as the timed ones did, nothing waiting between them. One step before them is recorded too, because a profiler's first
+is not like the others, under the name `warmup step`, by which readers leave it out.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from steplab.errors import Unsupported
+from steplab.measurement.machine.device import Device
+from steplab.measurement.profile.nsys import is_watched_by_nsys
+from steplab.measurement.step.loop import OnStep, Phase
+from steplab.measurement.step.spans import Spans
+from steplab.measurement.step.step import Step
+from steplab.ops.attention.plain import Span, no_span
+from steplab.specs.step import StepSpec
+
+_NAMES_SHOWN = 3
+"""A note on modules names so many of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profiling:
+    """What to record of a step after it was timed."""
+
+    num_steps: int
+    """Recorded steps, the warm-up step aside."""
+    trace: Path | None
+    """File torch.profiler's trace is written to, compressed if it ends in .gz; None: nsys records, from outside."""
+
+    def open(self, spec: StepSpec, device: Device) -> "StepProfiler":
+        """Make the profiler. Raises Unsupported for nsys on a device that it cannot see."""
+        return StepProfiler(self, spec, device)
+
+
+class StepProfiler:
+    """Records the steps of one cell; to be made before its model is built, so that the model has its ranges."""
+
+    stage, export_stage = "profile", "trace"
+
+    def __init__(self, profiling: Profiling, spec: StepSpec, device: Device) -> None:
+        """Raises Unsupported for nsys on a device that it cannot see."""
+        self._device = device
+        self._on_cuda = device.torch_device.type == "cuda"
+        if profiling.trace is None and not self._on_cuda:
+            why = f"nsys records what runs on a CUDA GPU, and this step runs on {device.torch_device.type}"
+            raise Unsupported("--nsys", why, "leave it out: torch.profiler records this device")
+        self.num_steps = profiling.num_steps
+        """Recorded steps."""
+        self._trace = profiling.trace
+        self._spans = Spans(nvtx=self._on_cuda)
+        self._compiled = spec.compile != "off"
+
+    @property
+    def span(self) -> Span:
+        """Marks what the model computes outside of its modules; nothing, where it would be compiled into the graph."""
+        return no_span if self._compiled else self._spans
+
+    def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
+        """Run the steps and write the trace; gives notes on what it will lack.
+
+        `on_export` is called when the steps are over and the trace is about to be written. Whatever a step or the
+        profiler raises passes through.
+        """
+        phases = step.phases
+        with self._spans.on(None if self._compiled else step.module) as left_out:
+            notes = self._notes(left_out)
+            if self._trace is None:
+                self._record_with_nsys(phases, on_step)
+            elif self._on_cuda and is_watched_by_nsys():
+                self._record_with_nsys(phases, on_step)
+                notes.append(
+                    "profile: torch.profiler cannot run beside nsys, which has the steps with their ranges in its own "
+                    "report; export that with `nsys export --type sqlite` for `steplab import-trace`"
+                )
+            else:
+                self._record_with_torch(self._trace, phases, on_step, on_export)
+        return tuple(notes)
+
+    def _notes(self, left_out: tuple[str, ...]) -> list[str]:
+        notes = []
+        if self._compiled:
+            notes.append("ranges: a compiled step has ranges for phases only, because its graph has no modules")
+        if left_out:
+            names = ", ".join(name or "the model" for name in left_out[:_NAMES_SHOWN])
+            more = f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
+            notes.append(f"ranges: none inside {names}{more}, where hooks would change what runs")
+        if self._device.torch_device.type == "mps":
+            notes.append("kernels: torch.profiler records only the host's operators on mps, not its kernels")
+        return notes
+
+    def _record_with_torch(
+        self, trace: Path, phases: Sequence[Phase], on_step: OnStep, on_export: Callable[[], None]
+    ) -> None:
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_cuda else [])
+        self._device.synchronize()
+        # Without a schedule: after the last cycle of one, torch has nothing left to export.
+        with profile(activities=activities, record_shapes=True) as profiler:
+            self._step(phases, "warmup step")
+            self._steps(phases, on_step)
+        on_export()
+        unfinished = trace.with_name(f"unfinished-{trace.name}")
+        profiler.export_chrome_trace(str(unfinished))
+        unfinished.replace(trace)  # there is a whole trace, or none
+
+    def _record_with_nsys(self, phases: Sequence[Phase], on_step: OnStep) -> None:
+        self._step(phases, "warmup step")
+        self._device.synchronize()
+        torch.cuda.profiler.start()
+        try:
+            self._steps(phases, on_step)
+        finally:
+            torch.cuda.profiler.stop()
+
+    def _steps(self, phases: Sequence[Phase], on_step: OnStep) -> None:
+        for iteration in range(self.num_steps):
+            self._step(phases, "step")
+            on_step(iteration)
+        self._device.synchronize()
+
+    def _step(self, phases: Sequence[Phase], name: str) -> None:
+        with self._spans(name):
+            for phase in phases:
+                # A user's whole step is one phase, and has this range already.
+                with nullcontext() if phase.name == "step" else self._spans(phase.name):
+                    phase.run()

@@ -1,0 +1,118 @@
+"""A module made ready for a step: compiled and, in a world of several processes, spread over them.
+
+The one place that knows all ways of doing so, for every command. The order is the same in all of them: split products,
+recompute, compile, and only then wrap or shard, so that what averages gradients stays outside of compiled code.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from steplab.measurement import compat
+from steplab.measurement.machine.world import World
+from steplab.measurement.step.distributed import Distributed, make_whole
+from steplab.measurement.step.laying_out import lay_out_transformer, prepare_blocks, sharding_of, units_of
+from steplab.model.compiling import compile_blocks, compiled
+from steplab.model.transformer import Transformer
+from steplab.parallel import DataParallel, ShardedOptimizer
+from steplab.parallel.layout import lay_out, no_gradient_sync
+from steplab.parallel.mesh import open_mesh
+from steplab.specs.ddp import BYTES_PER_MB, Variant
+from steplab.specs.layout import Layout
+from steplab.specs.step import StepSpec
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+def make_ready(
+    module: nn.Module, spec: StepSpec, world: World | None, autocast: Autocast, variant: Variant | None = None
+) -> Distributed:
+    """Compile the module, which is on its device, and spread it over the ranks as the spec's layout says.
+
+    With a `variant`, which is for a spec without a layout, all ranks are data parallel in that way. `autocast` gives
+    the context that the forward pass runs in.
+    Raises UserError where the ranks are not those of the layout, or have built different modules, and Unsupported where
+    the module cannot be worked on block by block.
+    """
+    if spec.compile == "block":
+        compat.compile_alike_in_all_wrappers()
+    if world is None:
+        return Distributed(module=module, call=_compiled(module, spec, by_block=spec.compile == "block"))
+    if variant is None and spec.layout.world_size != spec.layout.dp:
+        assert isinstance(module, Transformer)  # the spec refuses any other
+        return lay_out_transformer(module, spec, world, autocast)
+    variant = variant or _variant_of(spec)
+    if variant.kind == "fsdp2":
+        sharded = replace(spec, layout=Layout(fsdp=world.size)) if isinstance(module, Transformer) else spec
+        return _fully_sharded(module, sharded, world, autocast)
+    called = _compiled(module, spec, by_block=isinstance(module, Transformer) or spec.compile == "block")
+    return _data_parallel(module, called, variant, world)
+
+
+def _variant_of(spec: StepSpec) -> Variant:
+    """How a layout of dp alone averages gradients."""
+    size_mb = spec.bucket_size_mb if spec.data_parallel == "bucketed" else None
+    return Variant(kind=spec.data_parallel, bucket_size_mb=size_mb)
+
+
+def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
+    """What is to be called in place of the module. Without `by_block` it is compiled as a whole."""
+    if by_block and isinstance(module, Transformer):
+        prepare_blocks(module, spec)
+    elif spec.compile == "block":
+        compile_blocks(module)
+    elif spec.compile != "off":
+        return compiled(module, spec.compile)
+    return module
+
+
+def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: World) -> Distributed:
+    """Every rank has the whole module and batches of its own; `called` is the module, compiled or not."""
+    ready = Distributed(module=module, call=called, data_index=world.rank)
+    if variant.kind == "none":
+        return ready
+    if variant.kind == "torch_ddp":
+        assert variant.bucket_size_mb is not None
+        device = world.device.torch_device
+        wrapped = nn.parallel.DistributedDataParallel(
+            called,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=variant.bucket_size_mb * BYTES_PER_MB / 2**20,  # torch's MB are MiB
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # they never change, and nobody else sends them
+        )
+        return replace(ready, call=wrapped, no_sync=wrapped.no_sync)
+    choices: dict[str, Any] = {} if variant.bucket_size_mb is None else {"bucket_size_mb": variant.bucket_size_mb}
+    if variant.transport is not None:
+        choices["transport"] = variant.transport
+    strategy = "bucketed" if variant.kind == "sharded" else variant.kind
+    parallel = DataParallel(called, strategy, group=world.collectives, **choices)
+    return replace(
+        ready,
+        call=parallel,
+        finish_gradients=parallel.finish_gradient_synchronization,
+        no_sync=parallel.no_sync,
+        make_optimizer=partial(ShardedOptimizer, group=world.collectives) if variant.kind == "sharded" else make_whole,
+    )
+
+
+def _fully_sharded(module: nn.Module, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
+    """Laid out along fsdp alone; a model of others' is sharded by its repeated blocks."""
+    if isinstance(module, Transformer):
+        return lay_out_transformer(module, spec, world, autocast)
+    mesh = open_mesh({"fsdp": world.size}, world.device.torch_device.type)
+    lay_out(
+        module,
+        mesh,
+        tensor_plan={},
+        units=units_of(module),
+        wrap_units=lambda: _compiled(module, spec, by_block=True),
+        sharding=sharding_of(module, spec),
+    )
+    return Distributed(
+        module=module, call=module, data_index=world.rank, no_sync=lambda: no_gradient_sync(module, keep_gathered=False)
+    )

@@ -1,0 +1,152 @@
+"""The plain Transformer laid out over ranks as a spec says: where the model's parts meet torch's engine."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from steplab.measurement.machine.world import World
+from steplab.measurement.step.distributed import Distributed
+from steplab.model.checkpointing import wrap_block
+from steplab.model.compiling import repeated_blocks
+from steplab.model.stages import TransformerStage, blocks_of, cut
+from steplab.model.tensor_plan import arrive_whole, loss_over_ranks, ready_for_loss, tensor_plan
+from steplab.model.transformer import LossFn, Transformer, call_plainly
+from steplab.parallel.layout import Sharding, Unit, lay_out, no_gradient_sync
+from steplab.parallel.mesh import data_share, open_mesh
+from steplab.parallel.pipeline import Pipeline, stage_numbers
+from steplab.specs.layout import Layout
+from steplab.specs.layout_fit import STAGES_A_RANK
+from steplab.specs.step import StepSpec
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
+    """Lay the model out, in place; all ranks together, with equal weights.
+
+    The whole model is on each rank's device before, in the dtype its weights are kept in. Raises UserError where the
+    ranks are not as many as the layout has.
+    """
+    device = world.device.torch_device
+    mesh = open_mesh(_sizes(spec.layout), device.type)
+    split = spec.layout.tp > 1
+    loss = loss_over_ranks(model.loss, mesh["tp"]) if split else model.loss
+    around = ready_for_loss if split else nullcontext
+    data_index, _ = data_share(mesh)
+    if spec.layout.pp > 1:
+        pipeline, module = _in_stages(model, spec, mesh, device, autocast, loss)
+        laid_out = Distributed(module=module, call=None, data_index=data_index, around=around, pipeline=pipeline)
+    else:
+        model.loss = loss
+        _lay_out(model, spec, mesh)
+        laid_out = Distributed(module=model, call=model, data_index=data_index, around=around)
+        if spec.layout.data_ranks > 1:
+            keep = not sharding_of(model, spec).reshard_after_forward
+            laid_out = replace(laid_out, no_sync=lambda: no_gradient_sync(model, keep_gathered=keep))
+    _forget_the_whole(device)
+    return laid_out
+
+
+def prepare_blocks(module: Transformer | TransformerStage, spec: StepSpec) -> None:
+    """Have each block recomputed and compiled by itself, rather than in the model's forward pass."""
+    if isinstance(module, Transformer):
+        module.call_block = call_plainly
+    split = spec.layout.tp > 1
+    if split and spec.compile != "off" and module.embedding is not None:
+        arrive_whole(module.embedding)
+    checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
+    for index, block in blocks_of(module).items():
+        wrap_block(block, index, checkpointing=checkpointing, compile_mode=spec.compile, split=split)
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {"pp": layout.pp, "dp": layout.dp, "fsdp": layout.fsdp, "tp": layout.tp}
+
+
+def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: DeviceMesh) -> None:
+    lay_out(
+        module,
+        mesh,
+        tensor_plan=tensor_plan(),
+        units=units_of(module),
+        wrap_units=lambda: prepare_blocks(module, spec),
+        sharding=sharding_of(module, spec),
+    )
+
+
+def units_of(module: nn.Module) -> Sequence[Unit]:
+    """The submodules whose parameters FSDP2 gathers together; the rest is gathered with the root."""
+    if not isinstance(module, Transformer | TransformerStage):
+        return [Unit(module=block) for block in repeated_blocks(module)]
+    # Autocast reads the embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
+    # what is computed. All other weights autocast would cast itself, before each use.
+    embedding = [Unit(module=module.embedding, low_precision=False)] if module.embedding is not None else []
+    return [*embedding, *(Unit(module=block) for block in blocks_of(module).values())]
+
+
+def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
+    """How FSDP2 keeps and moves the parameters. Those of other models than steplab's own are gathered as they are kept,
+    for some of their modules may need them so."""
+    autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
+    reshard = spec.layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
+    return Sharding(
+        gather_dtype=torch.bfloat16 if autocast else None,
+        reduce_dtype=torch.float32 if autocast else None,
+        reshard_after_forward=reshard,
+    )
+
+
+def _in_stages(
+    model: Transformer, spec: StepSpec, mesh: DeviceMesh, device: torch.device, autocast: Autocast, loss: LossFn
+) -> tuple[Pipeline, nn.Module]:
+    """The pipeline, and this rank's stages as one module."""
+    shape, layout = spec.model.shape, spec.layout
+    assert shape is not None
+    stages_a_rank = STAGES_A_RANK[spec.pipeline_schedule]
+    numbers = stage_numbers(mesh, stages_a_rank)
+    stages = cut(model, numbers, layout.pp * stages_a_rank, autocast)
+    for stage in stages:
+        _lay_out(stage, spec, mesh)
+    parts = spec.num_microbatches
+    batch, low = spec.batch // parts, torch.bfloat16
+    on_meta = partial(torch.empty, device="meta", requires_grad=True)
+
+    def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        with autocast():
+            return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    pipeline = Pipeline(
+        stages,
+        mesh,
+        device,
+        schedule=spec.pipeline_schedule,
+        microbatches=parts,
+        first_input=torch.empty(batch, spec.context, dtype=torch.int64, device="meta"),
+        between=on_meta(
+            batch,
+            spec.context // layout.tp,
+            shape.d_model,
+            dtype=low if spec.precision == "bf16_pure" else torch.float32,
+        ),
+        last_output=on_meta(
+            batch,
+            spec.context,
+            shape.vocab_size // layout.tp,
+            dtype=low if spec.precision in ("bf16", "bf16_pure") else torch.float32,
+        ),
+        loss=mean_loss,
+    )
+    return pipeline, nn.ModuleList(stages)
+
+
+def _forget_the_whole(device: torch.device) -> None:
+    """Give back what the whole model took, so that the peaks of a step are its own."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

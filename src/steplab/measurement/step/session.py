@@ -1,0 +1,222 @@
+"""One cell, measured in this process: build, compile, warm up, repeat; and then, if asked, watched.
+
+Runs in a child process of its own (measurement.processes.launch), because peak memory, process-wide torch settings and
+whatever a failed allocation keeps alive must not reach the next cell.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from steplab import __version__
+from steplab.errors import SteplabError, Unsupported
+from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_from, failure_of
+from steplab.measurement.machine.world import World
+from steplab.measurement.observer import Observer
+from steplab.measurement.step.flop_count import count_flops
+from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
+from steplab.measurement.step.step import Step, make_step
+from steplab.measurement.step.watcher import Watch, Watcher
+from steplab.model.build import build_workload
+from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
+from steplab.records.codec import new_id, now_utc
+from steplab.records.environment import Environment
+from steplab.records.failure import Failure
+from steplab.records.memory import Memory, PeakMemory
+from steplab.records.ranks import RankSamples
+from steplab.records.run import ModelFacts, Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.specs.attention_kernels import refuse_unserved_attention
+from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.step import StepSpec
+
+
+def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None, world: World | None = None) -> Run:
+    """Measure one cell in this process; a failure of the model or of its memory is part of the record.
+
+    In a world every rank calls it, and a record that is no failure has the samples of all.
+
+    With `watch`, some steps more are recorded after all timing; where those fail, the record has a note.
+    Raises UserError or Unsupported for a request that cannot be served at all.
+    """
+    device = world.device if world else open_device(spec.device)
+    refuse_unserved(spec.precision, device.torch_device)
+    if device.torch_device.type == "cuda":
+        refuse_unserved_attention(spec)
+    environment = read_environment(device.torch_device)
+    observer.on_environment(environment)
+    watcher = watch.open(spec, device) if watch else None
+    cell = _Cell(spec, device, environment, observer, world)
+    try:
+        return cell.measure(watcher)
+    except SteplabError as error:
+        if not isinstance(error, Unsupported) or cell.stage == "build":
+            raise
+        # An operation that found only in the step that it does not serve the tensors it got: a result like any other.
+        return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))
+    except Exception as error:
+        failure = failure_from(error, cell.stage, spec, device)
+        return cell.record(failure=failure)
+
+
+class _Cell:
+    """The measurement of one cell, and how far it has come."""
+
+    def __init__(
+        self, spec: StepSpec, device: Device, environment: Environment, observer: Observer, world: World | None
+    ) -> None:
+        self.spec, self.device, self.environment, self.observer = spec, device, environment, observer
+        self.world = world
+        self.stage = "build"
+        self.model: ModelFacts | None = None
+        self.notes: list[str] = []
+
+    def measure(self, watcher: Watcher | None) -> Run:
+        spec, device, on_step = self.spec, self.device, self.observer.on_step
+        layers = spec.model.shape.num_layers if spec.model.shape else None
+        gradients = spec.pass_name != "forward"
+        if remark := checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=gradients):
+            self.notes.append(remark)
+        self.begin("build", 0)
+        marked = {"span": watcher.span} if watcher else {}
+        workload = build_workload(spec, device.torch_device, **marked)
+        self.model = _facts(workload)
+        self.notes += workload.notes
+        step = make_step(workload, spec, device.torch_device, self.world)
+        phases = step.phases
+        first_step_s = self.compile(phases) if spec.compile != "off" else None
+        self.meet()
+        self.begin("warmup", spec.warmup)
+        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=self.read_clocks)
+        self.begin("measure", spec.steps)
+        device.reset_peak()
+        # Without warm-up steps the clocks read above were those of an idle GPU.
+        before_drain = _nothing if spec.warmup else self.read_clocks
+        measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
+        step_peak = device.peak("step")
+        synchronised: tuple[PhaseSamples, ...] = ()
+        phase_peaks: tuple[PeakMemory, ...] = ()
+        if device.asynchronous:
+            self.begin("phases", spec.steps)
+            synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
+        else:
+            self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
+        if spec.model.kind == "factory" and self.model is not None:
+            self.count_flops(self.model, phases)
+        peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
+        timing = Timing(
+            warmup=warmup,
+            back_to_back=measured,
+            synchronised=synchronised,
+            back_to_back_host_s=host_s,
+            first_step_s=first_step_s,
+        )
+        memory = Memory(
+            peaks=peaks,
+            total_bytes=self.environment.device.memory_bytes,
+            host_peak_bytes=host_peak_bytes(),
+        )
+        run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
+        return self.watch(watcher, run, step) if watcher else run
+
+    def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
+        """What every rank measured, on all ranks; empty for a process by itself."""
+        if self.world is None:
+            return ()
+        own = RankSamples(
+            rank=self.world.rank,
+            host=self.world.host,
+            device_name=self.environment.device.name,
+            back_to_back=timing.back_to_back,
+            peaks=memory.peaks,
+            host_peak_bytes=memory.host_peak_bytes,
+        )
+        return tuple(self.world.collectives.host_gather(own))
+
+    def meet(self) -> None:
+        """Wait for the other ranks, so that no sample has the time that one of them took to build or compile."""
+        if self.world is not None:
+            self.world.collectives.host_gather(None)
+
+    def begin(self, stage: str, num_steps: int) -> None:
+        self.stage = stage
+        self.observer.on_stage(stage, num_steps)
+
+    def compile(self, phases: Sequence[Phase]) -> float:
+        """Run the step that compiles, by itself: its time is no step time."""
+        self.begin("compile", 1)
+        self.device.synchronize()
+        started = time.perf_counter()
+        for phase in phases:
+            phase.run()
+        self.device.synchronize()
+        return time.perf_counter() - started
+
+    def read_clocks(self) -> None:
+        self.environment = read_clocks(self.environment, self.device.torch_device)
+
+    def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
+        """Count what a step of a foreign model executes: after all timing, because counting slows it down."""
+        if self.spec.compile != "off":
+            self.notes.append("HFU: torch's FLOP counter cannot count a compiled model of the user's own")
+            return
+        try:
+            counted = count_flops(phases, self.device.torch_device)
+        except Exception as error:  # whatever a foreign model raises now must not cost what was measured
+            if self.world is not None:  # others would wait for this rank in vain
+                raise
+            self.notes.append(f"HFU: counting the FLOPs failed: {failure_of(error, None).message}")
+        else:
+            self.model = dataclasses.replace(model, counted_flops=counted)
+
+    def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
+        """Have some steps recorded: after all timing, because watching slows them down."""
+        self.observer.on_measured(run)
+        self.begin(watcher.stage, watcher.num_steps)
+        try:
+            notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
+        except Exception as error:  # out of memory or any other: it must not cost what was measured
+            if self.world is not None:
+                raise
+            notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
+        return dataclasses.replace(run, notes=run.notes + notes)
+
+    def record(
+        self,
+        *,
+        timing: Timing | None = None,
+        memory: Memory | None = None,
+        ranks: tuple[RankSamples, ...] = (),
+        failure: Failure | None = None,
+    ) -> Run:
+        return Run(
+            id=new_id(),
+            created_utc=now_utc(),
+            steplab_version=__version__,
+            spec=self.spec,
+            tokens_per_step=self.spec.tokens_of_all,
+            environment=self.environment,
+            model=self.model,
+            timing=timing,
+            memory=memory,
+            ranks=ranks,
+            failure=failure,
+            notes=tuple(self.notes),
+        )
+
+
+def _nothing() -> None:
+    """There is nothing to do while the loop drains."""
+
+
+def _facts(workload: Workload) -> ModelFacts | None:
+    if workload.module is None:
+        return None
+    return ModelFacts(
+        num_parameters=num_parameters(workload.module),
+        num_embedding_parameters=num_lookup_parameters(workload.module),
+        num_layers=workload.num_layers,
+        attention_width=workload.attention_width,
+    )
