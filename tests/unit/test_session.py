@@ -339,7 +339,7 @@ def test_the_step_that_compiles_is_timed_apart(monkeypatch: pytest.MonkeyPatch, 
         return run
 
     clock = SimpleNamespace(perf_counter=lambda: now_ns / 10**9, perf_counter_ns=lambda: now_ns)
-    for name in ("session", "loop", "device"):
+    for name in ("step.session", "step.loop", "machine.device"):
         monkeypatch.setattr(f"steplab.measurement.{name}.time", clock)
     monkeypatch.setattr(torch, "compile", compiled)
     run = succeeded(measured(compile=mode, warmup=1, steps=3))
