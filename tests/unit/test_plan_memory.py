@@ -508,7 +508,7 @@ def test_people_get_their_formats(format: str, word: str, tmp_path: Path) -> Non
     assert word in target.read_text()
 
 
-@pytest.mark.parametrize(("width", "gone"), [(60, "category, bytes of one"), (72, "bytes of one"), (100, None)])
+@pytest.mark.parametrize(("width", "gone"), [(60, "category, bytes each"), (72, "bytes each"), (100, None)])
 def test_the_text_says_which_columns_it_leaves_out(width: int, gone: str | None) -> None:
     spec = resolve_step({"model": "tiny"})
     told = " ".join(render(plan_document(spec, predict_memory(spec)), width=width).split())

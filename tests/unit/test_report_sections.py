@@ -20,7 +20,7 @@ from steplab.records.codec import encode
 from steplab.records.numerics import Accumulation, Numerics
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
-from steplab.report.kit.html import render_page as document_page
+from steplab.report.kit.html import to_html as document_page
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
 from steplab.report.sections import SECTIONS, Context

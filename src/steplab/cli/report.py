@@ -9,7 +9,7 @@ from steplab.cli.options import FileOptions
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from steplab.lab.reporting import Selection
+    from steplab.lab.reporting import ReportedRecords
     from steplab.report.sections import Sections
 
 
@@ -71,7 +71,7 @@ def report(
         emit(_tables(selection, chosen, named=bool(ids), to_file=out.output is not None), out, chosen)
 
 
-def _tables(selection: "Selection", format: str, *, named: bool, to_file: bool) -> str:
+def _tables(selection: "ReportedRecords", format: str, *, named: bool, to_file: bool) -> str:
     """The records in a format other than a page.
 
     Records of a kind that shares one table become that table, every other record a document of its own. Raises

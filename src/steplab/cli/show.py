@@ -40,4 +40,4 @@ def show(
     references = memory_references([record], out.store) if isinstance(record, Run) else None
     document = SECTIONS[kind_of(record).name].document(record, Context(references=references))
     color = stdout_color() and out.output is None
-    emit(html.render_page(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)
+    emit(html.to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)

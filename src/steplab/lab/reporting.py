@@ -16,7 +16,7 @@ _MOST_TOGETHER = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
+class ReportedRecords:
     """The records of a report, with its title."""
 
     records: tuple[Record, ...]
@@ -33,7 +33,7 @@ class Selection:
 
 def records_to_report(
     ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
-) -> Selection:
+) -> ReportedRecords:
     """The records with these ids; else those of a name; else the study's; else those of what was measured last.
 
     That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
@@ -69,17 +69,19 @@ def _newest(opened: Store) -> Record:
     raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
 
 
-def _of_study(opened: Store, study_id: str) -> Selection:
+def _of_study(opened: Store, study_id: str) -> ReportedRecords:
     row = next((row for row in opened.studies() if row["id"] == study_id), {})
-    return Selection(
+    return ReportedRecords(
         records=tuple(opened.iterate(study=study_id)),
         title=str(row.get("name") or "Study"),
         description=str(row.get("description") or ""),
     )
 
 
-def _selected(records: Iterable[Record], title: str | None = None) -> Selection:
+def _selected(records: Iterable[Record], title: str | None = None) -> ReportedRecords:
     """A selection of these records, with this title or one made from their kind."""
     found = tuple(records)
     kinds = {kind_of(record).name for record in found}
-    return Selection(records=found, title=title or next(kind.title for name, kind in KINDS.items() if name in kinds))
+    return ReportedRecords(
+        records=found, title=title or next(kind.title for name, kind in KINDS.items() if name in kinds)
+    )

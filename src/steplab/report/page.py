@@ -17,7 +17,7 @@ from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html
 from steplab.report.kit.document import Document, Pairs, Section, Sentences, chapter, named_section
 from steplab.report.kit.table import sheet
-from steplab.report.run.cells import Cell, cells_of
+from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import rows_table
 from steplab.report.run.words import describe
 from steplab.report.sections import SECTIONS, Chapter, Context, Terms
@@ -83,7 +83,7 @@ def render_page(
             Section(title="Method", anchor="method", blocks=(Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))),)),
         ),
     )
-    return html.render_page(page)
+    return html.to_html(page)
 
 
 def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section | None:
@@ -96,7 +96,7 @@ def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section
     return section
 
 
-def _shared(cells: Sequence[Cell]) -> str:
+def _shared(cells: Sequence[RunCell]) -> str:
     """The choices that all runs share; for a single run, its step."""
     if len(cells) == 1:
         spec = cells[0].run.spec

@@ -22,7 +22,7 @@ from steplab.report.precision.document import precision_chapter, precision_docum
 from steplab.report.profile.document import profile_chapter, profile_section
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
-from steplab.report.run.cells import Cell, varying
+from steplab.report.run.cells import RunCell, varying
 from steplab.report.run.columns import rows_document
 from steplab.report.run.document import run_document
 
@@ -33,7 +33,7 @@ Terms = tuple[tuple[str, str], ...]
 class Context:
     """What a chapter may use besides its own records."""
 
-    cells: Sequence[Cell] = ()
+    cells: Sequence[RunCell] = ()
     """The runs of the page."""
     predictions: Mapping[str, MemoryPrediction] = field(default_factory=dict)
     """Predictions of the runs' memory, by the runs' ids."""
@@ -74,11 +74,13 @@ class Sections:
         return [self.together(records)] if self.together else [self.document(each, Context()) for each in records]
 
 
-def _of_cells(make: Callable[[Sequence[Cell]], Section | None]) -> Callable[[Sequence[Any], Context], Section | None]:
+def _of_cells(
+    make: Callable[[Sequence[RunCell]], Section | None],
+) -> Callable[[Sequence[Any], Context], Section | None]:
     return lambda cells, context: make(cells)
 
 
-def _summary(cells: Sequence[Cell]) -> Section | None:
+def _summary(cells: Sequence[RunCell]) -> Section | None:
     return run.summary_chapter(cells, memory_facts(cells, varying(cells)))
 
 

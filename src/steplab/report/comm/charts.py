@@ -49,7 +49,7 @@ class _Plot:
     name: str
     """Name of the chart."""
     axis: str
-    """Of x."""
+    """Name of the x axis."""
     x: Callable[[CommCell], int]
     """A cell's value along x."""
     show: Callable[[float], str]

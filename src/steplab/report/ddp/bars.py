@@ -1,4 +1,4 @@
-"""Pictures of a data-parallel study whose marks are bars: a step's time with and without communication, and memory."""
+"""Bar charts of a data-parallel study: time of a step, and memory of a rank."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ _WORDS = {"optimizer": "optimizer state"}
 
 
 def step_bars(run: DdpRun) -> Chart | None:
-    """One bar per variant: the step without communication, and what communication adds to it."""
+    """One bar per variant: the step without communication, and the exposed communication."""
     bars = [(cell, parts_of_step(run, cell)) for cell in run.cells]
     bars = [(cell, parts) for cell, parts in bars if parts or cell.failure]
     longest = max((sum(parts) for _, parts in bars if parts), default=0.0)
@@ -47,10 +47,10 @@ def step_bars(run: DdpRun) -> Chart | None:
 
 
 def parts_of_step(run: DdpRun, cell: DdpCell) -> tuple[float, float] | None:
-    """Computation and exposed communication, which sum to the step; None where it was not timed.
+    """Computation and exposed communication of a step, which sum to the step; None where it was not timed.
 
-    A step that is shorter than the one without communication, by noise, is computation alone; so is the one without, as
-    it was beside the others.
+    A step that noise made shorter than the step without communication counts as computation alone. The step without
+    communication is the median over its turns with all variants.
     """
     whole_s, without_s = figures.step_s(cell), figures.baseline_s(cell)
     if cell.contender.kind == "none" and whole_s is not None:
@@ -75,7 +75,10 @@ def _step_bar(picture: Drawing, axes: "Axes", index: int, name: str, parts: tupl
 
 
 def memory_bars(run: DdpRun) -> Chart | None:
-    """One panel per moment, one bar per variant: parameters, gradients, optimizer state, rest; a mark by formula."""
+    """One panel per moment, one bar per variant: parameters, gradients, optimizer state and other memory.
+
+    A mark shows what the formulas give for the first three.
+    """
     cells = [cell for cell in run.cells if figures.memory_at(cell, MOMENTS[-1])]
     if not cells:
         return None
@@ -131,7 +134,7 @@ def _bytes(memory: StateMemory, kind: str) -> int:
 
 
 def _frame(picture: Drawing, names: Sequence[str], scale: ax.Scale) -> "Axes":
-    """Axes with a row a name, the scale below."""
+    """Axes with one row per name and the scale below."""
     texts = fit_all(list(names), lambda text, _: "\n".join(wrap(text, _NAME_PX, _NAME_SIZE, 2)))
     left = 12 + max(text_width(line, _NAME_SIZE) for text in texts for line in text.split("\n"))
     axes = picture.axes(left, _BELOW, _RIGHT, 10)

@@ -1,7 +1,7 @@
-"""The step's time over the size of a bucket, measured, with the model's curves and its best size.
+"""Draws the step time over the bucket size, measured and by the model.
 
-What is drawn is the step without communication, once, with what communication adds to each variant, measured in turns
-with it: a machine that is faster at the last variant than at the first changes neither.
+A mark is the exposed communication of a variant on top of the usual step without communication. Both were measured in
+turns, so a machine that becomes faster during the study does not change the figure.
 """
 
 import math
@@ -24,7 +24,7 @@ _OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
 
 
 def bucket_curve(run: DdpRun) -> Chart | None:
-    """Marks for what was measured, one line per family of variants; None where no family has a bucket size."""
+    """The measured step times, one line per family of variants; None if no family has several bucket sizes."""
     families: dict[str, list[DdpCell]] = {}
     for cell in figures.timed(run):
         if cell.contender.bucket_size_mb is not None:
@@ -63,7 +63,7 @@ def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, flo
 
 
 def _scale(values: Sequence[float]) -> ax.Scale:
-    """From a little below the least: what communication adds may be a few per cent of the step."""
+    """Scale that begins just below the least value, because the differences may be a few per cent of the step."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = min(values), max(values)
@@ -76,7 +76,7 @@ def _scale(values: Sequence[float]) -> ax.Scale:
 def _model_curves(
     model: OverheadModel | None, without_s: float, highest: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """The step that the model gives, by bucket size; what lies above the picture is left out."""
+    """Step time by the model over bucket size, without points above `highest`."""
     if model is None:
         return {}
     exposed = [(point.bucket_mb, without_s + point.exposed_s) for point in model.curve]

@@ -95,7 +95,7 @@ class Below:
     ticks_px: float
     """Height they take."""
     groups: tuple[tuple[str, str, float, float], ...]
-    """Of each group its name in full, as it is drawn, and the centers of its first and last position."""
+    """Each group: its full name, its name as drawn, and the centers of its first and last position."""
     groups_px: float
     """Height that the groups take; 0 without any."""
 

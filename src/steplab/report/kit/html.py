@@ -31,7 +31,7 @@ def section_html(section: Section, level: int = 2) -> str:
     return str(macros.section(drawn(section), level))  # type: ignore[attr-defined]  # a macro of the template
 
 
-def render_page(page: Document) -> str:
+def to_html(page: Document) -> str:
     """The document as a page that needs nothing else; sections with an anchor are linked at its top."""
     whole = replace(page, sections=tuple(drawn(section) for section in page.sections))
     return environment().get_template("page.html.j2").render(page=whole)

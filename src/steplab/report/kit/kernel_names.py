@@ -1,4 +1,4 @@
-"""Names of kernels and ranges as people can read them: without what says where, and not what, a kernel is."""
+"""Short names of kernels and ranges, without return types, namespaces and parameters."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ _PLAIN_TYPES = re.compile(
 
 
 def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
-    """Each of these names as `short_kernel` gives it, but different names never the same text.
+    """The short name of each kernel; different kernels get different short names.
 
-    Those that would be alike show the part in which they differ; a number tells apart what even that does not.
+    Kernels whose short names would be equal show the part in which they differ, or else a number.
     """
     chosen = {name: short_kernel(name, most) for name in names}
     groups: dict[str, list[str]] = {}
@@ -42,7 +42,7 @@ def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
 
 
 def _differing(names: Sequence[str], most: int) -> list[str]:
-    """The names without what they have in common around their differing part, as far as there is no room for it."""
+    """The names, shortened where they agree: each keeps the part in which they differ."""
     texts = [_readable(name) for name in names]
     if len(set(texts)) < len(texts):  # they differ in parameters or namespaces
         texts = [plain(name[:_LONGEST]) for name in names]
@@ -54,7 +54,7 @@ def _differing(names: Sequence[str], most: int) -> list[str]:
 
 
 def _around(text: str, start: int, end: int, most: int) -> str:
-    """text[start:end], with as much of the beginning and of the end as there is room for."""
+    """text[start:end] with as much of the rest as fits into `most` characters."""
     room = most - (end - start) - 2
     if len(text) <= most or room < 0:
         return cut(text if len(text) <= most else text[start:end], most)
@@ -67,8 +67,8 @@ def _around(text: str, start: int, end: int, most: int) -> str:
 def short_kernel(name: str, most: int = 60) -> str:
     """`name` without return type, namespaces and parameters, in at most `most` characters.
 
-    A name that is still too long loses the numbers among its template's arguments, then the plain types, then its
-    middle: what distinguishes two kernels of one template mostly stands at the end.
+    A longer name loses the numbers among its template arguments, then the plain types, then its middle, because two
+    kernels of one template mostly differ at the end.
     """
     text = _readable(name)
     for rule in (_NUMBERS, _PLAIN_TYPES):
@@ -94,11 +94,11 @@ def _readable(name: str) -> str:
 
 
 def last_part(range: str) -> str:
-    """The last name of a range: blocks.*.attention.scores -> scores, blocks.* -> blocks; '' for none."""
+    """Last name of a range: blocks.*.attention.scores -> scores, blocks.* -> blocks; '' for an empty range."""
     return plain(range).removesuffix(".*").rpartition(".")[2]
 
 
 def cut(text: str, most: int) -> str:
-    """The text without its middle, if it is longer than `most` characters."""
+    """The text in at most `most` characters, without its middle."""
     tail = most // 2
     return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"

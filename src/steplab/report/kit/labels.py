@@ -1,7 +1,7 @@
-"""Texts in a picture made to fit: measured, broken into lines, and only then shortened.
+"""Fits labels into pictures: measures them, breaks them into lines, and shortens those that are still too long.
 
-An SVG neither wraps text nor moves it into view, so a label that is wider than its place would be cut by the picture's
-edge or run into its neighbour. Widths are those of DejaVu Sans, wider than what browsers usually have.
+An SVG does not wrap text, so a label wider than its place would be cut at the picture's edge or overlap its neighbour.
+Widths are those of DejaVu Sans, which is wider than the fonts that browsers usually have.
 """
 
 import re
@@ -14,7 +14,7 @@ LINE = 1.25
 
 
 def text_width(text: str, size_px: float) -> float:
-    """Pixels that a line of text takes at most."""
+    """Upper bound of the width of a line of text, in pixels."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -25,9 +25,9 @@ def text_width(text: str, size_px: float) -> float:
 
 
 def wrap(text: str, width_px: float, size_px: float, most_lines: int) -> list[str]:
-    """The text in lines of that width, shortened in the middle where it needs more of them than `most_lines`.
+    """Break a text into at most `most_lines` lines of `width_px`; a text that is still too long loses its middle.
 
-    Breaks after ' · ' where that will do, then between words, then within a name after its punctuation, then anywhere.
+    Lines end after ' · ' if possible, else between words, else after punctuation within a name, else anywhere.
     """
     lines = _broken(text, width_px, size_px)
     kept = len(text)
@@ -38,9 +38,9 @@ def wrap(text: str, width_px: float, size_px: float, most_lines: int) -> list[st
 
 
 def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
-    """Every name as `fit` makes it of the name and its place among them, still telling apart those that differ.
+    """Apply `fit(name, index)` to every name, so that different names stay different.
 
-    Where a name shortened to fit would read like another's, what all such names begin and end with goes first.
+    Where two shortened names would be equal, the beginning and the end that such names share are removed first.
     """
     texts = [fit(name, index) for index, name in enumerate(names)]
     read: dict[str, set[str]] = {}
@@ -59,19 +59,19 @@ def fit_all(names: Sequence[str], fit: Callable[[str, int], str]) -> list[str]:
 
 
 def num_shared(names: Iterable[str]) -> int:
-    """How many letters all names begin with."""
+    """Number of leading letters that all names share."""
     return sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False)))
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of that many characters, without its middle: names that share a beginning mostly differ at their end."""
+    """The text in at most `most` characters, without its middle: names with one beginning mostly differ at the end."""
     head = most // 3
     tail = most - 1 - head
     return text if len(text) <= most else f"{text[:head]}…{text[len(text) - tail :]}"
 
 
 def fitted(text: str, width_px: float, size_px: float) -> str:
-    """The text on one line of that width, shortened if need be."""
+    """The text on one line of `width_px`, shortened if it is wider."""
     return wrap(text, width_px, size_px, 1)[0] if text_width(text, size_px) > width_px else text
 
 
@@ -85,7 +85,7 @@ def _broken(text: str, width_px: float, size_px: float) -> list[str]:
 
 
 def _parts(text: str, width_px: float, size_px: float, breaks: Sequence[str]) -> list[str]:
-    """The text cut at the first kind of break; what is still too wide, at the next."""
+    """The text divided at the first kind of break; parts that are still too wide, at the next kind."""
     if not breaks or text_width(text.rstrip(" ·"), size_px) <= width_px:
         return [text]
     cut = [part for part in re.split(breaks[0], text) if part]

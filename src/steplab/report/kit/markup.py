@@ -1,4 +1,4 @@
-"""A document as Markdown and as LaTeX. Pictures are left out: a page has them."""
+"""Renders a document as Markdown or LaTeX, without its charts."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,11 +7,11 @@ from steplab.report.kit.table import sheet
 from steplab.report.kit.text import plain
 
 MARK = "<!-- written by steplab -->"
-"""Under the title of a Markdown document, unseen: an earlier output is known by it, and may be replaced."""
+"""Invisible line under the title of a Markdown document. A file with it is an earlier output and may be replaced."""
 
 
 def escape_markdown(text: str) -> str:
-    """Text for a paragraph or a cell of Markdown: nothing in it ends the cell or the row, or is taken for HTML."""
+    """Escape a text for a paragraph or a table cell of Markdown: it ends no cell and is not read as HTML."""
     for character in "\\`*_[]|":
         text = text.replace(character, "\\" + character)
     return " ".join(plain(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
@@ -39,12 +39,12 @@ _LATEX_ESCAPES = {
 
 
 def escape_latex(text: str) -> str:
-    """Text that LaTeX prints as it stands, character by character, so that no escape is escaped again."""
+    """Escape a text for LaTeX, character by character, so that no escape is escaped twice."""
     return " ".join("".join(_LATEX_ESCAPES.get(character, character) for character in plain(text)).split())
 
 
 def to_markdown(document: Document) -> str:
-    """The document in Markdown, with a heading of the first level, without a newline at the end."""
+    """The document in Markdown, without a newline at the end; its title is a heading of the first level."""
     head = [_markdown_heading(document.title, 1), MARK] if document.title else []
     head.append(escape_markdown(document.subtitle))
     head += [escape_markdown(sentence) for sentence in document.verdict]
@@ -53,7 +53,7 @@ def to_markdown(document: Document) -> str:
 
 
 def to_latex(document: Document) -> str:
-    """The document as LaTeX to put into one's own, without a newline at the end; its tables need booktabs."""
+    """The document as LaTeX to include in another document, without a newline at the end. Tables need booktabs."""
     head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1) if document.title else ""]
     head.append(escape_latex(document.subtitle))
     head += [escape_latex(sentence) for sentence in document.verdict]
@@ -64,7 +64,7 @@ def to_latex(document: Document) -> str:
 def _sections(
     section: Section, level: int, heading: Callable[[str, int], str], write: Callable[[Block], str]
 ) -> Iterator[str]:
-    """The heading and the blocks under it; nothing where they are all pictures."""
+    """The heading and the blocks of a section; nothing if all blocks are charts."""
     parts: list[str] = []
     for block in section.blocks:
         if isinstance(block, Section):
@@ -102,7 +102,7 @@ def _markdown(block: Block) -> str:
 
 
 def _fenced(lines: Sequence[str]) -> str:
-    """Lines to copy, between fences longer than any in them."""
+    """A code block; its fence is longer than any fence in the lines."""
     fence = "```"
     while any(fence in line for line in lines):
         fence += "`"
@@ -110,7 +110,7 @@ def _fenced(lines: Sequence[str]) -> str:
 
 
 def markdown_table(table: Table) -> str:
-    """A table of all rows and columns, its caption under it."""
+    """A table with all rows and columns, followed by its caption."""
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cells) + " |"

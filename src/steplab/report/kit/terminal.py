@@ -1,4 +1,4 @@
-"""A document on a terminal; what a terminal can show: its width and colour."""
+"""Renders a document as text for a terminal, with the terminal's width and colour."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from steplab.report.kit.text import flowed, plain
 _PIPED_WIDTH = 120
 _LONGEST_LINE = 120  # of sentences: longer ones are hard to read
 INDENT = 2
-"""Columns by which what stands under a heading is moved to the right."""
+"""Columns by which the content of a section is indented."""
 
 
 def terminal_width() -> int:
@@ -22,15 +22,12 @@ def terminal_width() -> int:
 
 
 def wants_color(stream: IO[str]) -> bool:
-    """Whether to colour what goes to `stream`: a terminal, not a dumb one, and no NO_COLOR."""
+    """Whether to write colours to `stream`: it is a terminal, TERM is not dumb, and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
-    """The document as text for a terminal, without a newline at the end; `width` None: the terminal's own.
-
-    Pictures are left out: a page has them.
-    """
+    """The document as text, without charts and without a newline at the end; `width` None: the terminal's width."""
     return "\n".join(_document(document, width or terminal_width(), _styled if color else _bare)).rstrip("\n")
 
 
@@ -60,7 +57,7 @@ def _document(document: Document, width: int, style: Style) -> Iterator[str]:
 
 
 def _section(section: Section, width: int, style: Style) -> Iterator[str]:
-    """An empty line, the title, and what stands under it, indented; without a title only what it holds."""
+    """An empty line, the title and the indented blocks; without a title, the blocks alone."""
     if not section.title:
         yield from _apart(section.blocks, width, style)
         return
@@ -71,7 +68,7 @@ def _section(section: Section, width: int, style: Style) -> Iterator[str]:
 
 
 def _apart(blocks: Iterable[Block], width: int, style: Style) -> list[str]:
-    """The blocks one under the other with an empty line between them; a section and a note bring what they need."""
+    """The blocks, separated by empty lines; a note follows its block directly, and a section brings its own line."""
     lines: list[str] = []
     for block in blocks:
         own = list(_block(block, width, style))

@@ -1,8 +1,7 @@
-"""The timeline of one step as a picture: one row per stream, phases shaded.
+"""Draws the timeline of one step, with one row per stream and shaded phases.
 
-A step has thousands of kernels and a page a thousand pixels. So the step is cut into columns of a pixel or so, and in
-each the categories stand one on the other, as high as their share of the column's time: areas are times, and what is
-left empty is idle."""
+The step is divided into columns about one pixel wide. In each column the categories are stacked, each as high as its
+share of the column's time, so that an area is a time and empty space is idle time."""
 
 import html
 from collections.abc import Iterator, Mapping
@@ -23,23 +22,23 @@ LETTER_PX = 6.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Where time and streams stand in a picture."""
+    """Position of times and streams in a picture."""
 
     start_ns: int
     """Time of the left edge."""
     end_ns: int
     """Time of the right edge."""
     streams: tuple[int, ...]
-    """Streams, from above."""
+    """Numbers of the streams, from top to bottom."""
     names: tuple[str, ...]
-    """What each is called."""
+    """Name of each stream."""
     top: float
-    """Upper edge of the first row."""
+    """Upper edge of the first row, in pixels."""
     row_px: float
-    """Height of a row."""
+    """Height of a row, in pixels."""
 
     def x(self, time_ns: float) -> float:
-        """Place of a time, kept within the frame."""
+        """The x coordinate of a time, limited to the frame."""
         inside = min(max(time_ns, self.start_ns), self.end_ns) - self.start_ns
         return _LEFT + inside * (WIDTH - _LEFT - _RIGHT) / max(self.end_ns - self.start_ns, 1)
 
@@ -54,13 +53,13 @@ class Frame:
 
 
 def step_end_ns(timeline: Timeline) -> int:
-    """When the last of its kernels and phases ends."""
+    """End of the last kernel or phase, in nanoseconds."""
     ends = [start + duration for start, duration in zip(timeline.start_ns, timeline.duration_ns, strict=True)]
     return max([*ends, *(end for _, _, end in timeline.phases)])
 
 
 def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "", until_ns: int = 0) -> Picture:
-    """The whole step, a row for each of these streams; the axis reaches to `until_ns` if that is later."""
+    """Picture of a whole step with one row per stream in `names`; the axis ends at `until_ns` if that is later."""
     end_ns = step_end_ns(timeline)
     streams = tuple(names)
     row_px = 64 if len(streams) == 1 else 40 if len(streams) < 4 else 26
@@ -85,7 +84,7 @@ def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "
 def column_shares(
     timeline: Timeline, stream: int, start_ns: int, end_ns: int, num_columns: int
 ) -> list[dict[str, float]]:
-    """For each of equal columns of the time between, the share of it in which each category ran on a stream."""
+    """Share of each category in each of `num_columns` equal parts of the time between, on one stream."""
     width_ns = (end_ns - start_ns) / num_columns
     shares: list[dict[str, float]] = [{} for _ in range(num_columns)]
     columns = zip(timeline.kernel, timeline.stream, timeline.start_ns, timeline.duration_ns, strict=True)
@@ -102,7 +101,7 @@ def column_shares(
 
 
 def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str]:
-    """A path a stream and category: the category's part of every column, equal neighbours joined."""
+    """One path per stream and category; adjacent columns of equal height are merged."""
     num_columns = int((WIDTH - _LEFT - _RIGHT) / column_px)
     for stream in frame.streams:
         shares = column_shares(timeline, stream, frame.start_ns, frame.end_ns, num_columns)
@@ -129,7 +128,7 @@ def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str
 
 
 def _extend(bars: list[list[float]], index: int, top: float, bottom: float) -> None:
-    """Add a column's rectangle to the last one if it continues it, else as a new one."""
+    """Extend the last rectangle by a column of the same height, or add a new rectangle."""
     if bars and bars[-1][0] + bars[-1][1] == index and bars[-1][2:] == [top, bottom]:
         bars[-1][1] += 1
     else:
@@ -142,7 +141,7 @@ def _time_s(timeline: Timeline, stream: int, category: str) -> float:
 
 
 def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
-    """Shade every other phase, and name all that have room."""
+    """Shade every other phase, and label each phase that is wide enough for its name."""
     for index, (name, start_ns, end_ns) in enumerate(timeline.phases):
         left, right = frame.x(start_ns), frame.x(end_ns)
         opacity = 0.09 if index % 2 else 0.04
@@ -156,7 +155,7 @@ def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
 
 
 def axis(frame: Frame) -> Iterator[str]:
-    """Rules and labels of the times."""
+    """Time axis: grid lines and labels."""
     scale = ax.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
     for tick in scale.ticks:
         x = frame.x(frame.start_ns + tick * 1e9)
@@ -165,19 +164,19 @@ def axis(frame: Frame) -> Iterator[str]:
 
 
 def stream_names(frame: Frame) -> Iterator[str]:
-    """The name of each stream beside its row."""
+    """Name of each stream at the left of its row."""
     for stream, name in zip(frame.streams, frame.names, strict=True):
         yield words_at(_LEFT - 8, frame.y(stream) + frame.row_px / 2 + 4, name, INK, "end")
 
 
 def words_at(x: float, y: float, text: str, color: str, anchor: str = "start") -> str:
-    """A text element at a place in pixels."""
+    """A text element at a position in pixels."""
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="11" text-anchor="{anchor}" fill="{css_color(color)}"'
     return f"<text {place}>{html.escape(text)}</text>"
 
 
 def svg(title: str, height: float, body: str) -> str:
-    """The elements of a picture of `WIDTH` by `height` pixels as one <svg>."""
+    """One <svg> of `WIDTH` by `height` pixels around the elements in `body`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="100%" role="img" '
         f'aria-label="{html.escape(title)}">{body}</svg>'

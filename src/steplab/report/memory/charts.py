@@ -14,7 +14,7 @@ from steplab.report.kit.labels import LINE, fit_all, text_width, wrap
 from steplab.report.memory.categories import category_word, color_of, legend_of
 from steplab.report.memory.figures import error_text, parts, peak_of, whole
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with_owners
-from steplab.report.run.cells import Cell, label, said, varying
+from steplab.report.run.cells import RunCell, label, said, varying
 from steplab.report.run.figures import step_median
 from steplab.units import format_share
 
@@ -50,7 +50,7 @@ class _Row:
         return max(bars, len(self.lines) * LINE * _LETTERS)
 
 
-def peak_bars(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Chart | None:
+def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Chart | None:
     """What the peaks are made of, one bar per run, and below it one of its prediction; `predictions` by the runs' ids.
 
     None where there are fewer than two bars. Imported snapshots, whose categories are others, are left out.
@@ -81,7 +81,7 @@ def peak_bars(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]
     return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend_of(shown), note=note)
 
 
-def _rows(known: Sequence[Cell], fields: Sequence[str], predictions: Mapping[str, MemoryPrediction]) -> list[_Row]:
+def _rows(known: Sequence[RunCell], fields: Sequence[str], predictions: Mapping[str, MemoryPrediction]) -> list[_Row]:
     names = [label(cell, fields) for cell in known]
     texts = fit_all(names, lambda name, _: "\n".join(wrap(name, _NAME_PX, _LETTERS, _MOST_LINES)))
     return [
@@ -149,7 +149,7 @@ class _Point:
     """Peak of allocated memory."""
 
 
-def checkpointing_tradeoff(cells: Sequence[Cell]) -> Chart | None:
+def checkpointing_tradeoff(cells: Sequence[RunCell]) -> Chart | None:
     """Peak against step time, one panel per cell measured with several settings; None without such a cell."""
     fields = [field for field in varying(cells) if field != _FIELD]
     groups = [(label(group[0], fields), _points(group)) for group in alike_but_for(cells, _FIELD)]
@@ -176,7 +176,7 @@ def checkpointing_tradeoff(cells: Sequence[Cell]) -> Chart | None:
     )
 
 
-def _points(group: Sequence[Cell]) -> list[_Point]:
+def _points(group: Sequence[RunCell]) -> list[_Point]:
     """Settings with both figures, the fastest first."""
     found = []
     for cell in group:

@@ -11,7 +11,7 @@ from steplab.report.memory.categories import category_word, in_order
 from steplab.report.memory.forecast import balance, forecast_sentence, moved_words
 from steplab.report.memory.pairs import counterpart
 from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
-from steplab.report.run.cells import Cell, cells_of
+from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.figures import step_median
 
 AUTOCAST = ("bf16", "fp16")
@@ -23,7 +23,7 @@ _NEXT_TO_NOTHING = 0.005  # ratio below which almost nothing of a category is le
 
 
 def comparison_sentences(
-    cell: Cell, cells: Sequence[Cell], references: MemoryReferences | None = None
+    cell: RunCell, cells: Sequence[RunCell], references: MemoryReferences | None = None
 ) -> Iterator[str]:
     """Why a cell's precision and checkpointing change its peak, compared with the same cell without them, which is
     looked for among `cells` and `references`."""
@@ -32,7 +32,7 @@ def comparison_sentences(
     every = cells_of(list(known.values()))
     own = next(other for other in every if other.run.id == cell.run.id)
 
-    def run_of(found: Cell | None) -> Run | None:
+    def run_of(found: RunCell | None) -> Run | None:
         return found.run if found else None
 
     forecast = references.forecasts.get(cell.run.id) if references else None

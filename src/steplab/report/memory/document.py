@@ -27,7 +27,7 @@ from steplab.report.memory.figures import capacity
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched
 from steplab.report.memory.tables import allocation_table, category_rows, category_table, phase_table, saved_table
 from steplab.report.memory.timeline import Shown, memory_timelines
-from steplab.report.run.cells import Cell, cells_of, label, said, varying
+from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
 from steplab.report.run.figures import spread
 from steplab.report.run.words import run_subtitle, run_title
@@ -75,7 +75,7 @@ def memory_section(
 
 
 def memory_chapter(
-    cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
+    cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
 ) -> Section | None:
     """Memory on a page: the peaks that the allocator counted, what runs show together, then each watched run.
 
@@ -91,7 +91,7 @@ def memory_chapter(
     return chapter("Memory", "memory", *blocks)
 
 
-def _across(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
+def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
     """What several runs show together."""
     if bars := peak_bars(cells, predictions):
         yield named_section("What the peaks are made of", bars)
@@ -104,13 +104,13 @@ def _across(cells: Sequence[Cell], predictions: Mapping[str, MemoryPrediction]) 
         yield named_section("Checkpointing: memory against time", tradeoff)
 
 
-def _shown(cell: Cell, title: str) -> Shown:
+def _shown(cell: RunCell, title: str) -> Shown:
     return Shown(title=title, profile=profile_of(cell), capacity=capacity(cell.run))
 
 
 def _record(
-    cell: Cell,
-    cells: Sequence[Cell],
+    cell: RunCell,
+    cells: Sequence[RunCell],
     prediction: MemoryPrediction | None,
     references: MemoryReferences | None,
     *,
@@ -129,7 +129,7 @@ def _verdict(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 
 def _sections(
-    cell: Cell, cells: Sequence[Cell], prediction: MemoryPrediction | None, references: MemoryReferences | None
+    cell: RunCell, cells: Sequence[RunCell], prediction: MemoryPrediction | None, references: MemoryReferences | None
 ) -> Iterator[Section]:
     """`cells` and `references` are what the cell is compared with."""
     run, profile = cell.run, profile_of(cell)

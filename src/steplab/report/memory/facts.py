@@ -9,20 +9,20 @@ from steplab.report.kit.document import Fact
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.figures import parts
 from steplab.report.memory.pairs import counterpart, profile_of, with_owners
-from steplab.report.run.cells import Cell, label, said
+from steplab.report.run.cells import RunCell, label, said
 
 _BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
 _TOLD = 3  # categories named
 
 
-def memory_facts(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def memory_facts(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     """Facts about the cells whose memory was watched; empty without any."""
     known = with_owners(cells)
     changes = [_changes(known, field, baseline, fields) for field, baseline in _BASELINES]
     return [*_largest(known, fields), *(fact for found in changes for fact in found)]
 
 
-def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[Fact]:
+def _largest(known: Sequence[RunCell], fields: Sequence[str]) -> Iterator[Fact]:
     cell = max(known, key=lambda cell: profile_of(cell).peak_bytes, default=None)
     found = sorted(parts(profile_of(cell)), key=lambda part: -part.num_bytes) if cell else []
     if not cell or not found:
@@ -40,7 +40,7 @@ def _largest(known: Sequence[Cell], fields: Sequence[str]) -> Iterator[Fact]:
     )
 
 
-def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
+def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
     """By how much each value of a field changes the peak, compared with the baseline's, of cells alike in all else."""
     others = [name for name in fields if name != field]
     for value in dict.fromkeys(cell.values[field] for cell in known):
@@ -59,7 +59,7 @@ def _changes(known: Sequence[Cell], field: str, baseline: str, fields: Sequence[
         yield Fact(figure=_signed(middle), text=text, wide=True)
 
 
-def _pairs(known: Sequence[Cell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, Cell]]:
+def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:
     """The relative change of the peak, and the cell it is of."""
     for cell in known:
         other = counterpart(cell, known, field, baseline) if cell.values[field] == value else None

@@ -1,4 +1,4 @@
-"""What low precision does to a cell's peak, where the same cell in fp32 was not measured."""
+"""Compares a cell's peak in low precision with a predicted peak in fp32, where fp32 was not measured."""
 
 import dataclasses
 
@@ -10,15 +10,17 @@ from steplab.records.run import Run
 from steplab.specs.attention_kernels import refuse_unserved_attention
 
 _SAFELY = 2
-"""How many times the prediction's own error a predicted difference must be, for its sign to be said."""
+"""Smallest predicted difference, in multiples of the prediction's error, for which lower or higher is stated."""
 _ESTIMATES_ARE_OFF = 0.03
-"""Largest relative error of the estimates of the recorded compiled steps."""
+"""Largest relative error of an estimate over the recorded compiled steps."""
 _CLOSE = 1e-3
 
 
 def forecast_sentence(name: str, profile: MemoryProfile, forecast: Fp32Forecast) -> str:
-    """By how much low precision, called `name`, lowers or raises the peak, from what a dry run predicts in fp32; or
-    that it cannot be said, because the difference is within the prediction's error."""
+    """By how much the low precision `name` lowers or raises the peak, compared with the dry run's peak in fp32.
+
+    Where the difference is within the prediction's error, the sentence says so.
+    """
     own, fp32, measured = forecast.own.peak_bytes, forecast.fp32.peak_bytes, profile.peak_bytes
     error = abs(own - measured)
     is_estimate = "estimate" in (forecast.own.kind, forecast.fp32.kind)
@@ -40,12 +42,12 @@ def forecast_sentence(name: str, profile: MemoryProfile, forecast: Fp32Forecast)
 
 
 def _up(percent: float) -> str:
-    """At least one hundredth, so that a small error is not written as none."""
+    """The percentage with two decimals, at least 0.01, so that a small error does not read as none."""
     return f"{max(percent, 0.01):.2f}"
 
 
 def moved_words(after: int, before: int) -> str | None:
-    """'3.9 % lower'; None where both are the same as they are written, too."""
+    """'3.9 % lower'; None where both sizes are written alike."""
     if abs(after - before) <= _CLOSE * before and units.format_bytes(after) == units.format_bytes(before):
         return None
     direction = "lower" if after < before else "higher"
@@ -56,11 +58,11 @@ def moved_words(after: int, before: int) -> str | None:
 
 
 def balance(run: Run, profile: MemoryProfile, low_bytes: int, copies: int) -> str:
-    """What a record alone says of autocast's effect. `low_bytes` are saved for backward in low precision, `copies` are
-    bytes of cast weights alive at the peak.
+    """Bounds of autocast's effect on the peak, from this record alone.
 
-    Their difference is not the effect, because the step in fp32 may peak at another moment. But at any moment it holds
-    at most `low_bytes` more of activations, which bounds what autocast can save.
+    `low_bytes` are saved for backward in low precision; `copies` are bytes of cast weights alive at the peak. Their
+    difference is not the effect, because the step in fp32 may peak at another moment. At any moment the step in fp32
+    holds at most `low_bytes` more of activations, which bounds what autocast can save.
     """
     more = units.format_bytes(low_bytes)
     told = f"In float32 the low-precision activations would take {more} more" if low_bytes else ""
@@ -82,7 +84,7 @@ def balance(run: Run, profile: MemoryProfile, low_bytes: int, copies: int) -> st
 
 
 def _would_tell(run: Run) -> str:
-    """That the cell in fp32 would show it, where it can be run in fp32."""
+    """Advice to measure the cell in fp32, if it can run in fp32."""
     if run.spec is None:
         return ""
     try:

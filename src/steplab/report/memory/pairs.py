@@ -5,44 +5,44 @@ from collections.abc import Sequence
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.rows import Scalar
 from steplab.report.memory.figures import has_owners
-from steplab.report.run.cells import FIELDS, HOW, Cell
+from steplab.report.run.cells import FIELDS, HOW, RunCell
 
 
-def watched(cells: Sequence[Cell]) -> list[Cell]:
+def watched(cells: Sequence[RunCell]) -> list[RunCell]:
     """The cells with a memory profile."""
     return [cell for cell in cells if cell.run.memory_profile]
 
 
-def with_owners(cells: Sequence[Cell]) -> list[Cell]:
+def with_owners(cells: Sequence[RunCell]) -> list[RunCell]:
     """The watched cells whose record has categories by owner."""
     return [cell for cell in watched(cells) if has_owners(profile_of(cell))]
 
 
-def profile_of(cell: Cell) -> MemoryProfile:
+def profile_of(cell: RunCell) -> MemoryProfile:
     """The memory profile of a watched cell."""
     assert cell.run.memory_profile is not None
     return cell.run.memory_profile
 
 
-def counterpart(cell: Cell, cells: Sequence[Cell], field: str, value: Scalar) -> Cell | None:
+def counterpart(cell: RunCell, cells: Sequence[RunCell], field: str, value: Scalar) -> RunCell | None:
     """The newest watched cell that differs from this one in `field` alone, where it has `value`."""
     wanted = _but_for(cell, field)
     found = [other for other in watched(cells) if other.values[field] == value and _but_for(other, field) == wanted]
     return max(found, key=lambda other: other.run.created_utc, default=None) if cell.values[field] != value else None
 
 
-def alike_but_for(cells: Sequence[Cell], field: str) -> list[list[Cell]]:
+def alike_but_for(cells: Sequence[RunCell], field: str) -> list[list[RunCell]]:
     """Groups of cells that differ only in `field` and have at least two values of it; one cell per value.
 
     Cells without a value of the field, such as imported snapshots, belong to no group.
     """
-    groups: dict[tuple[Scalar, ...], dict[Scalar, Cell]] = {}
+    groups: dict[tuple[Scalar, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         if cell.values[field] is not None:
             groups.setdefault(_but_for(cell, field), {})[cell.values[field]] = cell
     return [list(group.values()) for group in groups.values() if len(group) > 1]
 
 
-def _but_for(cell: Cell, field: str) -> tuple[Scalar, ...]:
+def _but_for(cell: RunCell, field: str) -> tuple[Scalar, ...]:
     """What the cell computes, apart from one field and those that do not change the memory of a step."""
     return tuple(cell.values[name] for name in FIELDS if name not in (field, *HOW))

@@ -94,9 +94,9 @@ def allocation_table(
         columns=(
             Column(key="requested_bytes", header="size", quantity=BYTES),
             Column(key="count", header="count", quantity=NUMBER, rank=1),
-            Column(key="together_bytes", header="together", quantity=BYTES),
+            Column(key="together_bytes", header="total", quantity=BYTES),
             Column(key="category", header="category"),
-            Column(key="what", header="what it is", rank=2, wraps_from=20),
+            Column(key="what", header="tensor", rank=2, wraps_from=20),
             Column(key="module", header="module", rank=3),
             Column(key="line", header="line", rank=1),
             Column(key="function", header="function", rank=5),

@@ -1,7 +1,7 @@
-"""Which tensor an allocation is, as far as its shape, module and operator make that certain.
+"""Names the tensor of an allocation from its shape, module and operator, where these leave no doubt.
 
-Only the plain Transformer's sizes are known by name (batch, context, width, ...). A shape that two of its tensors share
-is given as a shape and not as either of them.
+The names are those of the plain Transformer's sizes (batch, context, width, ...). A shape that two of its tensors share
+is described as a shape.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _LOGITS = {
 
 
 def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
-    """The tensor in a few words; None where they would be a guess."""
+    """Name of the tensor in a few words; None where it is not certain."""
     if spec is None or spec.model.shape is None or made.shape is None:
         return None
     sizes = spec.model.shape
@@ -52,13 +52,15 @@ def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
 
 
 def _last(op: str | None) -> str:
-    """mul_ and mul.Tensor are mul."""
+    """Operator without namespace, overload and trailing underscore: mul for aten::mul_ and aten::mul.Tensor."""
     return (op or "").rpartition("::")[2].partition(".")[0].rstrip("_")
 
 
 def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
-    """Whether a tensor is heads x context x context of every sequence, in three or four dimensions; not where queries,
-    keys and values, or the halves of them that the rotary embedding turns, have that shape too."""
+    """Whether a tensor has the shape of the attention scores: batch × heads × context × context in 3 or 4 dimensions.
+
+    False where queries, keys and values, or their halves in the rotary embedding, have the same shape.
+    """
     square = len(shape) in (3, 4) and tuple(shape[-2:]) == (spec.context, spec.context)
     if not square or not sizes.num_heads or prod(shape[:-2]) != spec.batch * sizes.num_heads:
         return False
@@ -72,7 +74,7 @@ def _is_logits(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) ->
 
 
 def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
-    """Weights by their shape: which of the model's matrices have it."""
+    """Name of the weights that have an allocation's shape; None if several kinds of weights have it."""
     whose = {
         "parameters": "{}",
         "gradients": "gradient of {}",
@@ -89,14 +91,14 @@ def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
 
 
 def _of_width(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
-    """Activations a token wide: of the feed-forward's inner width, or of the residual stream's."""
+    """Name of activations by their width: the residual stream's or the feed-forward's inner width."""
     name = _width_name(shape[-1], sizes) if len(shape) > 1 and prod(shape[:-1]) == spec.tokens else None
     whose = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
     return f"a tensor of the {whose[name]}" if name else None
 
 
 def _width_name(size: int, sizes: TransformerShape) -> str | None:
-    """width or inner width; None for another size, and for one that several things have."""
+    """'width' or 'inner width'; None for other sizes, and where two of the model's sizes are equal."""
     names = {sizes.d_model: "width", sizes.d_ff: "inner width", sizes.vocab_size: None}
     return names.get(size) if len(names) == 3 else None
 
@@ -104,7 +106,7 @@ def _width_name(size: int, sizes: TransformerShape) -> str | None:
 def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
     """'batch x heads x context x context x bytes of float32 = 4 x 12 x 512 x 512 x 4'; None for an unknown dtype.
 
-    Sizes are named where the spec's own shape says which they are, and else given as figures alone.
+    Where the spec does not identify the dimensions, the figures stand alone.
     """
     size = num_bytes(shape, dtype)
     if size is None or not shape:
@@ -136,23 +138,25 @@ def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
 
 
 def node_name(op: str) -> str:
-    """A backward node by its operator: Softmax for SoftmaxBackward0; '' where no node saved it."""
+    """Operator of a backward node: Softmax for SoftmaxBackward0; '' if no node saved the tensor."""
     return op.rstrip("0123456789").removesuffix("Backward")
 
 
 def is_checkpointed(spec: StepSpec | None) -> bool:
-    """Whether a step recomputes, so that what no node saves is saved for that."""
+    """Whether a step recomputes activations; tensors that no node saved are then inputs of the recomputation."""
     return spec is not None and spec.checkpointing != "none" and spec.checkpoints_apply
 
 
 def is_compiled(tensors: SavedTensors) -> bool:
-    """Whether a compiled graph saved them, of which neither modules nor operators are known."""
+    """Whether a compiled graph saved the tensors; its modules and operators are not known."""
     return node_name(tensors.op) == "CompiledFunction"
 
 
 def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
-    """Whether a tensor has the shape of one of the model's weights, either way round; None where it cannot be told from
-    that of an activation, and of a model whose sizes nobody stated."""
+    """Whether a tensor has the shape of one of the model's weights or of its transpose.
+
+    None where an activation has the same shape, and for a model of unknown sizes.
+    """
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None:
         return None
@@ -163,7 +167,7 @@ def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
 
 
 def shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
-    """Of tensors of which the shape alone is known: what has that shape; None where several things have, or none."""
+    """Name of saved tensors by their shape alone; None if several kinds of tensors have it, or none has."""
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None:
         return None
@@ -179,7 +183,7 @@ def shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
 
 
 def saved_by(tensors: SavedTensors, spec: StepSpec | None) -> str:
-    """Saved tensors in a few words: 'Mul in blocks.*.feed_forward', 'Embedding outside modules'."""
+    """Saved tensors in a few words: 'Mul in blocks.*.feed_forward', 'Embedding outside of modules'."""
     node = node_name(tensors.op) or ("checkpointing" if is_checkpointed(spec) else "a tensor")
     if is_compiled(tensors):
         words = shape_words(tensors, spec)

@@ -1,9 +1,8 @@
-"""The memory of a step over time as a picture: categories stacked, phases shaded, the peak marked.
+"""Draws the memory of a step over time: stacked categories, shaded phases, and the peak.
 
-A history has millions of events and a picture a thousand pixels. So time is cut into columns of a pixel or two, and
-each shows the moment in it at which most was allocated: every column is a state that the memory was in, and no peak is
-lost. The stack is painted from the uppermost category down, each from its upper edge to zero, so that nothing shines
-through between two of them.
+Time is divided into columns of one or more pixels. Each column shows the moment in it with the most allocated bytes, so
+every column is a state that occurred, and the peak is always drawn. The categories are painted from the top of the
+stack down, each from its upper edge to zero, so that no gaps appear between them.
 """
 
 import html
@@ -24,9 +23,9 @@ WIDE, NARROW = 1040, 324
 HEIGHTS = {WIDE: 300, NARROW: 210}
 """Height of the axis of bytes, by the picture's width, in pixels."""
 LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24
-"""Margins in pixels: at the left for the sizes, at the right, for the phases' names, at the bottom for the times."""
+"""Margins in pixels: left (sizes), right, top (names of phases), bottom (times)."""
 GAP = 8
-"""Least distance of two labels."""
+"""Least distance between two labels, in pixels."""
 LETTERS = 11
 """Size of the letters, in pixels."""
 _COLUMNS_PX = (1.0, 2.0, 4.0, 8.0)
@@ -48,7 +47,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """Where time and bytes stand in a picture."""
+    """Position of times and bytes in a picture."""
 
     width: float
     """Width of the whole picture, in pixels."""
@@ -61,27 +60,27 @@ class Frame:
 
     @property
     def bottom(self) -> float:
-        """Where zero bytes are."""
+        """The y coordinate of zero bytes."""
         return STRIP + HEIGHTS[int(self.width)]
 
     @property
     def right(self) -> float:
-        """The right edge."""
+        """The x coordinate of the right edge of the axes."""
         return self.width - RIGHT
 
     def x(self, time_s: float) -> float:
-        """Place of a time, kept within the frame."""
+        """The x coordinate of a time, limited to the frame."""
         inside = min(max(time_s, self.start_s), self.end_s) - self.start_s
         return LEFT + inside * (self.right - LEFT) / ((self.end_s - self.start_s) or 1)
 
     def y(self, num_bytes: float) -> float:
-        """Place of a size."""
+        """The y coordinate of a size."""
         return self.bottom - num_bytes / self.scale.high * (self.bottom - STRIP)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A rectangle that something takes up."""
+    """A rectangle, in pixels."""
 
     left: float
     top: float
@@ -96,17 +95,14 @@ class Box:
 
 
 def text_box(x: float, y: float, text: str, anchor: str) -> Box:
-    """What a text with its baseline at y takes up."""
+    """Bounding box of a text with its baseline at y."""
     width = text_width(text, LETTERS)
     left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor] * width
     return Box(left=left, top=y - LETTERS, right=left + width, bottom=y + 3)
 
 
 def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
-    """A picture each, wide if there is one and side by side if there are several, with one scale of bytes for all.
-
-    None where nothing was recorded.
-    """
+    """One picture per profile, all with one scale of bytes; a single picture is wide. None if nothing was recorded."""
     drawable = [one for one in shown if one.profile.timeline.time_s and one.profile.timeline.categories]
     if not drawable:
         return None
@@ -122,7 +118,7 @@ def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
 
 
 def capacity_to_show(shown: Sequence[Shown]) -> int | None:
-    """The device's memory, where all have the same and some peak comes near it."""
+    """The device's memory in bytes, if it is the same for all and some peak comes near it; else None."""
     found = {one.capacity for one in shown}
     capacity = found.pop() if len(found) == 1 else None
     highest = max(one.profile.peak_bytes for one in shown)
@@ -130,13 +126,13 @@ def capacity_to_show(shown: Sequence[Shown]) -> int | None:
 
 
 def byte_scale(peaks: Sequence[int], capacity: int | None) -> ax.Scale:
-    """From zero, with room for a label above the highest mark."""
+    """Scale from zero, with room for a label above the highest mark."""
     scale = ax.bytes_scale([max(1, *peaks)], capacity)
     return replace(scale, high=1.08 * scale.high)
 
 
 def categories_of(timeline: MemoryTimeline) -> list[str]:
-    """The categories that were ever there, as they are stacked."""
+    """The categories that held any bytes, in the order of the stack."""
     pairs = zip(timeline.categories, timeline.allocated_bytes, strict=True)
     return [name for name, sizes in pairs if any(sizes)]
 
@@ -178,9 +174,10 @@ def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) ->
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
-    """For each of equal columns of the time between, which moment in it had most bytes; None before the first.
+    """Index of the moment with the most bytes in each of `num_columns` equal columns; None before the first moment.
 
-    A moment lasts until the next one, the last one to the end; one that begins on an edge is of the column after it.
+    A moment lasts until the next one, and the last one until the end. A moment that begins on the edge of two columns
+    belongs to the second.
     """
     totals = [sum(sizes) for sizes in zip(*timeline.allocated_bytes, strict=True)]
     per_s = num_columns / ((end_s - start_s) or 1)
@@ -198,7 +195,7 @@ def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_
 
 
 def _areas(profile: MemoryProfile, frame: Frame, column_px: float) -> Iterator[str]:
-    """A path a category, from the uppermost down: its upper edge, and straight down to zero."""
+    """One path per category, from the top of the stack down: its upper edge, closed along zero."""
     timeline = profile.timeline
     num_columns = max(int((frame.right - LEFT) / column_px), 1)
     moments = fullest_moments(timeline, frame.start_s, frame.end_s, num_columns)
@@ -219,7 +216,7 @@ def _areas(profile: MemoryProfile, frame: Frame, column_px: float) -> Iterator[s
 
 
 def _upper_edge(heights: Sequence[int], frame: Frame, width: float) -> Iterator[str]:
-    """Steps from column to column, equal neighbours joined, closed along the bottom."""
+    """Path of a stepped upper edge, closed along the bottom; adjacent columns of equal height are merged."""
     yield f"M{LEFT} {frame.bottom:g}"
     drawn = f"{frame.bottom:g}"
     for column, height in enumerate(heights):
@@ -231,7 +228,7 @@ def _upper_edge(heights: Sequence[int], frame: Frame, width: float) -> Iterator[
 
 
 def _phases(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
-    """Shade every other phase more."""
+    """Shade every other phase more strongly."""
     for index, phase in enumerate(phases):
         left, right = frame.x(phase.start_s), frame.x(phase.end_s)
         opacity = 0.1 if index % 2 else 0.04
@@ -241,7 +238,7 @@ def _phases(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
 
 
 def _borders(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
-    """Where one phase ends and the next begins, over the areas."""
+    """Lines between phases, drawn over the areas."""
     for phase in phases[1:]:
         line = f'd="M{frame.x(phase.start_s):.1f} 0V{frame.bottom:g}"'
         yield f'<path {line} stroke="{css_color(INK)}" stroke-opacity="0.45" stroke-dasharray="2 3"/>'
@@ -274,7 +271,7 @@ def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
 
 
 def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]:
-    """Middle of the peak's mark, and on which side of it the label begins."""
+    """Coordinates of the peak's mark, and the text anchor of its label."""
     x = frame.x(profile.peak_s)
     half = text_width(peak_text(profile), LETTERS) / 2
     anchor = "start" if x - half < LEFT else "end" if x + half > frame.right else "middle"
@@ -282,12 +279,12 @@ def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]
 
 
 def peak_text(profile: MemoryProfile) -> str:
-    """The label at the peak."""
+    """Label of the peak."""
     return f"peak {units.format_bytes(profile.peak_bytes)}"
 
 
 def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterator[str]:
-    """The peak, and the device's memory."""
+    """Mark the peak and the device's memory."""
     x, y, anchor = peak_place(profile, frame)
     text = peak_text(profile)
     if capacity is not None:
@@ -301,7 +298,7 @@ def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterat
 
 
 def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[float, float, str]:
-    """Where the name of the capacity's line stands: on the line beside the peak's label, else above that."""
+    """Position of the label of the device's memory: on its line where that is free, else above the peak's label."""
     for at, side in ((frame.right, "end"), (LEFT, "start")):
         if not text_box(at, line - 5, name, side).meets(peak):
             return at, line - 5, side
@@ -309,9 +306,9 @@ def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[fl
 
 
 def phase_labels(phases: Sequence[MemoryPhase], frame: Frame) -> list[tuple[float, str]]:
-    """Left edges and texts of the phases' names: over the middle of their phase, moved aside where they would meet.
+    """Left edge and text of each phase's label, centered on its phase and moved aside where labels would overlap.
 
-    Where not all have room the shortest phases' names are left out; hovering tells them.
+    Where there is no room for all, the labels of the shortest phases are left out; hover texts have them.
     """
     kept = list(phases)
     while kept:
@@ -325,7 +322,7 @@ def phase_labels(phases: Sequence[MemoryPhase], frame: Frame) -> list[tuple[floa
 
 
 def _spread(middles: Sequence[float], widths: Sequence[float], left: float, right: float) -> list[float]:
-    """Left edges of texts around these middles, kept apart and within the frame; there is room for all."""
+    """Left edges of labels near these middles, without overlap and within the frame, which has room for all."""
     lefts: list[float] = []
     for middle, width in zip(middles, widths, strict=True):
         lefts.append(max(middle - width / 2, left))
@@ -337,24 +334,24 @@ def _spread(middles: Sequence[float], widths: Sequence[float], left: float, righ
 
 
 def text_at(x: float, y: float, text: str, color: str = INK, anchor: str = "start") -> str:
-    """A line of text; in the colour of text it has a halo, by the page's style sheet."""
+    """A line of text. The page's style sheet gives text in the ink colour a halo."""
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{LETTERS}" text-anchor="{anchor}"'
     return f'<text {place} style="fill: {css_color(color)}">{html.escape(text)}</text>'
 
 
 def titled(tip: str, body: str) -> str:
-    """A piece with a hover text."""
+    """An element with a hover text."""
     return f"<g><title>{html.escape(tip)}</title>{body}</g>"
 
 
 def dot(x: float, y: float, color: str, radius: float = 4) -> str:
-    """A mark with a rim in the colour of the page."""
+    """A dot with a rim in the page's background colour."""
     fill, rim = css_color(color), css_color(PAPER)
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{fill}" stroke="{rim}" stroke-width="1.5"/>'
 
 
 def picture(title: str, width: float, height: float, body: str) -> str:
-    """The element, responsive and labelled."""
+    """The responsive, labelled <svg> element around `body`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
         f'aria-label="{html.escape(title)}">{body}</svg>'

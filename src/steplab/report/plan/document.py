@@ -1,4 +1,4 @@
-"""What a report says of a predicted peak of memory: what it is made of, by formula, and which GPUs the step fits."""
+"""The report of a predicted memory peak: its summands with their formulas, and the GPUs that the step fits."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ _ABOUT = {"dry_run": "", "estimate": "about ", "at_least": "at least "}
 
 
 def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
-    """All that is predicted of the memory of a step; for programs the rows of `prediction_rows`."""
+    """The prediction of a step's memory; programs get the rows of `prediction_rows`."""
     peak = f"{_ABOUT[prediction.kind]}{exactly(prediction.peak_bytes)} allocated, in {prediction.peak_phase}"
     return Document(
         title="Predicted peak memory",
@@ -66,7 +66,7 @@ def _phases(prediction: MemoryPrediction) -> Table:
 
 
 def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
-    """The summands in their order, the small ones last."""
+    """The summands of the peak, with the small ones last."""
     large = [term for term in prediction.terms if _total_bytes(term) >= _SMALL * prediction.peak_bytes]
     small = [term for term in prediction.terms if _total_bytes(term) < _SMALL * prediction.peak_bytes]
     caption = f"A formula gives the bytes of one tensor, with {_symbols(spec)}."
@@ -78,11 +78,11 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
         name="summands",
         columns=(
             Column(key="category", header="category", rank=2),
-            Column(key="what", header="what", wraps_from=20),
+            Column(key="what", header="tensor", wraps_from=20),
             Column(key="formula", header="formula", wraps_from=12),
-            Column(key="num_bytes", header="bytes of one", quantity=NUMBER, rank=3),
-            Column(key="count", header="number", quantity=LABEL, rank=1),
-            Column(key="total_bytes", header="together", quantity=BYTES),
+            Column(key="num_bytes", header="bytes each", quantity=NUMBER, rank=3),
+            Column(key="count", header="count", quantity=LABEL, rank=1),
+            Column(key="total_bytes", header="total", quantity=BYTES),
         ),
         rows=tuple({**_summand(term), "category": category_word(term.category)} for term in (*large, *small)),
         caption=caption,
@@ -115,7 +115,7 @@ def _usable(card: CardFit) -> Scalar:
 
 
 def _needs(prediction: MemoryPrediction) -> Iterator[str]:
-    """What the verdicts are based on, with the figures."""
+    """Sentences on the memory that a device must have for each verdict."""
     peak, least, safe = prediction.peak_bytes, prediction.least_device_bytes, prediction.safe_device_bytes
     size = units.format_bytes
     if least is not None:

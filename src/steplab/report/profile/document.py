@@ -31,7 +31,7 @@ from steplab.report.profile.tables import (
     phase_table,
 )
 from steplab.report.profile.timeline import timeline_chart
-from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.gaps import choices
 from steplab.report.run.words import run_subtitle, run_title
 
@@ -67,7 +67,7 @@ def profile_section(run: Run, profile: Profile) -> Section:
     )
 
 
-def profile_chapter(cells: Sequence[Cell]) -> Section | None:
+def profile_chapter(cells: Sequence[RunCell]) -> Section | None:
     """The profiled runs of a page, in the cells' order; after the sixth they start closed."""
     profiled = [(cell, cell.run.profile) for cell in cells if cell.run.profile]
     fields = varying(cells)

@@ -40,7 +40,7 @@ _MOST_MARKS = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class RunCell:
     """A run and the values that distinguish it."""
 
     run: Run
@@ -56,7 +56,7 @@ class Cell:
         return self.run.id
 
 
-def cells_of(runs: Sequence[Run]) -> list[Cell]:
+def cells_of(runs: Sequence[Run]) -> list[RunCell]:
     """The runs in the order of their fields: sizes ascending, choices as the command line lists them."""
     seen: dict[tuple[Scalar, ...], int] = {}
     cells = []
@@ -64,8 +64,8 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
         values = _values(run)
         key = tuple(values.values())
         seen[key] = seen.get(key, 0) + 1
-        cells.append(Cell(run=run, values=values | {"repeat": seen[key]}))
-    alike: dict[tuple[Scalar, ...], list[Cell]] = {}
+        cells.append(RunCell(run=run, values=values | {"repeat": seen[key]}))
+    alike: dict[tuple[Scalar, ...], list[RunCell]] = {}
     for cell in cells:
         alike.setdefault(_key(cell, _WHAT), []).append(cell)
     cells = [replace(cell, unsaid=_unsaid(cell, alike[_key(cell, _WHAT)])) for cell in cells]
@@ -73,7 +73,7 @@ def cells_of(runs: Sequence[Run]) -> list[Cell]:
     return sorted(cells, key=lambda cell: [ranks[field][cell.values[field]] for field in FIELDS])
 
 
-def _unsaid(cell: Cell, alike: Sequence[Cell]) -> frozenset[str]:
+def _unsaid(cell: RunCell, alike: Sequence[RunCell]) -> frozenset[str]:
     """The fields of HOW that do not distinguish the cell from those `alike` in all earlier fields."""
     unsaid = set()
     for field in HOW:
@@ -94,7 +94,7 @@ def _values(run: Run) -> dict[str, Scalar]:
     }
 
 
-def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
+def _ranks(field: str, cells: Sequence[RunCell]) -> dict[Scalar, int]:
     """Place of each value of a field; unknown names come after the known ones, in order of appearance."""
     appeared = list(dict.fromkeys(cell.values[field] for cell in cells))
     step = _STEP.get(field)
@@ -108,7 +108,7 @@ def _ranks(field: str, cells: Sequence[Cell]) -> dict[Scalar, int]:
     return {value: rank for rank, value in enumerate(sorted(appeared, key=place))}
 
 
-def varying(cells: Sequence[Cell]) -> list[str]:
+def varying(cells: Sequence[RunCell]) -> list[str]:
     """The fields with more than one value, of those that labels show."""
     differing = [f for f in FIELDS if len({c.values[f] for c in cells} - {None}) > 1]
     return [f for f in differing if not all(f in c.unsaid for c in cells)]
@@ -132,7 +132,7 @@ def axis_name(field: str) -> str:
     return _STEP[field].axis_name if field in _STEP else field
 
 
-def label(cell: Cell, fields: Sequence[str]) -> str:
+def label(cell: RunCell, fields: Sequence[str]) -> str:
     """Label of a cell by the fields that distinguish it, or by its model where none does."""
     telling = [field for field in fields if cell.values[field] is not None and field not in cell.unsaid]
     return " · ".join(said(field, cell.values[field]) for field in telling or ("model",))
@@ -144,11 +144,11 @@ class Panel:
 
     title: str
     """What the cells of the panel share; empty for a single panel."""
-    marks: tuple[tuple[int, int, Cell], ...]
+    marks: tuple[tuple[int, int, RunCell], ...]
     """Position on the x axis, series, cell."""
 
 
-def arrange(cells: Sequence[Cell]) -> tuple[Layout, tuple[Panel, ...]]:
+def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:
     """Assign each varying field to an axis, the colours or the panels; there is at least one panel."""
     rest = varying(cells)
     axes = [field for field in _AXES if field in rest][:2] or rest[:1]
@@ -183,11 +183,11 @@ def _crowded(num_positions: int, num_series: int) -> bool:
     return num_series > _MOST_SERIES or num_positions * num_series > _MOST_MARKS
 
 
-def _key(cell: Cell, fields: Sequence[str]) -> tuple[Scalar, ...]:
+def _key(cell: RunCell, fields: Sequence[str]) -> tuple[Scalar, ...]:
     return tuple(cell.values[field] for field in fields)
 
 
-def _distinct(cells: Sequence[Cell], fields: Sequence[str]) -> list[tuple[Scalar, ...]]:
+def _distinct(cells: Sequence[RunCell], fields: Sequence[str]) -> list[tuple[Scalar, ...]]:
     """The combinations that occur, in the order of their own fields (the cells are sorted by others too)."""
     ranks = [_ranks(field, cells) for field in fields]
     keys = dict.fromkeys(_key(cell, fields) for cell in cells)
@@ -199,7 +199,7 @@ def _series_label(fields: Sequence[str], key: tuple[Scalar, ...]) -> str:
     return " · ".join(words) or "other"
 
 
-def _position_label(cells: Sequence[Cell], axes: Sequence[str], key: tuple[Scalar, ...]) -> tuple[str, str]:
+def _position_label(cells: Sequence[RunCell], axes: Sequence[str], key: tuple[Scalar, ...]) -> tuple[str, str]:
     if not axes:
         return (label(cells[0], ()), "")
     outer = short(axes[0], key[0])

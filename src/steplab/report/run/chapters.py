@@ -21,7 +21,7 @@ from steplab.report.kit.document import (
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import reason
 from steplab.report.run import charts
-from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
 from steplab.report.run.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
@@ -67,23 +67,23 @@ TERMS = (
 _MANY = 4  # runs, more of which are listed apart
 
 
-def summary_chapter(cells: Sequence[Cell], of_memory: Iterable[Fact]) -> Section | None:
+def summary_chapter(cells: Sequence[RunCell], of_memory: Iterable[Fact]) -> Section | None:
     """The most important figures, including those of memory profiles."""
     found = tuple(facts(cells, of_memory))
     return Section(title="", blocks=(Facts(facts=found),)) if found else None
 
 
-def step_time_chapter(cells: Sequence[Cell]) -> Section | None:
+def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:
     """Step time of every cell."""
     return chapter("Step time", "time", charts.step_times(cells))
 
 
-def phases_chapter(cells: Sequence[Cell]) -> Section | None:
+def phases_chapter(cells: Sequence[RunCell]) -> Section | None:
     """Parts of a step."""
     return chapter("Phases of a step", "phases", phases(cells))
 
 
-def warmup_chapter(cells: Sequence[Cell]) -> Section | None:
+def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
     """When the step time settles, and what fewer warm-up steps would have changed."""
     curves = warmup_curves(cells)
     if curves is None:
@@ -97,7 +97,7 @@ def warmup_chapter(cells: Sequence[Cell]) -> Section | None:
     return chapter("Warm-up", "warmup", told, curves, named_section("Fewer warm-up steps", table) if table else None)
 
 
-def warmup_table(cells: Sequence[Cell]) -> Table | None:
+def warmup_table(cells: Sequence[RunCell]) -> Table | None:
     """Means after 0, 1, 2 and 5 warm-up steps, for the runs whose curves are drawn."""
     chosen, fields = worth_a_curve(cells), varying(cells)
     rows: list[Row] = []
@@ -129,7 +129,7 @@ def warmup_table(cells: Sequence[Cell]) -> Table | None:
     ) if rows else None  # fmt: skip
 
 
-def utilization_chapter(cells: Sequence[Cell]) -> Section | None:
+def utilization_chapter(cells: Sequence[RunCell]) -> Section | None:
     """MFU and HFU under each convention."""
     table = utilization_table(cells)
     if table is None:
@@ -137,7 +137,7 @@ def utilization_chapter(cells: Sequence[Cell]) -> Section | None:
     return chapter("Utilization", "utilization", charts.mfu(cells), table, *_told_once(cells, doubts))
 
 
-def utilization_table(cells: Sequence[Cell]) -> Table | None:
+def utilization_table(cells: Sequence[RunCell]) -> Table | None:
     """One row per run, one column per convention, and the peak that the shares are relative to."""
     fields = varying(cells)
     rows: list[Row] = []
@@ -165,12 +165,12 @@ def utilization_table(cells: Sequence[Cell]) -> Table | None:
     ) if rows else None  # fmt: skip
 
 
-def runs_chapter(cells: Sequence[Cell]) -> Section | None:
+def runs_chapter(cells: Sequence[RunCell]) -> Section | None:
     """The table of all runs with their choices."""
     return chapter("Runs", "runs", runs_table(cells), *_told_once(cells, choices)) if cells else None
 
 
-def runs_table(cells: Sequence[Cell]) -> Table:
+def runs_table(cells: Sequence[RunCell]) -> Table:
     """One row per run, with interval, mean and deviation of its step time."""
     table = rows_table([run_row(cell.run) | _spread(cell.run) for cell in cells])
     at = next(index + 1 for index, column in enumerate(table.columns) if column.key == "step_time_s")
@@ -191,7 +191,7 @@ def _spread(run: Run) -> Row:
     return {"low_s": summary.low, "high_s": summary.high, "mean_s": summary.mean, "stdev_s": summary.stdev}
 
 
-def missing_chapter(cells: Sequence[Cell]) -> Section | None:
+def missing_chapter(cells: Sequence[RunCell]) -> Section | None:
     """What was not measured and why."""
     return chapter("Not measured", "missing", *_told_once(cells, _missing))
 
@@ -201,7 +201,7 @@ def _missing(run: Run) -> list[str]:
     return gaps(run) + ([reason(run.failure.kind, run.failure.message)] if run.failure else [])
 
 
-def _told_once(cells: Sequence[Cell], told: Callable[[Run], list[str]]) -> list[Block]:
+def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> list[Block]:
     """Notes of the runs, each text once, with the cells that it concerns."""
     fields = varying(cells)
     found: dict[str, list[str]] = {}

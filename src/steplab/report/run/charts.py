@@ -15,7 +15,7 @@ from steplab.report.kit.axes import Layout
 from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
-from steplab.report.run.cells import Cell, Panel, arrange, label, varying
+from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
 from steplab.report.run.figures import step_samples
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _LABEL_PX = 48  # a figure beside a mark needs so much room
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
 
 
-def step_times(cells: Sequence[Cell]) -> Chart | None:
+def step_times(cells: Sequence[RunCell]) -> Chart | None:
     """Median step time of every timed cell with its 95 % interval, and a mark for every failed one.
 
     Imported traces have no step time and are left out.
@@ -71,7 +71,7 @@ def step_times(cells: Sequence[Cell]) -> Chart | None:
     return Chart(pictures=_panels(layout, panels, "step time", paint), legend=_legend(layout, GLYPHS), note=note)
 
 
-def peak_memory(cells: Sequence[Cell]) -> Chart | None:
+def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
     """Peak allocated memory of every cell, the allocator's reserve above it, failures marked."""
     cells = [c for c in cells if c.run.memory or c.run.timing or c.run.failure]
     if len(cells) < 2:
@@ -111,7 +111,7 @@ def peak_memory(cells: Sequence[Cell]) -> Chart | None:
     return Chart(pictures=_panels(layout, panels, "peak memory", paint), legend=_legend(layout), note=note)
 
 
-def _host_memory(cells: Sequence[Cell]) -> Chart | None:
+def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
     """The process's largest resident set, for devices whose allocator does not count live tensors."""
     sizes = {c.run.id: s for c in cells if c.run.memory and (s := c.run.memory.host_peak_bytes)}
     if not sizes:
@@ -121,7 +121,7 @@ def _host_memory(cells: Sequence[Cell]) -> Chart | None:
     return _bars(cells, sizes, kit.bytes_scale(sizes.values(), None), "peak memory of the process", note)
 
 
-def mfu(cells: Sequence[Cell]) -> Chart | None:
+def mfu(cells: Sequence[RunCell]) -> Chart | None:
     """MFU of every cell under the default convention."""
     cells = [c for c in cells if c.run.timing or c.run.failure]
     used = {c.run.id: u for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None}
@@ -135,7 +135,7 @@ def mfu(cells: Sequence[Cell]) -> Chart | None:
 
 
 def _bars(
-    cells: Sequence[Cell], values: dict[str, float] | dict[str, int], scale: kit.Scale, name: str, note: str
+    cells: Sequence[RunCell], values: dict[str, float] | dict[str, int], scale: kit.Scale, name: str, note: str
 ) -> Chart:
     (layout, panels), fields = arrange(cells), varying(cells)
 
@@ -177,7 +177,9 @@ def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> tuple[tuple[int
     )
 
 
-def _failed(picture: Drawing, axes: "Axes", x: float, cell: Cell, fields: Sequence[str], *, top: bool = False) -> None:
+def _failed(
+    picture: Drawing, axes: "Axes", x: float, cell: RunCell, fields: Sequence[str], *, top: bool = False
+) -> None:
     failure = cell.run.failure
     if failure is None:
         return  # measured, but not this figure: the page says why

@@ -9,14 +9,14 @@ from steplab.records.timing import curve, find_phase
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
-from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import spread, steady_words, step_median
 
 MOST_CURVES = 12
 _WIDTH, _HEIGHT = 300, 150
 
 
-def worth_a_curve(cells: Sequence[Cell]) -> list[Cell]:
+def worth_a_curve(cells: Sequence[RunCell]) -> list[RunCell]:
     """At most MOST_CURVES timed runs: those that never settle, the rest from the fastest to the slowest."""
     timed = [cell for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     timed.sort(key=lambda cell: step_median(cell.run) or 0)
@@ -37,7 +37,7 @@ def _settles(run: Run) -> bool:
     return steady_step(run) is not None
 
 
-def warmup_curves(cells: Sequence[Cell]) -> Chart | None:
+def warmup_curves(cells: Sequence[RunCell]) -> Chart | None:
     """Step times in order, with hollow marks for warm-up steps and a line where the step time settles."""
     chosen = worth_a_curve(cells)
     if not chosen:
@@ -101,7 +101,7 @@ def _curve(picture: Drawing, run: Run) -> None:
         picture.tip(mark, f"step {number}, {kind}: {units.format_time(sample)}")
 
 
-def settling(cells: Sequence[Cell]) -> list[tuple[str, int]]:
+def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
     """The number of runs that are steady from each step on, in words and counts; empty where no curve can tell."""
     long_enough = [c.run for c in cells if c.run.timing and len(curve(c.run.timing)) >= 4]
     steps = [steady_step(run) for run in long_enough]

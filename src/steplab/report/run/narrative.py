@@ -9,7 +9,7 @@ from steplab.records.rows import Scalar
 from steplab.records.run_figures import utilization
 from steplab.records.timing import HARDLY_AHEAD
 from steplab.report.kit.document import Fact
-from steplab.report.run.cells import COMPARED, Cell, label, said, varying
+from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
 from steplab.report.run.figures import never_steady, step_median, step_samples
 from steplab.report.run.host_lead import waits_for_host
 from steplab.specs.step import STEP_FIELDS
@@ -21,7 +21,7 @@ _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS
 """The fields whose values are compared, each with its baseline."""
 
 
-def facts(cells: Sequence[Cell], of_memory: Iterable[Fact] = ()) -> list[Fact]:
+def facts(cells: Sequence[RunCell], of_memory: Iterable[Fact] = ()) -> list[Fact]:
     """The summary of a page: fastest and slowest step, utilization, gains of each choice, watched memory,
     failures."""
     fields = varying(cells)
@@ -35,9 +35,9 @@ class Pair:
 
     ratio: float
     """Time before divided by time after; above 1, the step became faster."""
-    before: Cell
+    before: RunCell
     """The cell with the baseline's value."""
-    after: Cell
+    after: RunCell
     """The other."""
     before_s: float
     """Median step time of `before`, in seconds."""
@@ -45,7 +45,7 @@ class Pair:
     """Median step time of `after`, in seconds."""
 
 
-def _extremes(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def _extremes(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     timed = sorted((c for c in cells if step_median(c.run)), key=lambda c: step_median(c.run) or 0)
     if not timed:
         return []
@@ -56,7 +56,7 @@ def _extremes(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
     return [_timed("Fastest step", timed[0], fields), _timed("Slowest step", timed[-1], fields)]
 
 
-def _family(cell: Cell) -> tuple[str, str]:
+def _family(cell: RunCell) -> tuple[str, str]:
     """Cells with equal families have comparable step times: sizes of one architecture, or the same code of a user."""
     model = cell.run.spec.model if cell.run.spec else None
     if model is None:
@@ -66,7 +66,7 @@ def _family(cell: Cell) -> tuple[str, str]:
     return (model.kind, model.name if model.kind == "factory" else "")
 
 
-def _timed(what: str, cell: Cell, fields: Sequence[str]) -> Fact:
+def _timed(what: str, cell: RunCell, fields: Sequence[str]) -> Fact:
     summary = stats.summarize(step_samples(cell.run))
     low, high = units.format_time(summary.low), units.format_time(summary.high)
     return Fact(
@@ -75,7 +75,7 @@ def _timed(what: str, cell: Cell, fields: Sequence[str]) -> Fact:
     )
 
 
-def _gains(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def _gains(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     """The gain of each choice over its baseline; choices with a negligible effect share one sentence."""
     gains: list[Fact] = []
     negligible: list[str] = []
@@ -98,10 +98,10 @@ def _gains(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
     return gains
 
 
-def _pairs(cells: Sequence[Cell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
+def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
     """Pairs of cells that differ in one field alone, from the value `base` to `value`; smallest gain first."""
 
-    def rest(cell: Cell) -> tuple[Scalar, ...]:
+    def rest(cell: RunCell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name != field)
 
     timed = [(cell, time_s) for cell in cells if (time_s := step_median(cell.run))]
@@ -143,12 +143,12 @@ def _speed(ratio: float) -> str:
     return f"{_times(ratio)} as fast" if ratio >= 1 else f"{_times(1 / ratio)} as slow"
 
 
-def _overlap(one: Cell, other: Cell) -> bool:
+def _overlap(one: RunCell, other: RunCell) -> bool:
     a, b = stats.summarize(step_samples(one.run)), stats.summarize(step_samples(other.run))
     return a.low <= b.high and b.low <= a.high
 
 
-def _best_utilization(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     known = [(u.value, u, c) for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None]
     if not known:
         return []
@@ -158,7 +158,7 @@ def _best_utilization(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact
     return [Fact(figure=format_share(value), text=text)]
 
 
-def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     peaks = [(p.peak_allocated_bytes, c) for c in cells if c.run.memory and (p := c.run.memory.peak("step"))]
     if not peaks:
         return []
@@ -173,7 +173,7 @@ def _largest_peak(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
     ]
 
 
-def _waiting(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def _waiting(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     """The nearly launch-bound cells, in which faster kernels would gain less."""
     late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
     if not late:
@@ -185,7 +185,7 @@ def _waiting(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
     return [Fact(figure=f"{len(late)} of {len(cells)}", text=text, wide=True)]
 
 
-def _failures(cells: Sequence[Cell], fields: Sequence[str]) -> list[Fact]:
+def _failures(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     found = []
     failed = [cell for cell in cells if cell.run.failure]
     for kind in dict.fromkeys(cell.run.status for cell in failed):

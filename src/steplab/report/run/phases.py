@@ -9,7 +9,7 @@ from steplab.records.run import Run
 from steplab.report.kit.charts import INK, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import LINE, fit_all, text_width, wrap
-from steplab.report.run.cells import Cell, label, varying
+from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import phase_median, phase_names, spread, step_median
 from steplab.units import format_share
 
@@ -22,7 +22,7 @@ _NAME_PX, _NAME_SIZE, _MOST_LINES = 330, 12, 4  # of the names beside the bars
 _SEEN = 0.98  # a bar that covers less of its step visibly leaves something empty
 
 
-def phases(cells: Sequence[Cell]) -> Chart | None:
+def phases(cells: Sequence[RunCell]) -> Chart | None:
     """The parts of a step as shares of their sum, one bar per run."""
     chosen = _parted(cells)
     if not chosen:
@@ -58,14 +58,14 @@ def phases(cells: Sequence[Cell]) -> Chart | None:
     return Chart(pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),), legend=legend, note=note)
 
 
-def _parted(cells: Sequence[Cell]) -> list[Cell]:
+def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
     """The runs that get a bar: recorded loops with any parts, and steps with several.
 
     A forward_backward cell adds nothing to its training cell.
     """
     trained = {_but_for_the_pass(cell) for cell in cells if "optimizer" in phase_names(cell.run)}
 
-    def worth_a_bar(cell: Cell) -> bool:
+    def worth_a_bar(cell: RunCell) -> bool:
         names = phase_names(cell.run)
         if cell.run.spec is None:
             return len(names) > 0
@@ -74,7 +74,7 @@ def _parted(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if worth_a_bar(cell)]
 
 
-def _but_for_the_pass(cell: Cell) -> tuple[Scalar, ...]:
+def _but_for_the_pass(cell: RunCell) -> tuple[Scalar, ...]:
     return tuple(value for field, value in cell.values.items() if field not in ("pass", "optimizer"))
 
 
