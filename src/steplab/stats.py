@@ -1,18 +1,19 @@
 """Statistics of small sets of noisy timings: pure functions from raw samples to figures.
 
-The median with a bootstrap interval is the headline, because step times have a long right tail (clock
-changes, other processes) that drags the mean. All functions take seconds and give seconds.
+The median with an interval that assumes no distribution is the headline, because step times have a long right tail
+(clock changes, other processes) that drags the mean. All functions take seconds and give seconds.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-
-_RESAMPLES = 2000
+CONFIDENCE = 0.95
+"""Probability with which an interval holds the true median, at least."""
+FEWEST_FOR_STEADY = 4
+"""Number of samples from which `steady_from` says anything."""
+_ROUNDING = 1e-9  # of probabilities by lgamma
 _FEWEST_FOR_DRIFT = 9
 _STEADY_TOLERANCE = 0.05
 
@@ -26,9 +27,11 @@ class Summary:
     median: float
     """Median, the headline figure."""
     low: float
-    """Lower end of the 95 % bootstrap interval of the median."""
+    """Lower end of the 95 % interval of the median, or the smallest sample where there are too few for one."""
     high: float
-    """Upper end of the 95 % bootstrap interval of the median."""
+    """Upper end of the 95 % interval of the median, or the largest sample where there are too few for one."""
+    is_interval: bool
+    """Whether `low` and `high` are a 95 % interval; it takes six samples. False: they are the range."""
     mean: float
     """Arithmetic mean."""
     stdev: float | None
@@ -67,13 +70,15 @@ def summarize(samples: Sequence[float]) -> Summary:
     if not samples:
         raise ValueError("no samples to summarize")
     values = np.asarray(samples, dtype=np.float64)
-    low, high = bootstrap_interval(values)
+    interval = median_interval(samples)
+    low, high = interval or (float(values.min()), float(values.max()))
     quartile_1, quartile_3 = np.quantile(values, [0.25, 0.75])
     return Summary(
         count=len(values),
         median=float(np.median(values)),
         low=low,
         high=high,
+        is_interval=interval is not None,
         mean=float(values.mean()),
         stdev=float(values.std(ddof=1)) if len(values) > 1 else None,
         quartile_1=float(quartile_1),
@@ -90,20 +95,27 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return float(np.percentile(np.asarray(samples, dtype=np.float64), percent))
 
 
-def bootstrap_interval(samples: "Sequence[float] | np.ndarray", confidence: float = 0.95) -> tuple[float, float]:
-    """Percentile bootstrap interval of the median (Efron and Tibshirani 1993, chapter 13).
+def median_interval(samples: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float] | None:
+    """The narrowest pair of samples, equally far from both ends, that holds the true median with this probability.
 
-    The resampling is seeded: the same samples always give the same interval, so that a stored record and
-    its report agree wherever they are read.
+    None where not even the smallest and the largest do: for 95 % below six samples. Of n independent samples of any
+    continuous distribution, the number below the median is binomial with p = 1/2, so the sample of rank d and that of
+    rank n + 1 - d hold it with the probability of d to n - d heads in n throws (David and Nagaraja, Order Statistics,
+    3rd edition, 7.1). The interval covers the variation within one process, not between processes or days.
     """
-    import numpy as np
-
-    values = np.asarray(samples, dtype=np.float64)
-    rng = np.random.default_rng(0)
-    resampled = values[rng.integers(0, len(values), size=(_RESAMPLES, len(values)))]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.median(resampled, axis=1), [tail, 1 - tail])
-    return float(low), float(high)
+    n = len(samples)
+    # From the middle outwards, so that no power of 1/2 underflows however many samples there are.
+    rank = n // 2
+    heads = math.exp(math.lgamma(n + 1) - math.lgamma(rank + 1) - math.lgamma(n - rank + 1) - n * math.log(2))
+    covered = heads if n % 2 == 0 else 2 * heads
+    while rank > 0 and covered < confidence - _ROUNDING:
+        heads *= rank / (n - rank + 1)
+        covered += 2 * heads
+        rank -= 1
+    if rank == 0:
+        return None
+    ordered = sorted(samples)
+    return float(ordered[rank - 1]), float(ordered[n - rank])
 
 
 def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) -> int | None:
@@ -113,7 +125,7 @@ def steady_from(samples: Sequence[float], tolerance: float = _STEADY_TOLERANCE) 
     `tolerance` of the median of the curve's second half. Medians of three, because one late hiccup is noise,
     not warm-up. Four samples are the least that say anything, and k must lie in the first half.
     """
-    if len(samples) < 4:
+    if len(samples) < FEWEST_FOR_STEADY:
         return None
     settled = median(samples[len(samples) // 2 :])
 

@@ -9,11 +9,11 @@ from tests.runs import make_run
 
 from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.timing import PhaseSamples, Timing, lead_s
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.words import verdict
 from steplab.report.run.cells import cells_of
-from steplab.report.run.host_lead import lead_s, waiting_words
+from steplab.report.run.host_lead import waiting_words
 from steplab.report.run.narrative import facts
 
 

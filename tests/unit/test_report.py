@@ -342,7 +342,7 @@ def test_a_gain_within_the_noise_says_that_the_intervals_overlap() -> None:
     before = replace(run, timing=timed(noisy).timing)
     after = replace(run, id="after", spec=replace(run.spec, precision="bf16"), timing=timed(noisy[:3]).timing)
     (gain,) = [fact for fact in facts(cells_of([before, after])) if "instead of" in fact.text]
-    assert "The confidence intervals overlap." in gain.text
+    assert "The intervals overlap." in gain.text
 
 
 def test_the_summary_counts_failures() -> None:

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steplab.stats import bootstrap_interval, drift, steady_from, summarize
+from steplab.stats import drift, median_interval, steady_from, summarize
 
 SAMPLES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=40)
 ROUNDING = np.finfo(np.float64).eps
@@ -19,20 +20,14 @@ def binomial_at_most(k: int, n: int, p: float) -> float:
     return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k + 1))
 
 
-def median_of_a_resample_at_most(rank: int, n: int) -> float:
-    """P(the median of n draws with replacement <= the sample of that rank), n odd.
-
-    It is so if at least (n + 1) / 2 of the draws fall on the `rank` smallest samples.
-    """
-    return 1 - binomial_at_most((n - 1) // 2, n, rank / n)
-
-
-def ranks_of_the_ideal_interval(n: int, confidence: float) -> tuple[int, int]:
-    """Ranks of the samples at which the bootstrap interval ends, had it infinitely many resamples."""
-    tail = (1 - confidence) / 2
-    low = next(rank for rank in range(1, n + 1) if median_of_a_resample_at_most(rank, n) > tail)
-    high = next(rank for rank in range(1, n + 1) if median_of_a_resample_at_most(rank, n) >= 1 - tail)
-    return low, high
+def interval_by_counting(n: int, confidence: float) -> tuple[int, int] | None:
+    """Ranks of the samples at which the interval ends, by exact counts of the heads of n coins."""
+    fitting = [
+        rank
+        for rank in range(1, n // 2 + 1)
+        if sum(math.comb(n, heads) for heads in range(rank, n - rank + 1)) >= confidence * 2**n
+    ]
+    return (max(fitting), n + 1 - max(fitting)) if fitting else None
 
 
 # --- summary ----------------------------------------------------------------------------------------------
@@ -69,58 +64,58 @@ def test_a_summary_cannot_be_changed() -> None:
         summarize([1.0]).median = 2.0  # type: ignore[misc]
 
 
-# --- bootstrap interval -----------------------------------------------------------------------------------
-
-
-@given(SAMPLES)
-def test_the_same_samples_always_give_the_same_interval(samples: list[float]) -> None:
-    state = np.random.get_state(legacy=False)
-    first = bootstrap_interval(samples)
-    assert bootstrap_interval(np.asarray(samples)) == first
-    np.testing.assert_equal(np.random.get_state(legacy=False), state)  # the global generator is left alone
+# --- interval of the median -------------------------------------------------------------------------------
 
 
 @given(SAMPLES, st.integers(-20, 20))
 def test_the_interval_scales_with_the_unit_of_the_samples(samples: list[float], exponent: int) -> None:
-    low, high = bootstrap_interval(samples)
-    scaled = bootstrap_interval([math.ldexp(sample, exponent) for sample in samples])
-    assert scaled == (math.ldexp(low, exponent), math.ldexp(high, exponent))
+    interval = median_interval(samples)
+    scaled = median_interval([math.ldexp(sample, exponent) for sample in samples])
+    assert scaled == (interval and tuple(math.ldexp(end, exponent) for end in interval))
 
 
-# Numbers of samples for which the ideal interval is settled: no cumulative probability lies within five
-# standard errors (of 2,000 resamples) of a tail, so that chance does not move the ends to a neighbour.
-SETTLED = [(1, 0.95), (5, 0.95), (11, 0.95), (7, 0.9), (15, 0.9), (9, 0.8), (23, 0.8)]
+@pytest.mark.parametrize("confidence", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_the_interval_ends_at_the_samples_the_binomial_distribution_names(confidence: float) -> None:
+    for n in range(120):
+        shuffled = np.random.default_rng(n).permutation(np.arange(1, n + 1)).tolist()
+        assert median_interval(shuffled, confidence) == interval_by_counting(n, confidence)
 
 
-@pytest.mark.parametrize(("n", "confidence"), SETTLED)
-def test_the_interval_ends_at_the_samples_the_binomial_distribution_names(n: int, confidence: float) -> None:
-    low, high = ranks_of_the_ideal_interval(n, confidence)
-    ordered = np.sort(np.random.default_rng(1).lognormal(size=n))
-    shuffled = np.random.default_rng(2).permutation(ordered)
-    assert bootstrap_interval(shuffled, confidence) == (ordered[low - 1], ordered[high - 1])
+def test_so_many_samples_as_underflow_a_power_of_a_half_have_an_interval() -> None:
+    interval = median_interval(range(100_000))
+    assert interval is not None
+    half = 1.96 * math.sqrt(100_000) / 2  # the binomial distribution is then normal
+    assert interval == pytest.approx((50_000 - half, 50_000 + half), abs=2)
 
 
-@pytest.mark.parametrize(("n", "confidence"), SETTLED)
-def test_the_interval_covers_the_true_median_as_often_as_theory_says(n: int, confidence: float) -> None:
-    """The true median lies between two order statistics as often as a fair coin's heads fall between them.
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
+    "normal": lambda rng, size: rng.normal(0.0, 1.0, size),
+    "a long tail": lambda rng, size: rng.lognormal(0.0, 1.0, size) - 1.0,
+    "two modes": lambda rng, size: np.where(rng.random(size) < 0.5, rng.normal(-3, 1, size), rng.normal(3, 1, size)),
+}
+"""Distributions whose median is 0."""
 
-    The number of hits is then binomial. Counts that are less likely than one in a million either way fail.
-    """
-    low, high = ranks_of_the_ideal_interval(n, confidence)
-    coverage = binomial_at_most(high - 1, n, 0.5) - binomial_at_most(low - 1, n, 0.5)
-    trials = 300
-    rng = np.random.default_rng(n)
-    hits = 0
-    for _ in range(trials):
-        below, above = bootstrap_interval(rng.lognormal(size=n), confidence)  # its median is 1
-        hits += below <= 1.0 <= above
-    assert binomial_at_most(hits, trials, coverage) > 1e-6
-    assert binomial_at_most(hits - 1, trials, coverage) < 1 - 1e-6
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 10, 15, 30])
+def test_what_is_called_an_interval_holds_the_true_median_in_95_of_100_cases(n: int, name: str) -> None:
+    """Counts of hits that are less likely than one in a million, had the interval this coverage, fail."""
+    trials = 400
+    samples = DISTRIBUTIONS[name](np.random.default_rng(n), (trials, n)).tolist()
+    summaries = [summarize(row) for row in samples]
+    hits = sum(summary.low <= 0.0 <= summary.high for summary in summaries)
+    assert {summary.is_interval for summary in summaries} == {n >= 6}
+    if n >= 6:
+        assert binomial_at_most(hits, trials, 0.95) > 1e-6
+    else:  # the range, whose coverage of 1 - 2^(1 - n) is not called an interval
+        assert 1e-6 < binomial_at_most(hits, trials, 1 - 2.0 ** (1 - n)) < 1 - 1e-6
 
 
 def test_more_confidence_gives_a_wider_interval() -> None:
-    samples = np.random.default_rng(3).lognormal(size=31)
-    inner, outer = bootstrap_interval(samples, 0.5), bootstrap_interval(samples, 0.99)
+    samples = np.random.default_rng(3).lognormal(size=31).tolist()
+    inner, outer = median_interval(samples, 0.5), median_interval(samples, 0.99)
+    assert inner
+    assert outer
     assert outer[0] < inner[0] < inner[1] < outer[1]
 
 

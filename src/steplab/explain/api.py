@@ -21,10 +21,10 @@ from steplab.explain.optimizer_not_fused import optimizer_not_fused
 from steplab.explain.scores_materialised import scores_materialised
 from steplab.explain.vocabulary_padding import vocabulary_padding
 from steplab.explain.weight_casts import weight_casts
-from steplab.explain.words import command
 from steplab.records.ceilings import Ceilings
 from steplab.records.finding import Finding
 from steplab.records.run import Run
+from steplab.specs.command import command
 from steplab.units import format_time
 
 DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (

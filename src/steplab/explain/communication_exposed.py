@@ -1,8 +1,8 @@
 """Collectives with no computation beside them."""
 
 from steplab.explain.case import Case
-from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
+from steplab.specs.command import command
 from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 

@@ -3,9 +3,9 @@
 import re
 
 from steplab.explain.case import Case
-from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
+from steplab.specs.command import command
 from steplab.units import format_percent, format_time, three_digits
 
 CONSIDERABLE = 0.10

@@ -3,9 +3,9 @@
 from steplab.explain.case import Case
 from steplab.explain.chains import FUSABLE, Chain, chains
 from steplab.explain.waiting import is_launch_bound
-from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
+from steplab.specs.command import command
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.05

@@ -4,9 +4,9 @@ from steplab.explain.case import CUDA_GRAPHS, Case
 from steplab.explain.chains import chains
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
-from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
+from steplab.specs.command import command
 from steplab.units import format_percent, format_time
 
 

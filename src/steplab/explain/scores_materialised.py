@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from steplab.explain.case import Case
 from steplab.explain.shapes import Shape, shapes_of, softmax_inputs
-from steplab.explain.words import command
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
+from steplab.specs.command import command
 from steplab.units import format_bytes, format_count, format_percent, format_time
 
 CONSIDERABLE = 0.05

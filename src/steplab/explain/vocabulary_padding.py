@@ -4,9 +4,9 @@ import math
 
 from steplab.explain.case import WORTH_TELLING, Case
 from steplab.explain.vocabulary import VocabularyPart, vocabulary_part, vocabulary_size
-from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
+from steplab.specs.command import command
 from steplab.units import format_percent, format_rate, format_time
 
 SUITS = 64

@@ -2,9 +2,9 @@
 
 from steplab.explain.case import AUTOCAST, Case
 from steplab.explain.casts import cast_bytes, cast_ops, weight_cast_ops
-from steplab.explain.words import command
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
+from steplab.specs.command import command
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.03

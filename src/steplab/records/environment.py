@@ -25,6 +25,10 @@ class DeviceInfo:
     """Power limit in force, in watts."""
     temperature_c: float | None = None
     """Temperature in degrees Celsius, read at the same time."""
+    clock_limits: tuple[str, ...] | None = None
+    """Reasons for which the GPU ran below its highest clock, read at the same time; None: not known."""
+    other_processes: int | None = None
+    """Number of other processes that had the GPU open, read at the same time; None: not known."""
     threads: int | None = None
     """Number of threads that torch computes with on a CPU."""
 
@@ -55,6 +59,11 @@ class Environment:
     """Version of the GPU driver, from NVML."""
     git_commit: str | None = None
     """Commit of the working directory, followed by '+' if files differ from it; None outside a checkout."""
+    load_average: float | None = None
+    """Mean number of runnable processes over the minute before the measurement, as the operating system has it."""
+    other_cpus: float | None = None
+    """Mean number of logical processors that other processes kept busy during the warm-up and the measured steps; None:
+    not known, as for steps of several processes and those that were over too soon to tell."""
     variables: dict[str, str] = field(default_factory=dict)
     """Values of the environment variables on an allow-list that were set; no other variable is stored."""
     gaps: tuple[str, ...] = ()

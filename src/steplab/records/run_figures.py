@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from steplab.records.disturbances import disturbance_words
 from steplab.records.memory import PeakMemory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.run import Run, Utilization
@@ -104,6 +105,7 @@ def _reserved_bytes(run: Run) -> int | None:
 
 RUN_FIGURES: tuple[RunFigure, ...] = (
     RunFigure(key="step_time_s", header="step", unit="s", find=_step_s),
+    RunFigure(key="warnings", header="warning", unit="text", find=disturbance_words, rank=1, shared="warning: {}"),
     RunFigure(key="forward_s", header="forward", unit="s", find=_phase("forward"), rank=5),
     RunFigure(key="backward_s", header="backward", unit="s", find=_phase("backward"), rank=5),
     RunFigure(key="gradient_sync_s", header="sync", unit="s", find=_phase("gradient sync"), rank=5),

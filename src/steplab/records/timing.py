@@ -1,6 +1,8 @@
 """Raw timings of a step. Records hold every sample; statistics are computed where they are shown."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 HARDLY_AHEAD = 0.01
 """Smallest share of the step by which the host must be ahead of the device; with a shorter lead, the device waits
@@ -50,7 +52,19 @@ class Timing:
         return find_phase(self.back_to_back, name)
 
 
-def find_phase(phases: tuple[PhaseSamples, ...], name: str) -> PhaseSamples | None:
+def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
+    """Median host lead at the end of a phase, or, for the step, the least of its phases; None where it is not known."""
+    samples = find_phase(phases, name)
+    return median(samples.lead_s) if samples and samples.lead_s else None
+
+
+def waits_for_host(phases: Sequence[PhaseSamples]) -> bool:
+    """Whether the host lead was near zero at the end of some phase, so that the device waits for the host at times."""
+    lead, step = lead_s(phases), find_phase(phases, "step")
+    return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
+
+
+def find_phase(phases: Sequence[PhaseSamples], name: str) -> PhaseSamples | None:
     """The phase of that name; None if it was not measured."""
     return next((phase for phase in phases if phase.phase == name), None)
 

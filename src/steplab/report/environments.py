@@ -38,14 +38,22 @@ def environment_pairs(env: Environment) -> list[tuple[str, str]]:
 
 
 def condition_pairs(envs: Sequence[Environment]) -> list[tuple[str, str]]:
-    """Ranges over these environments of what changes during a measurement: clocks and temperature."""
+    """Ranges over these environments of what changes from run to run: clocks, temperature and what else was running."""
     devices = [env.device for env in envs]
     sm = sorted(d.sm_clock_hz for d in devices if d.sm_clock_hz is not None)
     memory = sorted(d.memory_clock_hz for d in devices if d.memory_clock_hz is not None)
     celsius = sorted(d.temperature_c for d in devices if d.temperature_c is not None)
+    load = sorted(env.load_average for env in envs if env.load_average is not None)
+    others = sorted(env.other_cpus for env in envs if env.other_cpus is not None)
+    processes = sorted(d.other_processes for d in devices if d.other_processes)
+    limits = dict.fromkeys(limit for d in devices for limit in d.clock_limits or ())
     known = [
         ("SM clock", [units.format_rate(clock, "Hz") for clock in sm]),
         ("memory clock", [units.format_rate(clock, "Hz") for clock in memory]),
         ("temperature", [f"{temperature:.0f} °C" for temperature in celsius]),
+        ("load average before", [f"{mean:.1f}" for mean in load]),
+        ("busy with other processes", [f"{busy:.1f} processors" for busy in others]),
+        ("other processes on the GPU", [str(number) for number in processes]),
     ]
-    return [(name, " to ".join(dict.fromkeys((texts[0], texts[-1])))) for name, texts in known if texts]
+    ranges = [(name, " to ".join(dict.fromkeys((texts[0], texts[-1])))) for name, texts in known if texts]
+    return ranges + ([("clock limited by", ", ".join(limits))] if limits else [])

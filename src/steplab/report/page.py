@@ -25,8 +25,9 @@ from steplab.report.sections import SECTIONS, Chapter, Context, Terms
 _OF_ALL: Terms = (
     (
         "95 % interval",
-        "Bootstrap percentile interval of the median, from 2,000 seeded resamples. It covers the variation within one "
-        "process, not between machines or days.",
+        "From one sample to another, as far from the smallest as from the largest, that hold the true median between "
+        "them with at least that probability, whatever the distribution; it takes six samples. It covers the variation "
+        "within one process, not between machines or days.",
     ),
     ("OOM", "The cell ran out of memory."),
     ("–", "Not measured, or not known; never zero."),

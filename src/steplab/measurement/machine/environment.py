@@ -50,13 +50,14 @@ def read_environment(device: torch.device) -> Environment:
         triton=_version_of("triton"),
         driver=driver,
         git_commit=_git_commit(),
+        load_average=_load_average(),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
         gaps=tuple(gaps),
     )
 
 
 def read_clocks(environment: Environment, device: torch.device) -> Environment:
-    """The same environment with the GPU's clocks, power limit and temperature as they are right now."""
+    """The same environment with the GPU's clocks, power limit, temperature and other processes as they are now."""
     if device.type != "cuda" or environment.device.uuid is None:
         return environment
     reading = nvml.read(environment.device.uuid)
@@ -70,6 +71,8 @@ def read_clocks(environment: Environment, device: torch.device) -> Environment:
             memory_clock_hz=reading.memory_clock_hz,
             power_limit_w=reading.power_limit_w,
             temperature_c=reading.temperature_c,
+            clock_limits=reading.clock_limits,
+            other_processes=reading.other_processes,
         ),
     )
 
@@ -104,6 +107,13 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return platform.processor() or platform.machine()
+
+
+def _load_average() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):  # Windows has none
+        return None
 
 
 def _version_of(package: str) -> str | None:

@@ -4,7 +4,18 @@ The GPU is found by UUID: NVML counts all GPUs of the machine, torch only those 
 it see, so that an index means different cards to the two.
 """
 
+import os
 from dataclasses import dataclass
+from typing import Any
+
+_CLOCK_LIMITS = {
+    0x04: "power limit",
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""Bits of NVML's reasons for a lower clock (nvml.h, nvmlClocksEventReasons), without those that a user chose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +27,8 @@ class Reading:
     memory_clock_hz: float | None
     power_limit_w: float | None
     temperature_c: float | None
+    clock_limits: tuple[str, ...] | None
+    other_processes: int | None
 
 
 def read(uuid: str) -> Reading | str:
@@ -43,8 +56,26 @@ def read(uuid: str) -> Reading | str:
             memory_clock_hz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM, scale=1e6),
             power_limit_w=ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, scale=1e-3),
             temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU, scale=1.0),
+            clock_limits=_clock_limits(pynvml, handle),
+            other_processes=_other_processes(pynvml, handle),
         )
     except pynvml.NVMLError as error:
         return f"NVML does not know GPU {uuid}: {error}"
     finally:
         pynvml.nvmlShutdown()
+
+
+def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...] | None:
+    try:
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    except pynvml.NVMLError:
+        return None
+    return tuple(words for bit, words in _CLOCK_LIMITS.items() if reasons & bit)
+
+
+def _other_processes(pynvml: Any, handle: Any) -> int | None:
+    """Processes that compute on the GPU besides this one. A container sees only its own."""
+    try:
+        return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    except pynvml.NVMLError:
+        return None

@@ -13,6 +13,7 @@ from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from, failure_of
+from steplab.measurement.machine.load import OtherProcesses
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.flop_count import count_flops
@@ -88,6 +89,7 @@ class _Cell:
         phases = step.phases
         first_step_s = self.compile(phases) if spec.compile != "off" else None
         self.meet()
+        others = OtherProcesses()
         self.begin("warmup", spec.warmup)
         warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=self.read_clocks)
         self.begin("measure", spec.steps)
@@ -96,6 +98,8 @@ class _Cell:
         before_drain = _nothing if spec.warmup else self.read_clocks
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         step_peak = device.peak("step")
+        if self.world is None:  # the other ranks would count as others
+            self.environment = dataclasses.replace(self.environment, other_cpus=others.mean_cpus())
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from statistics import median
 
 from steplab import stats
+from steplab.records import timing
 from steplab.records.ddp import DdpCell, DdpRun, StateMemory
-from steplab.report.run import host_lead
 
 _WIDEST = 0.5
 """Distance of the bounds of exposed communication, relative to communication alone, above which no share is given."""
@@ -33,12 +33,12 @@ def baseline_s(cell: DdpCell) -> float | None:
 
 def host_lead_s(cell: DdpCell) -> float | None:
     """Least host lead at the ends of a step's phases, on the rank where it was least."""
-    return min((found for rank in cell.ranks if (found := host_lead.lead_s(rank.phases)) is not None), default=None)
+    return min((found for rank in cell.ranks if (found := timing.lead_s(rank.phases)) is not None), default=None)
 
 
 def waits_for_host(cell: DdpCell) -> bool:
     """Whether the host lead was near zero on some rank, whose messages the other ranks wait for."""
-    return any(host_lead.waits_for_host(rank.phases) for rank in cell.ranks)
+    return any(timing.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
 def usual_baseline_s(run: DdpRun, phase: str = "step") -> float | None:

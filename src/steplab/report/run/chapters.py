@@ -175,7 +175,11 @@ def runs_table(cells: Sequence[RunCell]) -> Table:
     table = rows_table([run_row(cell.run) | _spread(cell.run) for cell in cells])
     at = next(index + 1 for index, column in enumerate(table.columns) if column.key == "step_time_s")
     spread = tuple(Column(key=key, header=header, quantity=TIME, rank=5) for key, header in _SPREAD.items())
-    caption = f"{table.caption} Low and high are the 95 % interval of the median." if table.caption else ""
+    caption = (
+        f"{table.caption} Low and high are the 95 % interval of the median, or the range of fewer than six steps."
+        if table.caption
+        else ""
+    )
     return replace(table, columns=(*table.columns[:at], *spread, *table.columns[at:]), caption=caption)
 
 

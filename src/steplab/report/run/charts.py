@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from steplab import stats, units
+from steplab.records.disturbances import disturbance_words
 from steplab.records.run_figures import utilization
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.axes import Layout
-from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
 from steplab.report.run.figures import step_samples
+from steplab.report.run.words import interval_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,9 +52,11 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
             color, show = SERIES[series % len(SERIES)], units.format_time
             axes.plot([x, x], [summary.low, summary.high], color=color, linewidth=2)
             marker = MARKERS[series % len(MARKERS)]
-            (mark,) = axes.plot([x], [summary.median], color=color, marker=marker, markersize=7, markeredgewidth=0)
-            interval = f"[{show(summary.low)}, {show(summary.high)}]"
-            picture.tip(mark, f"{label(cell, fields)}: {show(summary.median)} {interval}, n = {summary.count}")
+            warnings = disturbance_words(cell.run)
+            fill = {"markerfacecolor": PAPER, "markeredgewidth": 1.5} if warnings else {"markeredgewidth": 0}
+            (mark,) = axes.plot([x], [summary.median], color=color, marker=marker, markersize=7, **fill)
+            told = f"{label(cell, fields)}: {show(summary.median)}, {interval_words(summary)}"
+            picture.tip(mark, told + (f"; warning: {warnings}" if warnings else ""))
             if place.mark_px >= _LABEL_PX:
                 axes.annotate(show(summary.median), (x, summary.high), (0, 7), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
@@ -66,8 +70,12 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
                     zorder=1,
                 )
 
-    note = "Median step time; whiskers are the 95 % bootstrap interval of the median, often narrower than the "
-    note += f"mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
+    note = (
+        "Median step time; whiskers are the 95 % interval of the median, or the range of fewer than six steps, often "
+    )
+    note += f"narrower than the mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
+    if any(disturbance_words(cell.run) for cell in cells):
+        note += " Hollow marks are runs with a warning."
     return Chart(pictures=_panels(layout, panels, "step time", paint), legend=_legend(layout, GLYPHS), note=note)
 
 

@@ -39,7 +39,14 @@ def _figure_column(figure: RunFigure) -> Column | None:
     if figure.header is None:
         return None
     quantity = _QUANTITIES[figure.unit]
-    return Column(key=figure.key, header=figure.header, quantity=quantity, shared=figure.shared, rank=figure.rank)
+    return Column(
+        key=figure.key,
+        header=figure.header,
+        quantity=quantity,
+        shared=figure.shared,
+        rank=figure.rank,
+        wraps_from=12 if figure.unit == "text" else None,
+    )
 
 
 def _field_column(field: StepField) -> Column:

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from steplab import stats, units
+from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
-from steplab.records.timing import Timing, curve, find_phase
+from steplab.records.timing import Timing, curve, find_phase, lead_s
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     Block,
@@ -24,9 +25,10 @@ from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT
 from steplab.report.kit.text import ABSENT, reason
 from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
 from steplab.report.run.gaps import choices, doubts, gaps
-from steplab.report.run.host_lead import lead_s, waiting_words
+from steplab.report.run.host_lead import waiting_words
 from steplab.report.run.ranks import ranks_section
-from steplab.report.run.words import run_subtitle, run_title
+from steplab.report.run.words import interval_words, run_subtitle, run_title
+from steplab.specs.command import command
 
 _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
@@ -48,11 +50,13 @@ def _verdict(run: Run) -> Iterator[str]:
         yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
     samples = _step_samples(run)
     if samples:
-        summary, show = stats.summarize(samples), units.format_time
-        yield (
-            f"A step takes {show(summary.median)} (95 % interval {show(summary.low)} to {show(summary.high)}, "
-            f"n = {summary.count})."
-        )
+        summary = stats.summarize(samples)
+        yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
+    found = disturbances(run)
+    for disturbance in found:
+        yield f"Warning: {disturbance.text}"
+    if found and run.spec:
+        yield f"To repeat it when the machine is quiet: {command(run.spec)}"
 
 
 def _step_samples(run: Run) -> Sequence[float]:
@@ -98,11 +102,12 @@ def _step_time(run: Run, timing: Timing) -> Pairs:
     summary, show = stats.summarize(_step_samples(run)), units.format_time
     pairs = [
         ("median", show(summary.median)),
-        ("95 % interval", f"{show(summary.low)} to {show(summary.high)}"),
         ("mean", show(summary.mean) + (f" ± {show(summary.stdev)}" if summary.stdev is not None else "")),
         ("quartiles", f"{show(summary.quartile_1)} to {show(summary.quartile_3)}"),
         ("range", f"{show(summary.minimum)} to {show(summary.maximum)}"),
     ]
+    if summary.is_interval:
+        pairs.insert(1, ("95 % interval", f"{show(summary.low)} to {show(summary.high)}"))
     if run.tokens_per_step:
         rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
         pairs.append(("throughput", f"{' '.join(rate.split())} ({run.tokens_per_step} tokens per step)"))

@@ -14,8 +14,6 @@ T = TypeVar("T")
 WARMUP_COUNTS = (0, 1, 2, 5)
 """Numbers of warm-up steps whose effect on the figures is shown."""
 
-_FEWEST = 4  # steps from which stats.steady_from says anything
-
 PARTS = ("forward", "backward", "optimizer")
 """Parts of a built-in step, in the order they run."""
 
@@ -56,18 +54,12 @@ def warmup_study(timing: Timing, counts: Sequence[int] = WARMUP_COUNTS) -> list[
 
 def steady_words(samples: Sequence[float]) -> str:
     """When the step time settled, with steps counted from 1: 'steady from step 3 of 15'."""
-    if len(samples) < _FEWEST:
-        return f"too few steps to tell when it settles ({len(samples)}; at least {_FEWEST} are needed)"
+    if len(samples) < stats.FEWEST_FOR_STEADY:
+        return f"too few steps to tell when it settles ({len(samples)}; at least {stats.FEWEST_FOR_STEADY} are needed)"
     first = stats.steady_from(samples)
     if first is None:
         return f"did not settle in {len(samples)} steps"
     return f"steady from step {first + 1} of {len(samples)}"
-
-
-def never_steady(run: Run) -> bool:
-    """Whether the step time did not settle, in a curve long enough to tell."""
-    samples = curve(run.timing) if run.timing else ()
-    return len(samples) >= _FEWEST and stats.steady_from(samples) is None
 
 
 def phase_names(run: Run) -> list[str]:

@@ -4,26 +4,14 @@ from collections.abc import Sequence
 from statistics import median
 
 from steplab import units
-from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
-
-
-def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
-    """Median host lead at the end of a phase, or, for the step, the least of its phases; None where it is not known."""
-    samples = find_phase(tuple(phases), name)
-    return median(samples.lead_s) if samples and samples.lead_s else None
-
-
-def waits_for_host(phases: Sequence[PhaseSamples]) -> bool:
-    """Whether the host lead was near zero at the end of some phase, so that the device waits for the host at times."""
-    lead, step = lead_s(phases), find_phase(tuple(phases), "step")
-    return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase, lead_s, waits_for_host
 
 
 def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
     """A sentence for a step that is nearly launch-bound; None for any other."""
     if not waits_for_host(phases):
         return None
-    step = find_phase(tuple(phases), "step")
+    step = find_phase(phases, "step")
     assert step is not None
     parts = [samples.phase for samples in phases if samples.phase != "step"]
     leads = {name: found for name in parts if (found := lead_s(phases, name)) is not None}

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from steplab import stats, units
+from steplab.records.disturbances import disturbances, never_settles
 from steplab.records.rows import Scalar
 from steplab.records.run_figures import utilization
-from steplab.records.timing import HARDLY_AHEAD
+from steplab.records.timing import HARDLY_AHEAD, waits_for_host
 from steplab.report.kit.document import Fact
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
-from steplab.report.run.figures import never_steady, step_median, step_samples
-from steplab.report.run.host_lead import waits_for_host
+from steplab.report.run.figures import step_median, step_samples
+from steplab.report.run.words import interval_words
 from steplab.specs.step import STEP_FIELDS
 from steplab.units import format_share
 
@@ -68,10 +69,11 @@ def _family(cell: RunCell) -> tuple[str, str]:
 
 def _timed(what: str, cell: RunCell, fields: Sequence[str]) -> Fact:
     summary = stats.summarize(step_samples(cell.run))
-    low, high = units.format_time(summary.low), units.format_time(summary.high)
+    warnings = "".join(f" Warning: {disturbance.text}" for disturbance in disturbances(cell.run))
     return Fact(
         figure=units.format_time(summary.median),
-        text=f"{what}: {label(cell, fields)} (95 % interval {low} to {high}, n = {summary.count}).",
+        text=f"{what}: {label(cell, fields)} ({interval_words(summary)}).{warnings}",
+        bad=bool(warnings),
     )
 
 
@@ -119,10 +121,10 @@ def _gain(pairs: Sequence[Pair], choice: str, others: Sequence[str]) -> Fact:
     least, most = pairs[0], pairs[-1]
     times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
     unsure = sum(1 for pair in pairs if _overlap(pair.before, pair.after))
-    restless = sum(1 for pair in pairs if never_steady(pair.before.run) or never_steady(pair.after.run))
+    restless = sum(1 for pair in pairs if never_settles(pair.before.run) or never_settles(pair.after.run))
     if len(pairs) == 1:
         text = f"{choice}: {_speed(middle)} at {label(most.before, others)} ({times})."
-        text += " The confidence intervals overlap." if unsure else ""
+        text += " The intervals overlap." if unsure else ""
         text += " The step time did not settle." if restless else ""
     else:
         text = (
@@ -130,7 +132,7 @@ def _gain(pairs: Sequence[Pair], choice: str, others: Sequence[str]) -> Fact:
             f"largest gain, {_times(most.ratio)}, at {label(most.before, others)} ({times}); "
             f"smallest, {_times(least.ratio)}, at {label(least.before, others)}."
         )
-        text += f" In {unsure} of {len(pairs)} the confidence intervals overlap." if unsure else ""
+        text += f" In {unsure} of {len(pairs)} the intervals overlap." if unsure else ""
         text += f" In {restless} of {len(pairs)} the step time did not settle." if restless else ""
     return Fact(figure=_times(middle), text=text, wide=True)
 

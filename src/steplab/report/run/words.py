@@ -1,7 +1,9 @@
 """The title and subtitle of a run: the choices of its step on one line, and its record."""
 
+from steplab import units
 from steplab.records.run import Run
 from steplab.specs.step import STEP_FIELDS, StepSpec
+from steplab.stats import Summary
 
 
 def run_title(run: Run) -> str:
@@ -21,6 +23,19 @@ def describe(spec: StepSpec) -> str:
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]
     return " · ".join(field.say(value) for field, value in values if value is not None)
+
+
+def interval_words(summary: Summary) -> str:
+    """How far the median may be off: '95 % interval 12.1 ms to 12.9 ms, n = 10'; of too few samples, their range."""
+    show = units.format_time
+    if summary.count == 1:
+        return "a single sample"
+    low, middle, high = show(summary.low), show(summary.median), show(summary.high)
+    if low == middle == high:
+        between = f"± {show(max(summary.high - summary.median, summary.median - summary.low))}"
+    else:
+        between = f"{low} to {high}"
+    return f"{'95 % interval' if summary.is_interval else 'range'} {between}, n = {summary.count}"
 
 
 def run_subtitle(run: Run) -> str:

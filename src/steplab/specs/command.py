@@ -1,14 +1,15 @@
-"""Changes as the user would type them."""
+"""A step as the user would type it."""
 
 import shlex
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS
 from steplab.specs.step import STEP_FIELDS, StepSpec
 from steplab.specs.step_fields import option_name
 
 
-def command(spec: StepSpec, changes: Mapping[str, str]) -> str:
+def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
     """The command that measures the spec's step with some fields changed; it omits defaults."""
     values = {"model": spec.model.name}
     base = MODEL_SIZES.get(spec.model.name)
