@@ -1,18 +1,28 @@
-"""Help is a docstring without the line breaks of the source."""
+"""The help of a command is the docstring of its file, without the line breaks of the source."""
 
-from steplab.cli.help_text import unwrapped
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from steplab.cli import commands
+from steplab.cli.app import app
+from steplab.cli.help_text import docstring_of, unwrapped
+
+FILES = sorted(Path(commands.__file__).parent.glob("[!_]*.py"))
 
 
-def test_lines_that_the_source_wrapped_are_joined_and_those_of_examples_stay() -> None:
-    full = " ".join(["word"] * 22) + " short"
-    assert len(full) == 115
-    text = f"""Summary.
+def test_a_paragraph_is_one_line() -> None:
+    assert unwrapped("Summary.\n\n    A line\n    and its end.\n\n    For example: one\n") == (
+        "Summary.\n\nA line and its end.\n\nFor example: one"
+    )
 
-    {full}
-    and its end.
 
-    For example: one
-    On GPUs: two
-    """
-    assert unwrapped(text) == f"Summary.\n\n{full} and its end.\n\nFor example: one\nOn GPUs: two"
-    assert unwrapped(None) == ""
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_file_is_a_command_with_its_docstring_for_help(file: Path) -> None:
+    module = import_module(f"steplab.cli.commands.{file.stem}")
+    assert docstring_of(file) == module.__doc__
+    command = app[file.stem.strip("_").replace("_", "-")]
+    assert command.help == unwrapped(module.__doc__)
+    function = getattr(module, file.stem)
+    assert command is function or command.default_command is function

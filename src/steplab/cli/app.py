@@ -6,31 +6,13 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from cyclopts import App, CycloptsError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, UnknownCommandError, UnusedCliTokensError
 
 from steplab import __version__
-from steplab.cli.attention import attention
-from steplab.cli.comm import comm
-from steplab.cli.ddp import ddp
-from steplab.cli.doctor import doctor
-from steplab.cli.explain import explain
-from steplab.cli.export import export
-from steplab.cli.help_text import unwrapped
-from steplab.cli.import_ import import_
-from steplab.cli.import_snapshot import import_snapshot
-from steplab.cli.import_trace import import_trace
-from steplab.cli.list import list_
-from steplab.cli.memory import memory
-from steplab.cli.plan import plan
-from steplab.cli.precision import precision
-from steplab.cli.profile import profile
-from steplab.cli.report import report
-from steplab.cli.rm import rm
-from steplab.cli.run import run
-from steplab.cli.show import show
-from steplab.cli.sweep import sweep
-from steplab.cli.tune import tune
+from steplab.cli import commands
+from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, SteplabError, UserError
 from steplab.report.kit.text import plain
 
@@ -46,26 +28,12 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() says what was kept
 )
-app.command(run, help=unwrapped(run.__doc__))
-app.command(sweep, help=unwrapped(sweep.__doc__))
-app.command(profile, help=unwrapped(profile.__doc__))
-app.command(memory, help=unwrapped(memory.__doc__))
-app.command(precision, help=unwrapped(precision.__doc__))
-app.command(attention, help=unwrapped(attention.__doc__))
-app.command(comm, help=unwrapped(comm.__doc__))
-app.command(tune)
-app.command(ddp, help=unwrapped(ddp.__doc__))
-app.command(plan)
-app.command(explain, help=unwrapped(explain.__doc__))
-app.command(list_, name="list", help=unwrapped(list_.__doc__))
-app.command(show, help=unwrapped(show.__doc__))
-app.command(report, help=unwrapped(report.__doc__))
-app.command(export, help=unwrapped(export.__doc__))
-app.command(import_, name="import", help=unwrapped(import_.__doc__))
-app.command(rm, help=unwrapped(rm.__doc__))
-app.command(import_trace, help=unwrapped(import_trace.__doc__))
-app.command(import_snapshot, help=unwrapped(import_snapshot.__doc__))
-app.command(doctor, help=unwrapped(doctor.__doc__))
+for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
+    app.command(
+        f"{commands.__name__}.{_file.stem}:{_file.stem}",  # imported when it is called
+        name=_file.stem.strip("_").replace("_", "-"),
+        help=unwrapped(docstring_of(_file)),
+    )
 
 
 def console() -> None:
@@ -91,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             UserError.exit_code,
             given,
         )
+    except UnknownCommandError as error:
+        return _fail(f"{error} `steplab --help` lists them all; begin with `steplab run`", UserError.exit_code, given)
     except CycloptsError as error:
         return _fail(str(error), UserError.exit_code, given)
     except SteplabError as error:

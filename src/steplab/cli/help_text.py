@@ -1,20 +1,18 @@
-"""Help texts made from docstrings, without the line breaks that belong to the source's width."""
+"""The help of a command, from the docstring of its file."""
 
+import tokenize
+from ast import literal_eval
 from inspect import cleandoc
-
-_SOURCE_WIDTH = 120 - 4
-"""Length of a line of source, less the indentation of a docstring."""
+from pathlib import Path
 
 
-def unwrapped(docstring: str | None) -> str:
-    """The text without the line breaks that are due to the width of the source alone; those of examples stay."""
-    lines: list[str] = []
-    before = 0  # length of the previous line in the source
-    for line in cleandoc(docstring or "").splitlines():
-        first_word = line.split(" ")[0]
-        if lines and first_word and before and before + 1 + len(first_word) > _SOURCE_WIDTH:
-            lines[-1] += f" {line}"
-        else:
-            lines.append(line)
-        before = len(line)
-    return "\n".join(lines)
+def docstring_of(file: Path) -> str:
+    """The docstring at the beginning of a Python file, which is not imported."""
+    with tokenize.open(file) as lines:
+        text: str = literal_eval(next(tokenize.generate_tokens(lines.readline)).string)
+    return text
+
+
+def unwrapped(docstring: str) -> str:
+    """The paragraphs of a docstring, each on one line."""
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in cleandoc(docstring).split("\n\n"))

@@ -1,4 +1,10 @@
-"""steplab precision"""
+"""Audit what a precision does to a step: its data types, the values lost, and the time and memory saved.
+
+--precision takes a list; by default fp16 and bf16 are audited and all five precisions are timed. --model toy has two
+layers with a norm between them, which is enough to show every rule of autocast. All results are stored.
+
+For example: steplab precision --model toy --only audit --precision bf16
+"""
 
 from typing import Annotated, Literal
 
@@ -21,13 +27,6 @@ def precision(
     timeout: Annotated[str, Parameter(help="Time after which a process is given up: 90s, 5min, 2h")] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Audit what a precision does to a step: its data types, the values lost, and the time and memory saved.
-
-    --precision takes a list; by default fp16 and bf16 are audited and all five precisions are timed. --model toy has
-    two layers with a norm between them, which is enough to show every rule of autocast. All results are stored.
-
-    For example: steplab precision --model toy --only audit --precision bf16
-    """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError

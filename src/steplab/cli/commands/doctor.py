@@ -1,4 +1,4 @@
-"""steplab doctor"""
+"""Describe this machine and measure its ceilings, which MFU is relative to where no data sheet is known."""
 
 from typing import Annotated
 
@@ -14,7 +14,6 @@ def doctor(
     timeout: Annotated[str, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h")] = "10min",
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Describe this machine and measure its ceilings, which MFU is relative to where no data sheet is known."""
     from steplab.cli.output import emit, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.machine import doctor as examine

@@ -1,4 +1,7 @@
-"""steplab import"""
+"""Add exported records to the store, either all or none; records that it already has are left unchanged.
+
+An invalid record is refused, and the error names its line and its field.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,10 +23,6 @@ def import_(
     *,
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Add exported records to the store, either all or none; records that it already has are left unchanged.
-
-    An invalid record is refused, and the error names its line and its field.
-    """
     from steplab.cli.output import say
     from steplab.lab.importing import import_files
     from steplab.units import counted

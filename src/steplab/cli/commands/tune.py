@@ -1,4 +1,4 @@
-"""steplab tune: tables made from measurements on this machine."""
+"""Measure which settings of a kernel are fastest on this GPU."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,11 +7,7 @@ from cyclopts import App, Parameter
 
 from steplab.cli.options import OutputOptions
 
-tune = App(
-    name="tune",
-    help="Measure which settings of a kernel are fastest on this GPU.",
-    help_format="plaintext",
-)
+tune = App(name="tune", help_format="plaintext")
 
 
 @tune.command

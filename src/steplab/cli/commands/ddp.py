@@ -1,4 +1,12 @@
-"""steplab ddp"""
+"""Compare variants of data parallelism on one step: time, communication exposed and alone, memory, timelines.
+
+Each variant is measured in turns with the same step without communication, which is always measured. Without --gpus or
+--processes, two processes on the CPU take part, or those that torchrun started.
+
+For example: steplab ddp --processes 2
+
+On GPUs: steplab ddp --gpus 2 --model xl --context 512 --precision bf16 --compile block
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +72,6 @@ def ddp(
     timeout: Annotated[str, Parameter(help="Time after which a variant is given up: 90s, 5min, 2h")] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Compare variants of data parallelism on one step: time, communication exposed and alone, memory, timelines.
-
-    Each variant is measured in turns with the same step without communication, which is always measured. Without --gpus
-    or --processes, two processes on the CPU take part, or those that torchrun started.
-
-    For example: steplab ddp --processes 2
-    On GPUs: steplab ddp --gpus 2 --model xl --context 512 --precision bf16 --compile block
-    """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.ddp import ddp_step, ddp_study, measure_ddp

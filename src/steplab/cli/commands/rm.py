@@ -1,4 +1,7 @@
-"""steplab rm"""
+"""Remove records from the store, unreadable ones included; a study is removed with its last record.
+
+For example: steplab rm ID
+"""
 
 import sys
 from typing import Annotated
@@ -15,10 +18,6 @@ def rm(
     yes: Annotated[bool, Parameter(help="Remove without asking for confirmation", negative="")] = False,
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    """Remove records from the store, unreadable ones included; a study is removed with its last record.
-
-    For example: steplab rm ID
-    """
     from steplab.cli.output import say
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store

@@ -1,14 +1,10 @@
-"""steplab plan: predictions."""
+"""Predict the memory of a step, without torch and without a GPU."""
 
 from cyclopts import App
 
 from steplab.cli.options import OutputOptions, StepOptions
 
-plan = App(
-    name="plan",
-    help="Predict the memory of a step, without torch and without a GPU.",
-    help_format="plaintext",
-)
+plan = App(name="plan", help_format="plaintext")
 
 
 @plan.command

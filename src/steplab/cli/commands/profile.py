@@ -1,4 +1,9 @@
-"""steplab profile"""
+"""Measure one training step, profile where its time goes, and store the record.
+
+The step is measured as `run` measures it; then further steps are profiled, whose times never count as step times.
+
+For example: steplab profile --model small --context 256 --precision bf16
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,12 +35,6 @@ def profile(
     ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Measure one training step, profile where its time goes, and store the record.
-
-    The step is measured as `run` measures it; then further steps are profiled, whose times never count as step times.
-
-    For example: steplab profile --model small --context 256 --precision bf16
-    """
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.processes import fields_here

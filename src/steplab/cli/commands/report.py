@@ -1,4 +1,10 @@
-"""steplab report"""
+"""Report records as tables, or as one self-contained page with charts.
+
+Without ids, a study or a name, the newest record is reported: a run with its whole study, a run without a study with
+all such runs, and a benchmark (of attention, collectives or data parallelism) by itself.
+
+For example: steplab report --output page.html
+"""
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,13 +38,6 @@ def report(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
-    """Report records as tables, or as one self-contained page with charts.
-
-    Without ids, a study or a name, the newest record is reported: a run with its whole study, a run without a study
-    with all such runs, and a benchmark (of attention, collectives or data parallelism) by itself.
-
-    For example: steplab report --output page.html
-    """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit
     from steplab.cli.progress import ProgressLine
     from steplab.lab.reporting import records_to_report

@@ -1,4 +1,7 @@
-"""steplab import-trace"""
+"""Import a trace of torch.profiler or Nsight Systems as a record, and show where its time went.
+
+For example: steplab import-trace trace.json.gz
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +18,8 @@ def import_trace(
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """Import a trace of torch.profiler or Nsight Systems as a record, and show where its time went.
-
-    For example: steplab import-trace trace.json.gz
-    """
+    from steplab.cli.commands.profile import show_profile
     from steplab.cli.output import chosen_format
-    from steplab.cli.profile import show_profile
     from steplab.cli.progress import ProgressLine
     from steplab.lab.profiling import import_trace as take
 

@@ -1,4 +1,7 @@
-"""steplab export"""
+"""Export records for another machine or another program.
+
+For example: steplab export --format perfetto ID --output step.json
+"""
 
 from typing import Annotated, Literal
 
@@ -24,10 +27,6 @@ def export(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
-    """Export records for another machine or another program.
-
-    For example: steplab export --format perfetto ID --output step.json
-    """
     from steplab.cli.output import chosen_format, emit
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store

@@ -1,4 +1,10 @@
-"""steplab memory"""
+"""Measure one training step, break its peak memory down by category, and store the record.
+
+The step is measured as `run` measures it; then the memory of one further step is recorded. The categories sum to the
+peak.
+
+For example: steplab memory --model small --context 256 --precision bf16
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,13 +41,6 @@ def memory(
     ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Measure one training step, break its peak memory down by category, and store the record.
-
-    The step is measured as `run` measures it; then the memory of one further step is recorded. The categories sum to
-    the peak.
-
-    For example: steplab memory --model small --context 256 --precision bf16
-    """
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.memory import memory as measure_and_watch

@@ -1,4 +1,12 @@
-"""steplab comm"""
+"""Benchmark collectives: time, algorithm and bus bandwidth by message size, world size and backend.
+
+Every result is checked, and the samples of every rank are stored. The line alpha + beta * bytes, fitted to the times,
+is the machine's communication profile. Without --gpus or --processes, all GPUs take part, or two processes on the CPU.
+
+For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB,10MB
+
+On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
+"""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -62,16 +70,6 @@ def comm(
     ] = "5min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Benchmark collectives: time, algorithm and bus bandwidth by message size, world size and backend.
-
-    Every result is checked, and the samples of every rank are stored. The line alpha + beta * bytes, fitted to the
-    times, is the machine's communication profile. Without --gpus or --processes, all GPUs take part, or two processes
-    on the CPU.
-
-    For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB,10MB
-
-    On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
-    """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.benchmark import went_well

@@ -1,4 +1,7 @@
-"""steplab explain"""
+"""Explain why a step takes as long as it does, what to change, and how much time that should save.
+
+For example: steplab explain --try
+"""
 
 from typing import Annotated, Literal
 
@@ -32,10 +35,6 @@ def explain(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> int:
-    """Explain why a step takes as long as it does, what to change, and how much time that should save.
-
-    For example: steplab explain --try
-    """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.explaining import explain as diagnose

@@ -1,4 +1,11 @@
-"""steplab run"""
+"""Measure one training step and store the record.
+
+For example: steplab run --model small --context 256 --precision bf16
+
+On several GPUs: steplab run --model small --gpus 2 --data-parallel bucketed
+
+On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab run --model small
+"""
 
 from typing import Annotated
 
@@ -17,13 +24,6 @@ def run(
     ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Measure one training step and store the record.
-
-    For example: steplab run --model small --context 256 --precision bf16
-
-    On several GPUs: steplab run --model small --gpus 2 --data-parallel bucketed
-    On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab run --model small
-    """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.lab.measuring import measure

@@ -1,4 +1,4 @@
-"""steplab list"""
+"""List the stored runs, newest first, or with a switch the records of another kind."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -40,7 +40,6 @@ def list_(
     kinds: KindOptions = KindOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """List the stored runs, newest first, or with a switch the records of another kind."""
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store

@@ -1,4 +1,9 @@
-"""steplab sweep"""
+"""Measure every combination of the given values, each in a process of its own.
+
+Every cell is stored as soon as it ends; one that runs out of memory, crashes or times out is stored as a failure.
+
+For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
+"""
 
 import dataclasses
 from typing import Annotated
@@ -32,12 +37,6 @@ def sweep(
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Measure every combination of the given values, each in a process of its own.
-
-    Every cell is stored as soon as it ends; one that runs out of memory, crashes or times out is stored as a failure.
-
-    For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
-    """
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError

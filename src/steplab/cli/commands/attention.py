@@ -1,4 +1,11 @@
-"""steplab attention"""
+"""Benchmark attention by itself: time, FLOP/s, memory saved and peak memory, error against float64.
+
+Forward, backward and both are timed, with the implementations in turns, so that their ratios are fair. A cell that runs
+out of memory is a row too. Every combination of the listed values is a cell; together with --grid, the listed values
+replace those of the grid.
+
+For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
+"""
 
 import signal
 from collections.abc import Iterator
@@ -95,14 +102,6 @@ def attention(
     ] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    """Benchmark attention by itself: time, FLOP/s, memory saved and peak memory, error against float64.
-
-    Forward, backward and both are timed, with the implementations in turns, so that their ratios are fair. A cell that
-    runs out of memory is a row too. Every combination of the listed values is a cell; together with --grid, the listed
-    values replace those of the grid.
-
-    For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
-    """
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError

@@ -1,4 +1,4 @@
-"""steplab show"""
+"""Show one record in full."""
 
 from typing import Annotated, Literal
 
@@ -20,7 +20,6 @@ def show(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
-    """Show one record in full."""
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.lab.keeping import open_store
     from steplab.lab.memory_references import memory_references

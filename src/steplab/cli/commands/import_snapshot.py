@@ -1,4 +1,10 @@
-"""steplab import-snapshot"""
+"""Import a memory snapshot of any program as a record, and show where the memory went.
+
+No code in the file is executed. The categories are memory allocated before the history and during it; where the marks
+that `memory --snapshot` writes lie beside the file (snapshot.marks.json), they are those of `memory`.
+
+For example: steplab import-snapshot snapshot.pickle
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,14 +24,7 @@ def import_snapshot(
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    """Import a memory snapshot of any program as a record, and show where the memory went.
-
-    No code in the file is executed. The categories are memory allocated before the history and during it; where the
-    marks that `memory --snapshot` writes lie beside the file (snapshot.marks.json), they are those of `memory`.
-
-    For example: steplab import-snapshot snapshot.pickle
-    """
-    from steplab.cli.memory import next_step, show_memory
+    from steplab.cli.commands.memory import next_step, show_memory
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.memory_import import import_snapshot as take
