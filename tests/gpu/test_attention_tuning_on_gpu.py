@@ -21,7 +21,8 @@ pytestmark = [
 def test_a_candidate_passes_the_check_and_takes_a_time(kernel: TunedKernel, dtype: TunedDtype, dim: int) -> None:
     hopper = torch.cuda.get_device_capability() == (9, 0) and hopper_kernels_run()
     bits = TuningStudy(dtype=dtype).bits
-    candidate = next(c for c in candidates(dim, bits=bits, hopper=hopper, portable=False) if c.kernel == kernel)
+    # The Hopper backward kernel has one size and no candidates: its place is taken by the portable one.
+    candidate = next(c for c in candidates(dim, bits=bits, hopper=hopper, portable=True) if c.kernel == kernel)
     shape = AttentionSpec(batch=4, heads=4, queries=720, dim=dim, causal=True, dtype=dtype)
     assert check(CheckTask(device="cuda:0", candidate=candidate, shape=shape)) == ""
     (samples,) = time_candidates(TimeTask(device="cuda:0", candidates=(candidate,), shape=shape))
