@@ -41,7 +41,6 @@ from steplab.report.plan.document import plan_document
 from steplab.report.precision.document import precision_document
 from steplab.report.profile.document import profile_document
 from steplab.report.run.columns import rows_document
-from steplab.report.run.document import run_document
 from steplab.report.run.findings import findings_document
 from steplab.report.sections import SECTIONS, Context
 from steplab.specs.attention_tuning import TileCandidate, TuningStudy
@@ -316,7 +315,7 @@ def shown(record: Record) -> Document:
 
 DOCUMENTS: dict[str, Document] = {
     "runs": rows_document([run_row(make_run()), run_row(out_of_memory())]),
-    "a run": run_document(make_run()),
+    "a run": SECTIONS["run"].document(make_run(), Context()),
     "kernels": profile_document(PROFILED),
     "memory": memory_document(WATCHED, prediction=PREDICTED),
     "prediction": plan_document(resolve_step({"model": "tiny"}), PREDICTED),

@@ -58,9 +58,9 @@ def test_a_share_that_cannot_be_is_told_beside_the_shares_and_not_as_a_gap() -> 
     assert doubts(run) == [OVER]
     assert OVER not in gaps(run)
     text = run_text(run, width=200)
-    assert text.index("Utilization") < text.index(OVER) < text.index("Memory")
+    assert text.index("Utilization") < text.index(OVER) < text.index("Environment")
     page = render_page([run], title="t").replace("\u00a0", " ")
-    assert page.index('id="utilization"') < page.index(OVER) < page.index('id="runs"')
+    assert page.index('id="utilization"') < page.index(OVER) < page.index('id="environment"')
     assert page.count(OVER) == 1
 
 
@@ -121,9 +121,9 @@ def test_what_was_chosen_stands_with_the_run_and_not_among_what_was_not_measured
     run = replace(make_run(), notes=(chosen, "memory: this device's allocator keeps no count"))
     assert (choices(run), [text for text in gaps(run) if "auto" in text]) == ([chosen], [])
     text = run_text(run, width=120)
-    assert text.index(chosen) < text.index("Environment") < text.index("Not measured") < text.index("keeps no count")
+    assert text.index(chosen) < text.index("Not measured") < text.index("keeps no count") < text.index("Environment")
     page = render_page([run], title="A run")
-    runs = page[page.index('<section id="runs">') :]
+    runs = page[page.index('<section id="time">') :]
     assert runs.index("attention auto: flash_triton") < runs.index('<section id="missing">')
     assert page.count("attention auto: flash_triton") == 1
 

@@ -29,7 +29,7 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Section, Table
 from steplab.report.kit.rendering import render
 from steplab.report.memory.comparison import checkpointing_sentences, precision_sentences
-from steplab.report.memory.document import memory_document, memory_section
+from steplab.report.memory.document import memory_chapter, memory_document
 from steplab.report.memory.figures import at_peak, error_text, parts, peak_of, whole
 from steplab.report.memory.tables import allocation_table, category_rows, saved_table
 from steplab.report.memory.tensors import derivation, saved_by, what_it_is
@@ -44,6 +44,7 @@ from steplab.report.memory.words import (
     residual_sentence,
     saved_sentences,
 )
+from steplab.report.run.cells import cells_of
 from steplab.report.run.words import run_title
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share
@@ -210,8 +211,8 @@ def test_names_from_a_file_do_not_steer_the_terminal() -> None:
     assert "\x07" not in text
 
 
-def test_show_ends_with_where_the_memory_goes() -> None:
-    assert "Where the memory goes" in run_text(FP32, width=120)
+def test_show_has_the_watched_memory_and_imported_snapshots_a_title() -> None:
+    assert run_text(FP32, width=120).count("Peak by category") == 1
     assert run_title(IMPORTED) == "their step (imported snapshot)"
     assert run_title(replace(IMPORTED, name="")) == "snapshot.pickle (imported snapshot)"
     named = replace(IMPORTED, memory_profile=replace(profile_of(IMPORTED), device_name="NVIDIA H200"))
@@ -704,9 +705,13 @@ def test_the_rows_sum_to_the_peak_in_every_format(run: Run) -> None:
 def test_the_largest_allocations_that_were_not_alive_at_the_peak_have_a_table_of_their_own() -> None:
     gone = made(7, 3, at_peak=False, source="a/steplab/model.py:81 in forward")
     run = replace(FP32, memory_profile=replace(profile_of(FP32), largest=(made(5, 2), gone)))
+    chapter = memory_chapter(cells_of([run]), {})
+    assert chapter is not None
+    record = chapter.blocks[-1]
+    assert isinstance(record, Section)
     tables = {
         section.title: block
-        for section in memory_section(run).blocks
+        for section in record.blocks
         if isinstance(section, Section)
         for block in section.blocks
         if isinstance(block, Table)

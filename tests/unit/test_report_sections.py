@@ -44,7 +44,7 @@ EXAMPLES: dict[str, Record] = {
     ),
 }  # fmt: skip
 CHAPTERS = {
-    "run": "runs",
+    "run": "time",
     "numerics": "precision",
     "attention": "attention",
     "comm": "communication",
@@ -125,7 +125,11 @@ ARROWS = {
     "comm": {"kit", "environments"},
     "ddp": {"kit", "environments", "run"},
     "ceilings": {"kit", "environments"},
-    "sections": {*("run", "profile", "memory", "precision", "attention", "comm", "ddp", "ceilings"), "kit"},
+    "sections": {
+        *("run", "profile", "memory", "precision", "attention", "comm", "ddp", "ceilings"),
+        "kit",
+        "environments",
+    },
     "page": {"sections", "run", "attempts", "environments", "kit"},
     "__init__": set(),
 }

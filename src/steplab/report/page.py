@@ -94,7 +94,7 @@ def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section
         return None
     section = html.drawn(section)
     html.section_html(section)
-    return section
+    return section if section.blocks else None
 
 
 def _shared(cells: Sequence[RunCell]) -> str:

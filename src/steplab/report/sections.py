@@ -4,7 +4,7 @@ This is the one place that lists the kinds for reports; `show`, `report` and the
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from steplab.records.memory_references import MemoryReferences
@@ -15,16 +15,18 @@ from steplab.report.attention.document import attention_chapter, attention_docum
 from steplab.report.ceilings import ceilings_chapter, ceilings_document
 from steplab.report.comm import document as comm
 from steplab.report.ddp import document as ddp
-from steplab.report.kit.document import Document, Section
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import Document, Section, Table
 from steplab.report.memory import document as memory
 from steplab.report.memory.facts import memory_facts
 from steplab.report.precision.document import precision_chapter, precision_document
-from steplab.report.profile.document import profile_chapter, profile_section
+from steplab.report.profile.document import profile_chapter
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
-from steplab.report.run.cells import RunCell, varying
+from steplab.report.run.cells import RunCell, cells_of, varying
 from steplab.report.run.columns import rows_document
-from steplab.report.run.document import run_document
+from steplab.report.run.one_run import verdict
+from steplab.report.run.words import run_subtitle, run_title
 
 Terms = tuple[tuple[str, str], ...]
 
@@ -81,22 +83,29 @@ def _of_cells(
 
 
 def _summary(cells: Sequence[RunCell]) -> Section | None:
-    return run.summary_chapter(cells, memory_facts(cells, varying(cells)))
+    return run.summary_chapter(cells, memory_facts(cells, varying(cells))) if len(cells) > 1 else None
 
 
-def _run_in_full(record: Run, context: Context) -> Document:
-    """A run with its profile and its memory, if it has them."""
-    profiled = [profile_section(record, record.profile)] if record.profile else []
-    watched = [memory.memory_section(record, references=context.references)] if record.memory_profile else []
-    return run_document(record, [*profiled, *watched])
+def _run_document(record: Run, context: Context) -> Document:
+    """All that is said of one run: the chapters of a page about it alone."""
+    context = replace(context, cells=cells_of([record]))
+    chapters = (part.make(context.cells, context) for part in SECTIONS["run"].chapters)
+    return Document(
+        title=run_title(record),
+        subtitle=run_subtitle(record),
+        verdict=tuple(verdict(record)),
+        sections=(*filter(None, chapters), *environment_section(record.environment)),
+        data=Table(name="runs", columns=(), rows=(run_row(record),)),
+    )
 
 
 SECTIONS: dict[str, Sections] = {
     "run": Sections(
-        document=_run_in_full,
+        document=_run_document,
         together=lambda runs: rows_document([run_row(run) for run in runs]),
         chapters=(
             Chapter(name="the summary", make=_of_cells(_summary)),
+            Chapter(name="the failure", make=_of_cells(run.failure_chapter)),
             Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
             Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),
             Chapter(name="where the time goes", make=_of_cells(profile_chapter)),
@@ -107,6 +116,7 @@ SECTIONS: dict[str, Sections] = {
                 terms=memory.TERMS,
             ),
             Chapter(name="utilization", make=_of_cells(run.utilization_chapter)),
+            Chapter(name="ranks", make=_of_cells(run.ranks_chapter)),
             Chapter(name="the table of runs", make=_of_cells(run.runs_chapter), terms=run.TERMS),
             Chapter(name="what was not measured", make=_of_cells(run.missing_chapter)),
         ),

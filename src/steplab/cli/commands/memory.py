@@ -101,11 +101,11 @@ def show_memory(
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
     from steplab.report.memory.document import memory_document
-    from steplab.report.run.document import run_document
+    from steplab.report.sections import SECTIONS, Context
 
     color = stdout_color() and out.output is None
     if record.memory_profile is None:
-        document = run_document(record)
+        document = SECTIONS["run"].document(record, Context())
     else:
         document = memory_document(record, prediction=prediction, references=references)
     emit(render(document, format, color=color), out, format)

@@ -73,7 +73,7 @@ def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
     from steplab.cli.output import emit, stdout_color
     from steplab.report.kit.rendering import render
     from steplab.report.profile.document import profile_document
-    from steplab.report.run.document import run_document
+    from steplab.report.sections import SECTIONS, Context
 
-    document = profile_document(record) if record.profile else run_document(record)
+    document = profile_document(record) if record.profile else SECTIONS["run"].document(record, Context())
     emit(render(document, format, color=stdout_color() and out.output is None), out, format)

@@ -29,7 +29,7 @@ def run(
     from steplab.lab.measuring import measure
     from steplab.lab.processes import fields_here, is_first_rank, is_told_here
     from steplab.report.kit.rendering import render
-    from steplab.report.run.document import run_document
+    from steplab.report.sections import SECTIONS, Context
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
@@ -45,7 +45,7 @@ def run(
         )
     if is_first_rank():
         color = stdout_color() and out.output is None
-        text = render(run_document(record), chosen, color=color)
+        text = render(SECTIONS["run"].document(record, Context()), chosen, color=color)
         emit(text, out, chosen)
     if record.failure is None:
         return 0

@@ -33,7 +33,8 @@ def section_html(section: Section, level: int = 2) -> str:
 
 def to_html(page: Document) -> str:
     """The document as a page that needs nothing else; sections with an anchor are linked at its top."""
-    whole = replace(page, sections=tuple(drawn(section) for section in page.sections))
+    sections = (drawn(section) for section in page.sections)
+    whole = replace(page, sections=tuple(section for section in sections if section.blocks))
     return environment().get_template("page.html.j2").render(page=whole)
 
 

@@ -30,6 +30,7 @@ from steplab.report.memory.timeline import Shown, memory_timelines
 from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
 from steplab.report.run.figures import spread
+from steplab.report.run.one_run import memory_blocks
 from steplab.report.run.words import run_subtitle, run_title
 
 TERMS = (
@@ -58,20 +59,13 @@ def memory_document(
     profile = run.memory_profile
     if profile is None:
         raise UserError(f"run {run.id} has no memory profile; `steplab memory` makes a run that has one")
+    predictions = {run.id: prediction} if prediction else {}
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
-        sections=(memory_section(run, prediction=prediction, references=references),),
+        sections=tuple(filter(None, (memory_chapter(cells_of([run]), predictions, references),))),
         data=Table(name="peak_by_category", columns=(), rows=category_rows(profile, prediction)),
     )
-
-
-def memory_section(
-    run: Run, *, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
-) -> Section:
-    """The memory profile of a run as one section of the report of the run."""
-    (cell,) = cells_of([run])
-    return _record(cell, (), prediction, references, title="Where the memory goes")
 
 
 def memory_chapter(
@@ -82,7 +76,11 @@ def memory_chapter(
     `predictions` by the runs' ids. After the sixth run they start closed. None where there is nothing to show.
     """
     fields = varying(cells)
-    blocks: list[Block] = [chart] if (chart := peak_memory(cells)) else []
+    blocks: list[Block] = []
+    if len(cells) > 1:
+        blocks.append(later(peak_memory, cells))
+    elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
+        blocks += memory_blocks(cells[0].run)  # an imported trace has neither
     blocks += _across(cells, predictions)
     for index, cell in enumerate(watched(cells)):
         title = label(cell, fields) if len(cells) > 1 else ""
@@ -93,15 +91,12 @@ def memory_chapter(
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
     """What several runs show together."""
-    if bars := peak_bars(cells, predictions):
-        yield named_section("What the peaks are made of", bars)
+    yield named_section("What the peaks are made of", later(peak_bars, cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
-        if timelines := memory_timelines(shown):
-            fields = [field for field in varying(cells) if field != "context"]
-            yield named_section(f"Over time, by context: {label(group[0], fields)}", timelines)
-    if tradeoff := checkpointing_tradeoff(cells):
-        yield named_section("Checkpointing: memory against time", tradeoff)
+        fields = [field for field in varying(cells) if field != "context"]
+        yield named_section(f"Over time, by context: {label(group[0], fields)}", later(memory_timelines, shown))
+    yield named_section("Checkpointing: memory against time", later(checkpointing_tradeoff, cells))
 
 
 def _shown(cell: RunCell, title: str) -> Shown:

@@ -31,8 +31,7 @@ from steplab.report.profile.tables import (
     phase_table,
 )
 from steplab.report.profile.timeline import timeline_chart
-from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.gaps import choices
+from steplab.report.run.cells import RunCell, cells_of, label, varying
 from steplab.report.run.words import run_subtitle, run_title
 
 TITLE = "Where the time goes"
@@ -44,26 +43,12 @@ def profile_document(run: Run) -> Document:
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
     kernels = Table(name="kernels", columns=(), rows=tuple(kernel_rows(run.profile)))
-    section = profile_section(run, run.profile)
+    section = profile_chapter(cells_of([run]))
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
-        verdict=tuple(choices(run)),
-        sections=(section,),
+        sections=(section,) if section else (),
         data=kernels,
-    )
-
-
-def profile_section(run: Run, profile: Profile) -> Section:
-    """The profile as one section of the report of its run."""
-    about = f"{words.heading(run, profile)}. {words.caution(run)}"
-    doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts)
-    return named_section(
-        TITLE,
-        Sentences(texts=doubts, role="warning") if doubts else None,
-        Sentences(texts=(words.time_sentence(run, profile),)),
-        Sentences(texts=(about,), role="note"),
-        *_sections(run, profile),
     )
 
 
@@ -78,7 +63,8 @@ def profile_chapter(cells: Sequence[RunCell]) -> Section | None:
         )
         for index, (cell, profile) in enumerate(profiled)
     ]
-    note = Sentences(texts=(words.PROFILED,), role="note")
+    cautions = tuple(dict.fromkeys(words.caution(cell.run) for cell, _ in profiled))
+    note = Sentences(texts=cautions, role="note")
     return chapter(TITLE, "profiles", note, *parts) if parts else None
 
 

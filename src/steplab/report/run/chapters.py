@@ -1,4 +1,6 @@
-"""The chapters of a page about measured steps, each a function of the cells."""
+"""The chapters about measured steps, each a function of the cells: the same for one run and for several, on a terminal
+and on a page.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -16,6 +18,7 @@ from steplab.report.kit.document import (
     Sentences,
     Table,
     chapter,
+    later,
     named_section,
 )
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
@@ -24,10 +27,18 @@ from steplab.report.run import charts
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
-from steplab.report.run.figures import WARMUP_COUNTS, steady_words, step_samples, warmup_study
+from steplab.report.run.figures import WARMUP_COUNTS, steady_words, step_median, step_samples, warmup_study
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.narrative import facts
+from steplab.report.run.one_run import (
+    failure_sections,
+    phase_blocks,
+    step_time_pairs,
+    utilization_blocks,
+    warmup_effects,
+)
 from steplab.report.run.phases import phases
+from steplab.report.run.ranks import rank_blocks
 
 TERMS = (
     (
@@ -73,28 +84,51 @@ def summary_chapter(cells: Sequence[RunCell], of_memory: Iterable[Fact]) -> Sect
     return Section(title="", blocks=(Facts(facts=found),)) if found else None
 
 
+def failure_chapter(cells: Sequence[RunCell]) -> Section | None:
+    """The circumstances of a single run's failure. Reasons of several runs are in `missing_chapter`."""
+    failure = cells[0].run.failure if len(cells) == 1 else None
+    return chapter("Failure", "failure", *failure_sections(failure)) if failure else None
+
+
 def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:
-    """Step time of every cell."""
-    return chapter("Step time", "time", charts.step_times(cells))
+    """Step time of every cell: as a chart, or of a single run the statistics."""
+    if not any(step_median(cell.run) is not None for cell in cells):
+        return None
+    if len(cells) > 1:
+        return chapter("Step time", "time", later(charts.step_times, cells))
+    run = cells[0].run
+    chosen = Sentences(texts=tuple(choices(run)), role="note") if choices(run) else None
+    return chapter("Step time", "time", step_time_pairs(run, run.timing) if run.timing else None, chosen)
 
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section | None:
-    """Parts of a step."""
-    return chapter("Phases of a step", "phases", phases(cells))
+    """Parts of a step: a bar per run, and of a single run a table."""
+    blocks: list[Block] = [later(phases, cells)]
+    if len(cells) == 1 and (timing := cells[0].run.timing) and step_median(cells[0].run) is not None:
+        blocks += phase_blocks(cells[0].run, timing)
+    return chapter("Phases of a step", "phases", *blocks)
 
 
 def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
     """When the step time settles, and what fewer warm-up steps would have changed."""
-    curves = warmup_curves(cells)
-    if curves is None:
+    timings = [cell.run.timing for cell in cells if cell.run.timing and step_median(cell.run) is not None]
+    if not timings:
         return None
+    if len(cells) == 1:
+        told = Sentences(texts=(f"{steady_words(curve(timings[0]))}.",))
+        return chapter("Warm-up", "warmup", told, later(warmup_curves, cells), warmup_effects(timings[0]))
     counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
     steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
     restless = [f"The step time did not settle in {runs}." for words, runs in counts if not words.startswith("from")]
     sentences = ([f"The step time is steady {steady}."] if steady else []) + restless
-    told = Sentences(texts=tuple(sentences)) if sentences else None
     table = warmup_table(cells)
-    return chapter("Warm-up", "warmup", told, curves, named_section("Fewer warm-up steps", table) if table else None)
+    return chapter(
+        "Warm-up",
+        "warmup",
+        Sentences(texts=tuple(sentences)) if sentences else None,
+        later(warmup_curves, cells),
+        named_section("Fewer warm-up steps", table) if table else None,
+    )
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table | None:
@@ -129,12 +163,24 @@ def warmup_table(cells: Sequence[RunCell]) -> Table | None:
     ) if rows else None  # fmt: skip
 
 
+def ranks_chapter(cells: Sequence[RunCell]) -> Section | None:
+    """What each process of a run of several measured."""
+    several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
+    if len(cells) == 1 and several:
+        return chapter("Ranks", "ranks", *rank_blocks(several[0].run.ranks))
+    named = (named_section(label(cell, fields), *rank_blocks(cell.run.ranks)) for cell in several)
+    return chapter("Ranks", "ranks", *named)
+
+
 def utilization_chapter(cells: Sequence[RunCell]) -> Section | None:
     """MFU and HFU under each convention."""
+    if len(cells) == 1:
+        run = cells[0].run
+        return chapter("Utilization", "utilization", *(utilization_blocks(run) if run.utilizations else ()))
     table = utilization_table(cells)
     if table is None:
         return None
-    return chapter("Utilization", "utilization", charts.mfu(cells), table, *_told_once(cells, doubts))
+    return chapter("Utilization", "utilization", later(charts.mfu, cells), table, *_told_once(cells, doubts))
 
 
 def utilization_table(cells: Sequence[RunCell]) -> Table | None:
@@ -166,8 +212,8 @@ def utilization_table(cells: Sequence[RunCell]) -> Table | None:
 
 
 def runs_chapter(cells: Sequence[RunCell]) -> Section | None:
-    """The table of all runs with their choices."""
-    return chapter("Runs", "runs", runs_table(cells), *_told_once(cells, choices)) if cells else None
+    """The table of several runs with their choices."""
+    return chapter("Runs", "runs", runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else None
 
 
 def runs_table(cells: Sequence[RunCell]) -> Table:
@@ -197,7 +243,7 @@ def _spread(run: Run) -> Row:
 
 def missing_chapter(cells: Sequence[RunCell]) -> Section | None:
     """What was not measured and why."""
-    return chapter("Not measured", "missing", *_told_once(cells, _missing))
+    return chapter("Not measured", "missing", *_told_once(cells, _missing if len(cells) > 1 else gaps))
 
 
 def _missing(run: Run) -> list[str]:

@@ -1,12 +1,12 @@
 """What each of several processes measured, and how far apart they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab import units
 from steplab.records.ranks import RankSamples
 from steplab.records.rows import Row
-from steplab.report.kit.document import Column, Section, Sentences, Table, named_section
+from steplab.report.kit.document import Block, Column, Sentences, Table
 from steplab.report.kit.quantities import BYTES, LABEL, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.units import format_share
@@ -14,7 +14,7 @@ from steplab.units import format_share
 _WAITING_PHASE = "gradient sync"
 
 
-def ranks_section(ranks: Sequence[RankSamples]) -> Section:
+def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
     """One row per rank, and the spread over ranks in a sentence."""
     rows: list[Row] = []
     for rank in ranks:
@@ -30,7 +30,7 @@ def ranks_section(ranks: Sequence[RankSamples]) -> Section:
                 "host_peak_bytes": rank.host_peak_bytes,
             }
         )
-    table = Table(
+    yield Table(
         name="ranks",
         columns=(
             Column(key="rank", header="rank", quantity=LABEL),
@@ -44,8 +44,8 @@ def ranks_section(ranks: Sequence[RankSamples]) -> Section:
         rows=tuple(rows),
         caption="Medians.",
     )
-    told = spread_words(ranks)
-    return named_section("Ranks", table, Sentences(texts=(f"{told}.",)) if told else None)
+    if told := spread_words(ranks):
+        yield Sentences(texts=(f"{told}.",))
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:

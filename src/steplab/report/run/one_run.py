@@ -1,54 +1,40 @@
-"""The report of one run: its figures first, then their parts, then what was not measured."""
+"""What is said of one run: its step time, phases, utilization, memory and failure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab import stats, units
 from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
-from steplab.records.rows import Row, run_row
+from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.records.timing import Timing, curve, find_phase, lead_s
-from steplab.report.environments import environment_section
+from steplab.records.timing import Timing, find_phase, lead_s
 from steplab.report.kit.document import (
     Block,
     Column,
-    Document,
     Pairs,
     Section,
     Sentences,
     Table,
     named_section,
-    notes_section,
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
 from steplab.report.kit.text import ABSENT, reason
-from steplab.report.run.figures import phase_names, steady_words, step_median, warmup_study
-from steplab.report.run.gaps import choices, doubts, gaps
+from steplab.report.run.figures import phase_names, step_median, step_samples, warmup_study
+from steplab.report.run.gaps import doubts
 from steplab.report.run.host_lead import waiting_words
-from steplab.report.run.ranks import ranks_section
-from steplab.report.run.words import interval_words, run_subtitle, run_title
+from steplab.report.run.words import interval_words
 from steplab.specs.command import command
 
 _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
 
 
-def run_document(run: Run, further: Iterable[Section] = ()) -> Document:
-    """Everything that a record says about the measurement of one run, followed by the `further` sections."""
-    return Document(
-        title=run_title(run),
-        subtitle=run_subtitle(run),
-        verdict=(*_verdict(run), *choices(run)),
-        sections=(*_sections(run), *further),
-        data=Table(name="runs", columns=(), rows=(run_row(run),)),
-    )
-
-
-def _verdict(run: Run) -> Iterator[str]:
+def verdict(run: Run) -> Iterator[str]:
+    """The step time of a run with its interval, or the reason of its failure."""
     if run.failure:
         yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
-    samples = _step_samples(run)
+    samples = step_samples(run)
     if samples:
         summary = stats.summarize(samples)
         yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
@@ -59,29 +45,8 @@ def _verdict(run: Run) -> Iterator[str]:
         yield f"To repeat it when the machine is quiet: {command(run.spec)}"
 
 
-def _step_samples(run: Run) -> Sequence[float]:
-    step = run.timing.phase("step") if run.timing else None
-    return step.best_s if step else ()
-
-
-def _sections(run: Run) -> Iterator[Section]:
-    if run.failure:
-        yield from _failure(run.failure)
-    if run.timing and step_median(run) is not None:
-        yield named_section("Step time", _step_time(run, run.timing))
-        yield named_section("Phases", *_phases(run, run.timing))
-        yield named_section("Warm-up", _warmup(run.timing), Sentences(texts=(f"{steady_words(curve(run.timing))}.",)))
-    if run.ranks:
-        yield ranks_section(run.ranks)
-    if run.utilizations:
-        yield named_section("Utilization", *_utilization(run))
-    if run.failure is None and (run.timing or run.memory):  # an imported trace has neither
-        yield named_section("Memory", *_memory(run))
-    yield from environment_section(run.environment)
-    yield from notes_section(gaps(run), "Not measured")
-
-
-def _failure(failure: Failure) -> Iterator[Section]:
+def failure_sections(failure: Failure) -> Iterator[Section]:
+    """The circumstances of a failure, and the last lines that the process wrote."""
     pairs = [
         ("during", failure.phase),
         ("asked for", failure.requested_bytes is not None and units.format_bytes(failure.requested_bytes)),
@@ -97,9 +62,9 @@ def _failure(failure: Failure) -> Iterator[Section]:
         yield named_section("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
 
 
-def _step_time(run: Run, timing: Timing) -> Pairs:
+def step_time_pairs(run: Run, timing: Timing) -> Pairs:
     """Mean, quartiles and range of a step's samples, and the figures that follow from it."""
-    summary, show = stats.summarize(_step_samples(run)), units.format_time
+    summary, show = stats.summarize(step_samples(run)), units.format_time
     pairs = [
         ("median", show(summary.median)),
         ("mean", show(summary.mean) + (f" ± {show(summary.stdev)}" if summary.stdev is not None else "")),
@@ -123,7 +88,7 @@ def _step_time(run: Run, timing: Timing) -> Pairs:
     return Pairs(pairs=tuple(pairs))
 
 
-def _phases(run: Run, timing: Timing) -> Iterator[Block]:
+def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
     """Median of every phase back to back, and, where phases were also timed alone, by both clocks."""
     whole = step_median(run)
     rows: list[Row] = []
@@ -167,7 +132,7 @@ def _median(samples: Sequence[float] | None) -> float | None:
     return median(samples) if samples else None
 
 
-def _warmup(timing: Timing) -> Table:
+def warmup_effects(timing: Timing) -> Table:
     """The figures as they would be after fewer warm-up steps."""
     effects = warmup_study(timing)
     mean: Row = {"figure": "mean of the next steps"} | {str(effect.count): effect.mean_s for effect in effects}
@@ -178,7 +143,8 @@ def _warmup(timing: Timing) -> Table:
     )
 
 
-def _utilization(run: Run) -> Iterator[Block]:
+def utilization_blocks(run: Run) -> Iterator[Block]:
+    """MFU and HFU under each convention, with the peak that they are relative to."""
     rows: list[Row] = [
         {
             "figure": f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
@@ -207,11 +173,14 @@ def _utilization(run: Run) -> Iterator[Block]:
         yield Sentences(texts=tuple(found), role="warning")
 
 
-def _memory(run: Run) -> Iterator[Block]:
+def memory_blocks(run: Run) -> Iterator[Block]:
+    """Peaks by phase that the allocator counted, the device's memory, and the host's peak."""
     if run.memory is None:
         yield Sentences(texts=("Memory was not measured.",))
         return
-    if run.memory.peaks:
+    if run.memory_profile:
+        pass  # its own tables have the peaks
+    elif run.memory.peaks:
         yield Table(
             name="peaks",
             columns=(
