@@ -19,7 +19,7 @@ _SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage says enough
 _SMALLEST_SHARE = 1e-6  # share below which digits would only be zeros
-_TIME_SUFFIXES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_TIME_SUFFIXES = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 def three_digits(value: float) -> str:

@@ -55,7 +55,7 @@ def test_two_processes_are_compared_kept_and_drawn(steplab: Program) -> None:
         "0_no_communication.json", "1_flat.json", "2_sharded_25_MB.json"
     ]  # fmt: skip
 
-    (listed,) = steplab("list", "--ddp", "--format", "json").rows()
+    (listed,) = steplab("list", "--kind", "ddp", "--format", "json").rows()
     assert (listed["name"], listed["num_ok"], listed["num_ranks"]) == ("mine", 3, 2)
     shown = steplab("show", str(listed["id"]))
     assert "exposed" in shown.stdout

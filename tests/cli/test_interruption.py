@@ -102,7 +102,7 @@ def test_killing_the_sweep_ends_the_measuring_process_and_keeps_what_was_finishe
     rows = held.rows()
     assert [row["context"] for row in rows] == [3, 2, 1]
     assert rows[-1] == first
-    [study] = held("list", "--studies", "--format", "json").rows()
+    [study] = held("list", "--kind", "study", "--format", "json").rows()
     assert (study["num_cells"], study["num_ok"], study["num_failed"]) == (3, 3, 0)
 
 
@@ -170,7 +170,7 @@ def test_two_sweeps_share_a_store(steplab: Program) -> None:
     ids = {row["id"] for result in results for row in result.rows()}
     assert len(ids) == 4
     assert {row["id"] for row in steplab.rows()} == ids
-    studies = steplab("list", "--studies", "--format", "json").rows()
+    studies = steplab("list", "--kind", "study", "--format", "json").rows()
     assert [study["num_ok"] for study in studies] == [2, 2]
 
 

@@ -18,7 +18,7 @@ from steplab.records.run import Run
 
 REPORT_FORMATS = ("table", "json", "csv", "md", "latex")
 COMMANDS = ("run", "sweep", "list", "show", "report", "export", "import", "doctor")
-READING = (("list",), ("list", "--studies"), ("report",), ("export",))
+READING = (("list",), ("list", "--kind", "study"), ("report",), ("export",))
 
 
 @pytest.fixture
@@ -143,15 +143,15 @@ def test_list_says_when_it_left_out_older_runs(filled: Program, first_id: str) -
 
 def test_list_selects_by_name_and_by_study(filled: Program, first_id: str) -> None:
     assert [row["id"] for row in filled("list", "--name", "first", "--format", "json").rows()] == [first_id]
-    [study] = filled("list", "--studies", "--format", "json").rows()
+    [study] = filled("list", "--kind", "study", "--format", "json").rows()
     of_study = filled("list", "--study", study["id"][:7], "--format", "json").rows()
     assert [row["context"] for row in of_study] == [16, 8]
 
 
 def test_list_counts_the_cells_of_each_study(filled: Program) -> None:
-    [study] = filled("list", "--studies", "--format", "json").rows()
+    [study] = filled("list", "--kind", "study", "--format", "json").rows()
     assert (study["name"], study["num_cells"], study["num_ok"], study["num_failed"]) == ("sweep", 2, 2, 0)
-    table = filled("list", "--studies")
+    table = filled("list", "--kind", "study")
     assert table.code == 0
     assert study["id"] in table.stdout
 
@@ -211,7 +211,7 @@ def test_import_reads_gzip_and_standard_input(filled: Program, tmp_path: Path) -
 def test_export_takes_records_by_id_and_a_study(filled: Program, first_id: str) -> None:
     [line] = filled("export", first_id[:6]).stdout.splitlines()
     assert decode(line).id == first_id
-    [study] = filled("list", "--studies", "--format", "json").rows()
+    [study] = filled("list", "--kind", "study", "--format", "json").rows()
     assert len(filled("export", "--study", study["id"]).stdout.splitlines()) == 2
 
 

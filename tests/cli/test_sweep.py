@@ -120,7 +120,7 @@ def test_progress_away_from_a_terminal_is_a_line_a_cell(mixed: Result) -> None:
 
 def test_the_store_has_every_cell_of_the_sweep_and_counts_them(mixed: Result, mixed_program: Program) -> None:
     assert [row["id"] for row in reversed(mixed_program.rows())] == [row["id"] for row in mixed.rows()]
-    [study] = mixed_program("list", "--studies", "--format", "json").rows()
+    [study] = mixed_program("list", "--kind", "study", "--format", "json").rows()
     assert (study["name"], study["num_cells"], study["num_ok"], study["num_failed"]) == ("mixed", 6, 1, 5)
     assert study["description"] == "everything that can happen to a cell"
     assert study["id"] in mixed.stderr

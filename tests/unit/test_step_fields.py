@@ -2,21 +2,26 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import pytest
 from cyclopts import App
+from tests.ddp_records import make_ddp_run
 from tests.rendering import sheet_of
 from tests.runs import make_run
 
 from steplab.cli.options import StepOptions
-from steplab.records.rows import run_row
+from steplab.records.rows import Row, ddp_row, run_row
 from steplab.records.run import Run
+from steplab.report.kit.document import Table
+from steplab.report.kit.table import drawn, sheet
 from steplab.report.run.attention_steps import attention_step_rows
 from steplab.report.run.cells import FIELDS as LABELLED
 from steplab.report.run.cells import axis_name, cells_of, label, varying
+from steplab.report.run.listing import list_document
 from steplab.report.run.narrative import facts
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
@@ -68,6 +73,15 @@ def runs(field: StepField) -> list[Run]:
     return [dataclasses.replace(make_run(), id=str(index), spec=spec) for index, spec in enumerate(specs(field))]
 
 
+def read_at_80_columns(rows: Sequence[Row]) -> set[str]:
+    """The different texts of these rows in a list on a narrow terminal, without their ids."""
+    (table,) = (block for block in list_document(rows).sections[0].blocks if isinstance(block, Table))
+    seen = drawn(sheet(table), 80)
+    assert seen.header, "a table, and not a block for each row"
+    begins = max(len(str(row["id"])) for row in rows)
+    return {"\n".join(line[begins:] for line in lines) for lines in seen.rows}
+
+
 each_field = pytest.mark.parametrize("field", FIELDS.values(), ids=lambda field: field.key)
 
 
@@ -85,9 +99,27 @@ def test_two_specs_that_differ_in_a_field_alone_differ_wherever_steps_are_told_a
     assert len(set(labels)) == 2
     assert not any(" run " in f" {text}" for text in labels), "told apart by its value, not by a number"
     shown = "model" if field.about.group == "sizes" else field.column
-    sheet = sheet_of(rows)
-    (index,) = (index for index, column in enumerate(sheet.columns) if column.key == shown)
-    assert len({cells[index] for cells in sheet.rows}) == 2
+    assert len(read_at_80_columns(rows)) == 2
+    table = sheet_of(rows)
+    (index,) = (index for index, column in enumerate(table.columns) if column.key == shown)
+    assert len({cells[index] for cells in table.rows}) == 2
+
+
+def test_a_list_of_steps_that_differ_in_any_field_tells_all_of_them_apart() -> None:
+    every = [run for field in FIELDS.values() for run in runs(field)]
+    rows = [run_row(run) | {"id": f"{number:012}"} for number, run in enumerate(every)]
+    different = {tuple((key, value) for key, value in row.items() if key != "id") for row in rows}
+    assert len(read_at_80_columns(rows)) == len(different)
+
+
+@pytest.mark.parametrize("field", [f for f in FIELDS.values() if f.about.group != "processes" and f.key != "pass"])
+def test_data_parallel_studies_of_different_steps_are_told_apart(field: StepField) -> None:
+    made = make_ddp_run()
+    studies = [
+        dataclasses.replace(made, id=str(number), study=dataclasses.replace(made.study, step=spec))
+        for number, spec in enumerate(specs(field))
+    ]
+    assert len(read_at_80_columns([ddp_row(study) for study in studies])) == 2
 
 
 @each_field

@@ -65,7 +65,7 @@ def test_a_sweep_begun_before_goes_on(path: Path) -> None:
         assert "ffff" in shown
         assert len(shown) == 4, "the new attempt stands for the crashed one"
         assert {crashed, not_measured}.isdisjoint(STUDY.cells[:3])
-    assert version(path) == schema.CURRENT_VERSION == 2
+    assert version(path) == schema.CURRENT_VERSION == 3
 
 
 def test_a_study_that_is_begun_anew_is_the_one_to_go_on(path: Path) -> None:

@@ -10,8 +10,10 @@ from steplab.cli.output import say
 from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
 from steplab.records.rows import run_row
-from steplab.report.run.words import describe
 from steplab.units import counted, format_bytes, format_clock, format_time
+
+_LONG_S = 10.0
+"""Time from which it is worth saying how long the remaining steps take."""
 
 _STAGES = {
     "starting": "starting a process",
@@ -52,8 +54,12 @@ def _words(progress: Progress) -> str:
 class ProgressLine:
     """Shows the present stage, how far it is, the time elapsed and, in a sweep, the time left."""
 
+    def __init__(self, *, num_steps: int = 0) -> None:
+        """`num_steps`: warm-up and measured steps of a single measurement, from which a long one is foretold."""
+        self._num_steps = num_steps
+
     def __enter__(self) -> Self:
-        self._started_s = time.monotonic()
+        self._started_s = self._stage_began_s = time.monotonic()
         self._stage = ""
         self._bar: Any = None
         self._task: Any = None
@@ -83,12 +89,33 @@ class ProgressLine:
 
     def within(self, progress: Progress) -> None:
         """Show a stage of a single measurement."""
+        self._foretell(progress)
         if self._bar:
             total = progress.total or None
             self._bar.update(self._task, description=_words(progress), total=total, completed=progress.done)
         elif progress.stage != self._stage and progress.stage != "starting":
             self._stage = progress.stage
             say(f"{_STAGES.get(progress.stage, progress.stage)} …")
+
+    def _foretell(self, progress: Progress) -> None:
+        """After the first step, say how long the others take; of short ones nothing.
+
+        A step of a GPU counts as over when the host has started it; then the time is too short, and nothing is said.
+        """
+        if progress.done == 0:
+            self._stage_began_s = time.monotonic()
+        elif progress.stage in ("warmup", "measure") and progress.done == 1 and self._num_steps > 1:
+            step_s = time.monotonic() - self._stage_began_s
+            left_s, self._num_steps = step_s * (self._num_steps - 1), 0
+            if left_s >= _LONG_S:
+                others = counted(round(left_s / step_s), "more step")
+                self._line(f"the first step took {format_time(step_s)}; {others} take about {format_clock(left_s)}")
+
+    def _line(self, text: str) -> None:
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            say(text)
 
     def alive(self, progress: Progress) -> None:
         """Show a stage of one of many short measurements, at a terminal only."""
@@ -97,11 +124,8 @@ class ProgressLine:
 
     def done(self, number: int, total: int, text: str) -> None:
         """Report the end of one of many measurements."""
-        line = f"[{number}/{total}] {text}"
-        if self._bar:
-            self._bar.console.print(line, markup=False, highlight=False)
-        else:
-            say(f"{line}  ({format_clock(time.monotonic() - self._started_s)} elapsed)")
+        elapsed = "" if self._bar else f"  ({format_clock(time.monotonic() - self._started_s)} elapsed)"
+        self._line(f"[{number}/{total}] {text}{elapsed}")
 
     def sweep(self, progress: SweepProgress) -> None:
         """Show a cell of a sweep that is under way or has ended."""
@@ -109,21 +133,23 @@ class ProgressLine:
             self._stage = "resumed"
             say(f"{counted(progress.skipped, 'cell')} already measured, {progress.to_run} to go")
         number = progress.index + (1 if progress.run else 0)
+        if progress.within:
+            if progress.within.stage == "starting":
+                self._num_steps = progress.cell.warmup + progress.cell.steps
+            self._foretell(progress.within)
         if self._bar and progress.within:
             self._bar.update(
                 self._task,
-                description=f"{describe(progress.cell)}: {_words(progress.within)}",
+                description=f"{progress.what}: {_words(progress.within)}",
                 total=progress.to_run,
                 completed=number,
                 counted=f"{progress.index + 1}/{progress.to_run}",
                 left=self._left(progress),
             )
         if progress.run:
-            line = f"[{number}/{progress.to_run}] {describe(progress.cell)}: {_result(progress)}"
-            if self._bar:
-                self._bar.console.print(line, markup=False, highlight=False)
-            else:
-                say(f"{line}  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})")
+            line = f"[{number}/{progress.to_run}] {progress.what}: {_result(progress)}"
+            elapsed = f"  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})"
+            self._line(line if self._bar else line + elapsed)
 
     def _left(self, progress: SweepProgress, before: str = "") -> str:
         """Time left, if the remaining cells take as long as the finished ones on average."""

@@ -19,11 +19,16 @@ def open_store(path: Path | str | None = None, *, write: bool) -> Store:
     return Store.open(Path(path) if path else default_path(), write=write)
 
 
+def checked_line(what: str, text: str) -> str:
+    """The text, checked. Raises UserError, which calls it `what`, if it is not one line of printable text."""
+    if not text.isprintable():
+        raise UserError(f"{what} must be one line of printable text, not {text!r}")
+    return text
+
+
 def checked_name(name: str) -> str:
-    """The name, checked. Raises UserError if it is not one line of printable text."""
-    if not name.isprintable():
-        raise UserError(f"a name must be one line of printable text, not {name!r}")
-    return name
+    """The name of a record, checked. Raises UserError if it is not one line of printable text."""
+    return checked_line("a name", name)
 
 
 def imported_run(path: Path, name: str | None) -> Run:

@@ -15,7 +15,7 @@ from steplab.records.codec import new_id, now_utc
 from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
-from steplab.specs.study import StudySpec
+from steplab.specs.study import StudySpec, labels
 from steplab.store.cells import cell_key
 from steplab.store.database import Store
 
@@ -34,6 +34,8 @@ class SweepProgress:
     """Number of cells to run in this call."""
     skipped: int
     """Number of cells that a resumed sweep found finished."""
+    what: str
+    """What tells that cell from the others of the study, in words."""
     within: Progress | None = None
     """Progress inside the cell."""
     run: Run | None = None
@@ -70,9 +72,16 @@ def sweep(
         study_id = opened.find_study(study) if resume else None
         study_id = study_id or opened.begin_study(study)
         finished = opened.finished_cells(study_id)
+        told = dict(zip(map(cell_key, study.cells), labels(study.cells), strict=True))
         missing = [cell for cell in study.cells if cell_key(cell) not in finished]
         for index, cell in enumerate(missing):
-            so_far = SweepProgress(cell=cell, index=index, to_run=len(missing), skipped=len(study.cells) - len(missing))
+            so_far = SweepProgress(
+                cell=cell,
+                index=index,
+                to_run=len(missing),
+                skipped=len(study.cells) - len(missing),
+                what=told[cell_key(cell)],
+            )
 
             def tell(within: Progress, so_far: SweepProgress = so_far) -> None:
                 on_progress(dataclasses.replace(so_far, within=within))

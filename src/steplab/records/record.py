@@ -22,6 +22,10 @@ class Record(Outcome):
     """Version of steplab that made the record."""
     name: str = ""
     """Name given by the user; in a sweep, the study's name."""
+    tags: tuple[str, ...] = ()
+    """Words that the user put on the record afterwards, to find it by."""
+    comment: str = ""
+    """Remark of the user, made afterwards."""
     environment: Environment | None = None
     """Hardware and software of the measurement; None if the process died before it reported them."""
     notes: tuple[str, ...] = ()

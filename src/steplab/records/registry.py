@@ -35,7 +35,7 @@ class Kind:
     plural: str
     """Name of several records in sentences."""
     verb: str
-    """The command that makes the records, and the switch of `steplab list` that lists them."""
+    """The command that makes the records."""
     stands_alone: bool = False
     """Whether each record has a report of its own, as benchmarks do; records of other kinds are reported together."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.specs.resolve import resolve_grid
-from steplab.specs.step import StepSpec
+from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
 
 Grid = Mapping[str, Sequence[object]]
 
@@ -44,6 +44,13 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
     if not cells:
         raise UserError(f"study '{name}' has no cells; give at least one [[grid]] with a value for each field")
     return StudySpec(name=name, description=description, cells=tuple(cells))
+
+
+def labels(cells: Sequence[StepSpec]) -> list[str]:
+    """What tells each of several steps from the others, in words; of a single one, its model."""
+    fields = [field for field in STEP_FIELDS if len({field.value(cell) for cell in cells}) > 1] or [FIELDS["model"]]
+    values = [[(field, field.value(cell)) for field in fields] for cell in cells]
+    return [" · ".join(field.say(value) for field, value in of_cell if value is not None) for of_cell in values]
 
 
 def preset_names() -> tuple[str, ...]:

@@ -134,6 +134,13 @@ class Store:
         """
         return record_table.identify(self._connection, id_prefixes)
 
+    def annotate(self, record_id: str, *, tags: Sequence[str], comment: str) -> None:
+        """Give the record with this whole id these tags and this comment, in place of those it has.
+
+        Raises SteplabError if it cannot be read.
+        """
+        record_table.annotate(self._connection, record_id, tags=tags, comment=comment)
+
     def remove(self, ids: Iterable[str]) -> list[str]:
         """Remove records by their whole ids, whether they can be read or not, all or none.
 
@@ -162,7 +169,10 @@ class Store:
         return study_table.latest_study(self._connection)
 
     def study_id(self, id_prefix: str) -> str:
-        """The study's id that begins with `id_prefix`. Raises UserError if none does, or more than one."""
+        """The study's id that begins with `id_prefix`, or that of the newest study of this name, or of all for `last`.
+
+        Raises UserError if there is none, or if more than one id begins so.
+        """
         return unique_id(self._connection, "study", id_prefix)
 
     def studies(self) -> list[Row]:

@@ -7,15 +7,21 @@ from steplab.errors import UserError
 from steplab.store.connection import Connection
 
 _NUM_SHOWN = 5
-_ALL = {"record": ", or report all with --name", "study": ""}
+LAST = "last"
+"""What stands for the id of the newest record or study."""
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
     """The one id in `table` that begins with `prefix`; where none does, that of the one that is called so.
 
-    A whole id is itself, even where longer ones begin with it.
-    Raises UserError if there is none, or more than one.
+    A whole id is itself, even where longer ones begin with it; `last` is the newest. Of several studies of one name the
+    newest is meant. Raises UserError if there is none, or more than one.
     """
+    if prefix == LAST:
+        newest = connection.query(f"SELECT id FROM {table} ORDER BY created_utc DESC, seq DESC LIMIT 1")
+        if not newest:
+            raise UserError(f"no {table} in {connection.path} yet; `steplab run` makes a record")
+        return str(newest[0][0])
     # No character sorts behind the last code point, so the range is exactly the ids with this prefix.
     found = connection.query(
         f"SELECT id FROM {table} WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
@@ -27,13 +33,14 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
     if ids and (ids[0] == prefix or (prefix and len(ids) == 1)):
         return ids[0]
     if prefix and not ids:
-        query = f"SELECT id FROM {table} WHERE name = ? ORDER BY created_utc DESC, id LIMIT ?"
+        query = f"SELECT id FROM {table} WHERE name = ? ORDER BY created_utc DESC, seq DESC LIMIT ?"
         called = [str(row[0]) for row in connection.query(query, prefix, _NUM_SHOWN + 1)]
-        if len(called) == 1:
+        if len(called) == 1 or (called and table == "study"):
             return called[0]
         if called:
             raise UserError(
-                f"'{prefix}' is the name of more than one {table}: {_some(called)}; give an id{_ALL[table]}"
+                f"'{prefix}' is the name of more than one record: {_some(called)}; give an id, or report all with "
+                "--name"
             )
     if not prefix or not ids:
         raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")

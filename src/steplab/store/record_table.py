@@ -1,5 +1,6 @@
 """Records in the store: adding, finding, listing."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def find(connection: Connection, record_id: str) -> Record | None:
 def rows(connection: Connection, selection: Selection, limit: int | None) -> list[Row]:
     """Flat rows of the records that match, newest first; one with a damaged summary has what else is known of it."""
     found = connection.query(
-        f"SELECT id, created_utc, name, status, summary FROM record WHERE {selection.condition()}"
+        f"SELECT id, created_utc, kind, name, status, summary FROM record WHERE {selection.condition()}"
         " ORDER BY created_utc DESC, seq DESC LIMIT ?",
         *selection.values(),
         -1 if limit is None else max(0, limit),
@@ -91,12 +92,14 @@ def rows(connection: Connection, selection: Selection, limit: int | None) -> lis
     return [_row(*columns) for columns in found]
 
 
-def _row(record_id: str, created_utc: str, name: str, status: str, summary: bytes) -> Row:
+def _row(record_id: str, created_utc: str, kind: str, name: str, status: str, summary: bytes) -> Row:
+    """The row as it was stored; one of an earlier version does not say its kind."""
+    verb = KINDS[kind].verb if kind in KINDS else kind
     try:
-        return _ROWS.decode(summary)
+        return {"kind": verb} | _ROWS.decode(summary)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
-        return {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
+        return {"id": record_id, "created_utc": created_utc, "kind": verb, "name": name, "status": status}
 
 
 def iterate(connection: Connection, selection: Selection) -> Iterator[Record]:
@@ -143,6 +146,17 @@ def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
     return [dict(zip(columns, connection.query(sql, record_id)[0], strict=True)) for record_id in ids]
 
 
+def annotate(connection: Connection, record_id: str, *, tags: Sequence[str], comment: str) -> None:
+    """Give the record with this id these tags and this comment; all else of it stays as it is."""
+    with connection.transaction():
+        body = connection.query("SELECT body FROM record WHERE id = ?", record_id)[0][0]
+        _decode(connection, record_id, body)  # a damaged one is refused
+        fields = msgspec.json.decode(body)  # with those that only a later version knows
+        changed = msgspec.json.encode(fields | {"tags": list(tags), "comment": comment})
+        row = encode(summary_row(_decode(connection, record_id, changed)))
+        connection.query("UPDATE record SET body = ?, summary = ? WHERE id = ?", changed, row, record_id)
+
+
 def remove(connection: Connection, ids: Iterable[str]) -> list[str]:
     """Remove records by their whole ids, read or not; returns the ids of the studies that went with their last one."""
     emptied = dict[str, None]()
@@ -162,7 +176,7 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
     """Write one record within the caller's transaction; False if it was there already."""
     same_id = connection.query("SELECT body FROM record WHERE id = ?", record.id)
     if same_id:
-        if same_id[0][0] == body or _decode(connection, record.id, same_id[0][0]) == record:
+        if same_id[0][0] == body or _measured(_decode(connection, record.id, same_id[0][0])) == _measured(record):
             return False
         raise SteplabError(
             f"a different record {record.id} is already in {connection.path} and was kept; "
@@ -192,6 +206,11 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
         body,
     )
     return True
+
+
+def _measured(record: Record) -> Record:
+    """The record without what the user added to it, which may differ from store to store."""
+    return dataclasses.replace(record, tags=(), comment="")
 
 
 def _decode(connection: Connection, record_id: str, body: bytes) -> Record:

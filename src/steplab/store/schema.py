@@ -3,7 +3,7 @@
 import sqlite3
 from collections.abc import Callable
 
-from steplab.store.upgrade import to_format_2
+from steplab.store.upgrade import to_format_2, to_format_3
 
 APPLICATION_ID = 0x53_54_50_4C
 """'STPL', in the header of each store: tells it from any other program's SQLite file."""
@@ -50,6 +50,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "CREATE INDEX study_by_fingerprint ON study (fingerprint)",
     ),
     (to_format_2,),
+    (to_format_3,),
 )
 CURRENT_VERSION = len(MIGRATIONS)
 

@@ -1,4 +1,4 @@
-"""From format 1 of a store to 2: keys do not count fields that have their default, and rows have every field."""
+"""From one format of a store to the next: keys of cells and rows are made again from the records."""
 
 import sqlite3
 
@@ -10,7 +10,7 @@ from steplab.store.cells import cell_key
 
 
 def to_format_2(sqlite: sqlite3.Connection) -> None:
-    """Give cells of studies the keys, and runs the rows, that they have now; the caller holds the transaction.
+    """To keys that do not count fields with their default, and rows with every field; the caller holds the transaction.
 
     Bodies are read and left as they are. A record that cannot be read keeps its key and its row: its cell counts as not
     measured.
@@ -18,6 +18,13 @@ def to_format_2(sqlite: sqlite3.Connection) -> None:
     found = sqlite.execute("SELECT seq, cell, body FROM record WHERE kind = 'run' OR cell IS NOT NULL")
     changed = [(*_made_again(record, cell), seq) for seq, cell, body in found if (record := _record(body))]
     sqlite.executemany("UPDATE record SET cell = ?, summary = ? WHERE seq = ?", changed)
+
+
+def to_format_3(sqlite: sqlite3.Connection) -> None:
+    """Give all records the rows that they have now, with their kind, software and warnings, as `to_format_2` does."""
+    found = sqlite.execute("SELECT seq, body FROM record")
+    rows = [(encode(summary_row(record)), seq) for seq, body in found if (record := _record(body))]
+    sqlite.executemany("UPDATE record SET summary = ? WHERE seq = ?", rows)
 
 
 def _made_again(record: Record, cell: str | None) -> tuple[str | None, bytes]:

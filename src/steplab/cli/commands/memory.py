@@ -62,7 +62,7 @@ def memory(
         except Unsupported as unsupported:  # reported first; the measurement goes on
             refuse_planning_only(spec.model)
             say(f"steplab: the step is measured without a prediction: {unsupported.why}")
-    with ProgressLine() as line:
+    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         record = measure_and_watch(
             spec,
             name=name,

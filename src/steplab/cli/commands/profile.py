@@ -45,7 +45,7 @@ def profile(
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out, beside=[trace])
-    with ProgressLine() as line:
+    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         record = measure_and_profile(
             spec,
             name=name,

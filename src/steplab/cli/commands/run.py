@@ -35,7 +35,7 @@ def run(
 
     spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
     chosen = chosen_format(out.format, out)
-    with ProgressLine() as line:
+    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         record = measure(
             spec,
             name=name,

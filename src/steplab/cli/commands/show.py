@@ -1,5 +1,6 @@
 """Show one record in full."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -8,7 +9,7 @@ from steplab.cli.options import FileOptions
 
 
 def show(
-    id: Annotated[str, Parameter(help="Id of the record, or its beginning")],
+    id: Annotated[str, Parameter(help="Id of the record, its beginning, or last")] = "last",
     /,
     *,
     format: Annotated[
@@ -28,6 +29,7 @@ def show(
     from steplab.records.run import Run
     from steplab.report.kit import html
     from steplab.report.kit.rendering import render
+    from steplab.report.run.words import annotations
     from steplab.report.sections import SECTIONS, Context
 
     chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
@@ -38,5 +40,6 @@ def show(
         return
     references = memory_references([record], out.store) if isinstance(record, Run) else None
     document = SECTIONS[kind_of(record).name].document(record, Context(references=references))
+    document = replace(document, verdict=(*document.verdict, *annotations(record)))
     color = stdout_color() and out.output is None
     emit(html.to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)

@@ -1,12 +1,18 @@
 """A table's values as texts, fitted to the width of a terminal."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from steplab.records.rows import Scalar
 from steplab.report.kit.document import RESULT, Column, Row, Table
 from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, plain, reason
 
+_T = TypeVar("_T")
+
 _GAP = "  "
+_FOLDED = Column(key="what", header="what", wraps_from=16)
+"""The column of the values that have no columns of their own on a narrow terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +23,8 @@ class Sheet:
     """The columns in which rows differ."""
     rows: tuple[tuple[str, ...], ...]
     """Texts."""
+    said: tuple[tuple[str, ...], ...]
+    """The words for the value of each row and column; empty for a column that does not fold, and a value not to say."""
     caption: str
     """The values that all rows share, then the table's caption."""
     failures: frozenset[int]
@@ -33,13 +41,14 @@ def sheet(table: Table) -> Sheet:
         if all(text in (ABSENT, column.quiet) for text in texts) or (column.key == RESULT.key and not failures):
             continue
         if column.shared and len(table.rows) > 1 and (text := _common(column, table.rows)):
-            shared.append(_shared_words(column, text, table.rows))
+            shared.append(_words(column, text, _first_value(column, table.rows)))
         else:
             kept.append(column)
     parts = [" · ".join(filter(None, shared)), table.caption]
     return Sheet(
         columns=tuple(kept),
         rows=tuple(tuple(_text(column, row) for column in kept) for row in table.rows),
+        said=tuple(tuple(_said(column, row) for column in kept) for row in table.rows),
         caption=". ".join(plain(part) for part in parts if part),
         failures=failures,
     )
@@ -61,10 +70,41 @@ def _common(column: Column, rows: Sequence[Row]) -> str | None:
     return texts.pop() if len(texts) == 1 and silent_failures else None
 
 
-def _shared_words(column: Column, text: str, rows: Sequence[Row]) -> str:
+def _first_value(column: Column, rows: Sequence[Row]) -> Scalar:
+    return next(row[column.key] for row in rows if row.get(column.key) is not None)
+
+
+def _words(column: Column, text: str, value: Scalar) -> str:
+    """A value together with what it is a value of."""
     if isinstance(column.shared, str):
         return column.shared.format(text, s="" if text == "1" else "s")
-    return column.shared(next(row[column.key] for row in rows if row.get(column.key) is not None))
+    return column.shared(value)
+
+
+def _said(column: Column, row: Row) -> str:
+    text = _text(column, row)
+    if not column.folds or text in (ABSENT, column.quiet):
+        return ""
+    return plain(_words(column, text, row[column.key])) or text
+
+
+def _folded(shown: Sheet) -> Sheet:
+    """The same with one column in place of those that fold."""
+    folding = [index for index, column in enumerate(shown.columns) if column.folds]
+    place = folding[0]
+
+    def put(one: _T, all_: Sequence[_T]) -> tuple[_T, ...]:
+        return tuple(
+            one if index == place else item for index, item in enumerate(all_) if index == place or index not in folding
+        )
+
+    words = [" · ".join(filter(None, (said[index] for index in folding))) for said in shown.said]
+    return replace(
+        shown,
+        columns=put(_FOLDED, shown.columns),
+        rows=tuple(put(text, row) for text, row in zip(words, shown.rows, strict=True)),
+        said=tuple(put("", said) for said in shown.said),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +122,11 @@ class Drawn:
 def drawn(shown: Sheet, width: int) -> Drawn:
     """The table in at most `width` columns: with as many of its columns as fit, or one field to a line."""
     chosen = _fitting(shown, width)
+    if sum(column.folds for column in shown.columns) > 1 and any(
+        column.folds and index not in chosen for index, column in enumerate(shown.columns)
+    ):
+        shown = _folded(shown)
+        chosen = _fitting(shown, width)
     if not chosen:
         label = max((columns(column.header) for column in shown.columns), default=0)
         return Drawn(

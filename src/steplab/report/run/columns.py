@@ -57,25 +57,28 @@ def _field_column(field: StepField) -> Column:
         shared=_unsaid if field.about.role == "device" else field.say,
         quiet=str(field.default) if field.about.quiet else None,
         rank=field.about.rank,
+        folds=True,
     )
 
 
 COLUMNS: tuple[Column, ...] = (
     Column(key="id", header="id"),
-    Column(key="name", header="name", shared="{}", rank=1),
-    Column(key="description", header="description", shared="{}", rank=3),
-    Column(key="num_ranks", header="ranks", quantity=LABEL),
-    Column(key="backend", header="backend", shared="{}", rank=1),
-    Column(key="collectives", header="collectives", shared="collectives: {}", rank=1, wraps_from=16),
-    Column(key="contenders", header="contenders", shared="contenders: {}", rank=1, wraps_from=20),
-    Column(key="num_cells", header="cells", quantity=LABEL),
-    Column(key="num_ok", header="ok", quantity=LABEL),
-    Column(key="num_failed", header="failed", quantity=LABEL),
+    Column(key="name", header="name", shared="{}", rank=1, folds=True),
+    Column(key="description", header="description", shared="{}", rank=3, folds=True),
+    Column(key="num_ranks", header="ranks", quantity=LABEL, shared="{} rank{s}", folds=True),
+    Column(key="backend", header="backend", shared="{}", rank=1, folds=True),
+    Column(key="collectives", header="collectives", shared="collectives: {}", rank=1, wraps_from=16, folds=True),
+    Column(key="contenders", header="contenders", shared="contenders: {}", rank=1, wraps_from=20, folds=True),
+    Column(key="num_cells", header="cells", quantity=LABEL, shared="{} cell{s}", folds=True),
+    Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),
+    Column(key="num_failed", header="failed", quantity=LABEL, shared="{} failed", quiet="0", folds=True),
     Column(key="created_utc", header="measured", quantity=_DAY, shared="measured {}", rank=9),
     # How a step was measured stands behind what it computes.
     *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
-    Column(key="device", header="device", shared="{}", rank=6),
+    Column(key="device", header="device", shared="{}", rank=6, folds=True),
     *(column for figure in RUN_FIGURES if (column := _figure_column(figure))),
+    Column(key="torch", header="torch", shared="torch {}", rank=7, folds=True),
+    Column(key="git_commit", header="commit", shared="commit {}", rank=7, folds=True),
     replace(RESULT, wraps_from=30),
 )
 """Every column that a table for people can have, of runs and of studies, in order. `failure` also shows `status`."""
@@ -91,7 +94,7 @@ _MEMORY_RANKS = {
 
 
 def rows_document(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Document:
-    """A table of runs or of studies by itself; `columns` None: those that suit the rows."""
+    """A table of records or of studies by itself; `columns` None: those that suit rows of runs or studies."""
     table = rows_table(rows, columns, empty=empty)
     return Document(title="", sections=(Section(title="", blocks=(table,)),), data=table)
 

@@ -1,6 +1,7 @@
 """The title and subtitle of a run: the choices of its step on one line, and its record."""
 
 from steplab import units
+from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.specs.step import STEP_FIELDS, StepSpec
 from steplab.stats import Summary
@@ -36,6 +37,12 @@ def interval_words(summary: Summary) -> str:
     else:
         between = f"{low} to {high}"
     return f"{'95 % interval' if summary.is_interval else 'range'} {between}, n = {summary.count}"
+
+
+def annotations(record: Record) -> list[str]:
+    """What the user added to a record, in sentences."""
+    tags = [f"Tags: {', '.join(record.tags)}."] if record.tags else []
+    return tags + ([f"Note: {record.comment}"] if record.comment else [])
 
 
 def run_subtitle(run: Run) -> str:

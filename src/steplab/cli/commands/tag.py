@@ -1,0 +1,28 @@
+"""Put words on a record, by which `steplab list --where tags~WORD` finds it.
+
+For example: steplab tag last baseline
+"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import StoreOptions
+
+
+def tag(
+    id: Annotated[str, Parameter(help="Id of the record, its beginning, or last")],
+    tags: Annotated[tuple[str, ...], Parameter(help="Words to add", show_default=False)] = (),
+    /,
+    *,
+    remove: Annotated[str | None, Parameter(help="Tags to remove: one word, or several with commas between")] = None,
+    store: StoreOptions = StoreOptions(),
+) -> None:
+    from steplab.cli.output import say
+    from steplab.errors import UserError
+    from steplab.lab.annotating import tag as put
+
+    if not tags and not remove:
+        raise UserError("no tag to add or remove; write `steplab tag ID WORD`, or --remove WORD")
+    record = put(id, tags, remove=remove.split(",") if remove else (), store=store.store)
+    say(f"record {record.id}: {', '.join(record.tags) or 'no tags'}")

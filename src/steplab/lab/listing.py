@@ -1,0 +1,165 @@
+"""Choose and sort the rows of stored records, for lists."""
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.lab.keeping import open_store
+from steplab.records.rows import KINDS_IN_LISTS, Row, Scalar
+from steplab.units import parse_bytes, parse_duration
+
+STUDY = "study"
+"""The kind of rows that are studies and no records."""
+
+_OPERATORS: dict[str, Callable[[str | float, str | float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "~": lambda value, part: str(part).lower() in str(value).lower(),
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+_CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS)) + r")\s*(.+?)\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """The rows of a list."""
+
+    rows: tuple[Row, ...]
+    """The rows, in the order asked for."""
+    num_left_out: int
+    """Number of further rows that match, beyond the limit."""
+    unknown: tuple[tuple[str, str], ...]
+    """Id and kind of each stored record of a kind that this version does not know."""
+
+
+def list_records(
+    *,
+    store: Path | str | None = None,
+    kinds: Sequence[str] = (),
+    study: str | None = None,
+    name: str | None = None,
+    where: str | None = None,
+    since: str | None = None,
+    sort: str | None = None,
+    limit: int | None = None,
+) -> Listing:
+    """The rows that match all that is given; the newest first unless `sort` names a field.
+
+    `kinds` are values of the field `kind`, or `study` alone for studies. `where` is one or more conditions joined by
+    'and', such as "model=small and step_time_s<50ms"; operators are = != < <= > >= and ~ for a text that contains
+    another. `since` is a date, a time or an age such as 2h. `sort` is a field, with ':desc' behind it to begin with the
+    largest.
+
+    Raises UserError for a kind, a field, a condition or a time that is not valid.
+    """
+    for kind in kinds:
+        if kind not in (*KINDS_IN_LISTS, STUDY):
+            raise UserError(f"kind '{kind}' is not known; choose of {', '.join((*KINDS_IN_LISTS, STUDY))}")
+    if STUDY in kinds and len(kinds) > 1:
+        raise UserError("studies are listed by themselves; give --kind study alone")
+    earliest = _earliest(since) if since else ""
+    with open_store(store, write=False) as opened:
+        if STUDY in kinds:
+            rows = opened.studies()
+        else:
+            whole = not (kinds or where or since or sort)
+            most = limit + 1 if limit is not None and whole else None
+            rows = opened.rows(kind=None, study=opened.study_id(study) if study else None, name=name, limit=most)
+            rows = [row for row in rows if not kinds or row["kind"] in kinds]
+        unknown = opened.of_unknown_kind()
+    conditions = _conditions(where, rows) if where else []
+    found = [
+        row for row in rows if str(row["created_utc"]) >= earliest and all(condition(row) for condition in conditions)
+    ]
+    if sort:
+        found = _sorted(found, sort, rows)
+    shown = found if limit is None else found[:limit]
+    return Listing(rows=tuple(shown), num_left_out=len(found) - len(shown), unknown=tuple(unknown))
+
+
+def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Names of fields from a list with commas. Raises UserError for one that no row has."""
+    return tuple(_key(part.strip(), rows) for part in text.split(","))
+
+
+def _key(given: str, rows: Sequence[Row]) -> str:
+    """The field of that name, in which hyphens stand for underscores."""
+    known = dict.fromkeys(key for row in rows for key in row)
+    name = given.replace("-", "_")
+    if name in known or not rows:
+        return name
+    near = difflib.get_close_matches(name, known, n=1)
+    raise UserError(f"no field '{given}'; " + (f"did you mean {near[0]}?" if near else f"choose of {', '.join(known)}"))
+
+
+def _conditions(where: str, rows: Sequence[Row]) -> list[Callable[[Row], bool]]:
+    return [_condition(part, rows) for part in re.split(r"\s+and\s+|\s*,\s*", where.strip())]
+
+
+def _condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise UserError(
+            f"'{text}' is not a condition; write it as model=small, step_time_s<50ms or device~H200, joined by 'and'"
+        )
+    key, compare, wanted = _key(match[1], rows), _OPERATORS[match[2]], match[3].strip("'\"")
+
+    def holds(row: Row) -> bool:
+        value = row.get(key)
+        if value is None:
+            return False
+        if match[2] == "~" or isinstance(value, str):
+            return compare(value, wanted)
+        return compare(value, _number(key, wanted))
+
+    return holds
+
+
+def _number(key: str, text: str) -> float:
+    """A number in the base unit of the field, from text that may name a unit."""
+    try:
+        return float(text)
+    except ValueError:
+        pass  # with a unit, below
+    if key.endswith("_bytes"):
+        return parse_bytes(text)
+    if key.endswith("_s"):
+        return parse_duration(text)
+    raise UserError(f"{key} is a number, and '{text}' is none")
+
+
+def _sorted(rows: Sequence[Row], sort: str, known: Sequence[Row]) -> list[Row]:
+    """Rows with a value in its order, numbers before texts; then those without."""
+    name, _, order = sort.partition(":")
+    if order not in ("", "asc", "desc"):
+        raise UserError(f"--sort takes FIELD, FIELD:asc or FIELD:desc, not '{sort}'")
+    key = _key(name, known)
+
+    def place(row: Row) -> tuple[bool, Scalar]:
+        return isinstance(row[key], str), row[key]
+
+    having = [row for row in rows if row.get(key) is not None]
+    having.sort(key=place, reverse=order == "desc")
+    return having + [row for row in rows if row.get(key) is None]
+
+
+def _earliest(since: str) -> str:
+    """The time in the form of records, from a date, a time (UTC unless it says otherwise) or an age."""
+    try:
+        moment = datetime.fromisoformat(since)
+    except ValueError:
+        try:
+            age_s = parse_duration(since)
+        except UserError as error:
+            raise UserError(f"'{since}' is neither a date such as 2026-11-22 nor an age such as 2h or 3d") from error
+        moment = datetime.now(UTC) - timedelta(seconds=age_s)
+    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
