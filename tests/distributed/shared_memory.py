@@ -58,6 +58,11 @@ class SharedMemory:
     def follow_current(self, line: int) -> None:
         """All that the host did is done already."""
 
+    def follow_line(self, line: int, other: int) -> None:
+        reached = threading.Event()
+        self._lines[other].put(reached.set)
+        self._lines[line].put(lambda: _reach(reached))
+
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
         _await(self.counters, self.rank, counters, value)
 
@@ -98,6 +103,11 @@ def _mean(pieces: Sequence[Piece], target: int, firsts: list[int], dtype: torch.
         count = num_bytes // dtype.itemsize
         total = torch.stack([at(address, count, dtype) for address in rows]).double().sum(0)
         at(target + start, count, dtype).copy_(total / len(rows))
+
+
+def _reach(reached: threading.Event) -> None:
+    if not reached.wait(LONGEST_S):
+        raise TimeoutError("the other line did not get so far")
 
 
 def _set(counters: Tensor, places: Sequence[tuple[int, int]], value: int) -> None:

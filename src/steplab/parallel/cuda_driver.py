@@ -13,6 +13,9 @@ _WAIT, _WRITE = 1, 2
 """CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32. Flags of zero are GEQ for a wait: it lasts until
 the number, minus the value, is not negative as an int32, so that numbers may run over. For a write they are: when all
 that the stream has done can be seen."""
+_FLUSH, _CAN_FLUSH = 1 << 30, 98
+"""CU_STREAM_WAIT_VALUE_FLUSH: what another device wrote before the number can be seen after the wait, also where the
+device may reorder such writes. A device that may can do so: CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES."""
 _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
@@ -43,10 +46,10 @@ class _CopyAttributes(ctypes.Structure):
 class MemoryOperations:
     """Writes to numbers of 32 bits, or waits for them, that a stream is given in one call."""
 
-    def __init__(self, start: Callable[..., None], operation: int, addresses: Sequence[int]) -> None:
+    def __init__(self, start: Callable[..., None], operation: int, addresses: Sequence[int], flags: int = 0) -> None:
         self._start, self._items = start, (_MemoryOperation * len(addresses))()
         for item, address in zip(self._items, addresses, strict=True):
-            item.operation, item.address = operation, address
+            item.operation, item.address, item.flags = operation, address, flags
 
     def start(self, stream: int, value: int) -> None:
         """Give them to a stream."""
@@ -58,8 +61,8 @@ class MemoryOperations:
 class CudaDriver:
     """The driver's functions, found once. What they do is done on the current device."""
 
-    def __init__(self) -> None:
-        """Raises Unsupported where the driver is older than one of them."""
+    def __init__(self, device: int) -> None:
+        """For the device of that number. Raises Unsupported where the driver is older than one of the functions."""
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         self._copy = _function(
             "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -69,6 +72,7 @@ class CudaDriver:
         self._wait = _function("cuStreamWaitEvent", pointer, pointer, number)
         self._attributes = _CopyAttributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTATION)
         from_the_first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        self._wait_flags = _FLUSH if _attribute(device, _CAN_FLUSH) else 0
         self._how = ctypes.byref(self._attributes), ctypes.byref(from_the_first), 1, ctypes.byref(failed)
 
     def writes(self, addresses: Sequence[int]) -> MemoryOperations:
@@ -76,8 +80,8 @@ class CudaDriver:
         return MemoryOperations(self._operate, _WRITE, addresses)
 
     def waits(self, addresses: Sequence[int]) -> MemoryOperations:
-        """The stream goes on when the number at each address is at least a value."""
-        return MemoryOperations(self._operate, _WAIT, addresses)
+        """The stream goes on when the number at each address is at least a value; it sees what was written before."""
+        return MemoryOperations(self._operate, _WAIT, addresses, self._wait_flags)
 
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
         """Copy between addresses of any GPUs that reach each other; in any order, as one piece of the stream's work."""
@@ -91,6 +95,16 @@ class CudaDriver:
     def wait_event(self, stream: int, event: int) -> None:
         """What the stream is given next comes after what the event was recorded for."""
         self._wait(stream, event, 0)
+
+
+def _attribute(device: int, number: int) -> int:
+    """One of the driver's numbers about the device that is counted so."""
+    found, handle = ctypes.c_int(0), ctypes.c_int(0)
+    _function("cuDeviceGet", ctypes.c_void_p, ctypes.c_int)(ctypes.byref(handle), device)
+    _function("cuDeviceGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(
+        ctypes.byref(found), number, handle.value
+    )
+    return found.value
 
 
 def _function(name: str, *arguments: type) -> Callable[..., None]:

@@ -3,9 +3,9 @@
 Each rank owns a part of every bucket. For a bucket, on two lines of work beside the backward pass:
 
 1. *outward*: from the tensors that autograd made, each rank copies what belongs to another's part into a landing place
-   on that one, and tells all.
-2. *homeward*: the owner, once told by all, writes the mean of its own and the landed gradients into its part of the
-   bucket, copies that into the same part of everybody's, and tells all.
+   on that one, and tells it.
+2. *homeward*: the owner, once it has sent what it has to and was told by the others, writes the mean of its own and the
+   landed gradients into its part of the bucket, copies that into the same part of everybody's, and tells all.
 
 When all have told, the bucket holds the averages, which are the parameters' gradients. Both lines' copies share one
 link, so a third line for the means would gain nothing.
@@ -85,9 +85,9 @@ class PeerCopies:
         self._rings_start, self._cursor = rings_start, 0
         self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
         everyone = range(memory.size)
-        self.gradients_told = tuple(map(_gradients_told_by, everyone))
+        self.gradients_told = tuple(map(_gradients_told_by, self.peers))
         self.means_told = tuple(map(_means_told_by, everyone))
-        self.tell_of_gradients = tuple((rank, _gradients_told_by(memory.rank)) for rank in everyone)
+        self.tell_of_gradients = tuple((peer, _gradients_told_by(memory.rank)) for peer in self.peers)
         self.tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
 
     def landing(self, on_rank: int, of_rank: int) -> int:
@@ -212,6 +212,9 @@ class PeerBucket:
 
     def _return(self) -> None:
         copies, memory, addresses = self._copies, self._copies.memory, self._addresses
+        # Behind the other line, so that a counter is looked at for as long as the ranks are apart, and not from the
+        # launch on: the launches of a whole step may be given to the lines before its forward pass begins.
+        memory.follow_line(HOMEWARD, OUTWARD)
         memory.await_signals(HOMEWARD, copies.gradients_told, self.number)
         if self._kept:
             pieces = [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]

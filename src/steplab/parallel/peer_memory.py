@@ -47,6 +47,9 @@ class PeerMemory(Protocol):
     def follow_current(self, line: int) -> None:
         """What the line is given next comes after all that the current stream was given so far."""
 
+    def follow_line(self, line: int, other: int) -> None:
+        """What the line is given next comes after all that another line of this rank's was given so far."""
+
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
         """What the current stream is given next comes when these counters of this rank's are at least that."""
 

@@ -2,6 +2,11 @@
 
 A wait is the stream's, and runs no kernel. What the host does for a bucket is the driver's calls and little more (see
 cuda_driver.py): it has to keep ahead of the GPU.
+
+A host that is ahead gives the lines their waits long before they can end: through a whole forward pass, say. On some
+streams such a wait costs every kernel that the current stream starts meanwhile 1 to 3 microseconds, on others nothing
+(in xl's step on H200s 5 ms or none). Which streams they are differs with the number of GPUs and is documented nowhere,
+so that pairs of streams are tried when the memory is made, and the one that costs least becomes the lines.
 """
 
 import socket
@@ -21,6 +26,10 @@ from steplab.parallel.peer_memory import Piece
 _COUNTER_BYTES = 64
 """Each has a line of the cache to itself."""
 _NUM_LINES = 2
+_PAIRS, _TRIALS, _KERNELS = 4, 3, 400
+"""Pairs of streams that are tried, how often, and how many kernels each time."""
+_HELD_CYCLES = 20_000_000
+"""Of the GPU's clock, for which it is held so that those kernels are queued: some ten milliseconds."""
 
 
 class SymmetricMemory:
@@ -40,9 +49,9 @@ class SymmetricMemory:
             raise Unsupported(f"{what} between these GPUs", "one of them cannot address another's memory", instead)
         self.rank, self.size, self.device = collectives.rank, collectives.size, device
         self._group: Any = dist.group.WORLD if group is None else group
-        self._driver = CudaDriver()
-        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(_NUM_LINES)]
-        self._lines = [stream.cuda_stream for stream in self._streams]
+        self._driver = CudaDriver(device.index)
+        self._streams: list[torch.cuda.Stream] = []
+        self._lines: list[int] = []
         self._ready = torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(device))  # it exists from then on
         self._operations: dict[Any, MemoryOperations] = {}
@@ -52,20 +61,61 @@ class SymmetricMemory:
         # The one private module that is used: there is no other way to memory that other processes can address.
         import torch.distributed._symmetric_memory as symmetric
 
-        start = -(-num_bytes // _COUNTER_BYTES) * _COUNTER_BYTES
-        self._own = symmetric.empty(start + num_counters * _COUNTER_BYTES, dtype=torch.uint8, device=self.device)
+        start = max(-(-num_bytes // _COUNTER_BYTES), 1) * _COUNTER_BYTES
+        counters_bytes = (num_counters + self.size) * _COUNTER_BYTES  # and one of each rank for trials
+        self._own = symmetric.empty(start + counters_bytes, dtype=torch.uint8, device=self.device)
         self._own.zero_()
         self._handle = symmetric.rendezvous(self._own, self._group)
         torch.cuda.synchronize(self.device)
         self._handle.barrier()  # nobody writes before all are zero
         torch.cuda.synchronize(self.device)
-        bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
-        self._counters = [base + start for base in bases]
-        return self._own[:num_bytes], bases
+        self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
+        self._counters = [base + start for base in self._bases]
+        self._choose_lines(num_counters)
+        return self._own[:num_bytes], self._bases
+
+    def _choose_lines(self, first_counter: int) -> None:
+        """Take the pair of streams whose waits slow the current stream least; all ranks try together."""
+        pairs = [[torch.cuda.Stream(self.device, priority=-1) for _ in range(_NUM_LINES)] for _ in range(_PAIRS)]
+        least_ms = [float("inf")] * _PAIRS
+        for trial in range(_TRIALS * _PAIRS):
+            place = trial % _PAIRS
+            self._lines = [stream.cuda_stream for stream in pairs[place]]
+            least_ms[place] = min(least_ms[place], self._tried_ms(first_counter, trial + 1))
+        self._streams = pairs[least_ms.index(min(least_ms))]
+        self._lines = [stream.cuda_stream for stream in self._streams]
+        torch.cuda.synchronize(self.device)
+        self._handle.barrier()  # no rank writes to one that is still trying
+        torch.cuda.synchronize(self.device)
+
+    def _tried_ms(self, first_counter: int, number: int) -> float:
+        """How long small kernels take while the lines wait for them, and then for the other ranks, as for a bucket."""
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        numbers = torch.zeros(1, device=self.device)
+        sleep: Any = torch.cuda._sleep
+        sleep(_HELD_CYCLES)
+        begin.record()
+        for _ in range(_KERNELS):
+            numbers.add_(1)
+        end.record()
+        self.follow_current(0)
+        own, others = self._bases[self.rank], [self._bases[peer] for peer in peers]
+        self.copy(0, others, [own] * len(peers), [_COUNTER_BYTES] * len(peers))  # of zeros onto zeros
+        self.signal(0, tuple((peer, first_counter + self.rank) for peer in peers), number)
+        self.follow_line(1, 0)
+        self.await_signals(1, tuple(first_counter + peer for peer in peers), number)
+        end.synchronize()
+        return begin.elapsed_time(end)
 
     def follow_current(self, line: int) -> None:
         event = self._ready.cuda_event
         self._driver.record(event, self._current())
+        self._driver.wait_event(self._lines[line], event)
+
+    def follow_line(self, line: int, other: int) -> None:
+        event = self._ready.cuda_event
+        self._driver.record(event, self._lines[other])
         self._driver.wait_event(self._lines[line], event)
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
