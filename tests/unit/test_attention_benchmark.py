@@ -341,7 +341,7 @@ def test_a_device_that_answers_no_more_ends_the_process_and_names_only_who_is_kn
         assert bench.results[0].status == "crashed"
         assert 1 not in bench.results
     else:
-        with pytest.raises(RuntimeError, match="the device does not answer any more"):
+        with pytest.raises(RuntimeError, match="the device no longer answers"):
             bench.run(study)
         assert bench.results == {}
         assert bench.under_way[-1] == [0, 1]

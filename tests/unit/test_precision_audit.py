@@ -471,7 +471,7 @@ def test_a_compiled_part_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch
 
 def test_a_whole_step_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision_session, "build_workload", lambda spec, device: Workload(step=lambda: None))
-    with pytest.raises(Unsupported, match="a whole step, which steplab does not take apart"):
+    with pytest.raises(Unsupported, match="a whole step, which steplab cannot divide into phases"):
         numerics(precision="bf16")
 
 

@@ -1,19 +1,19 @@
-"""torch's private interfaces, all of them here, each with what happens where it is missing.
+"""The private interfaces of torch that steplab uses, and what happens where one is missing.
 
-How much memory a refused allocation asked for: torch's message rounds it to two decimals, its observer does
-not. Without the observer the message serves.
+The size of a refused allocation: torch's message rounds it to two decimals, its observer does not. Without the observer
+the message is used.
 
-Whether a module is compiled, or watches its own hooks: where torch keeps that elsewhere, it is taken for an ordinary
-one, and a profile of it shows what its hooks did to it.
+Whether a module is compiled, or reacts to hooks: where torch stores that elsewhere, the module is treated as an
+ordinary one, and a profile of it shows the effect of the hooks.
 
-What a watched step did with memory: the allocator's history, the tree of the profiler's events, the tensors in the
-nodes of autograd's graph. Where torch has renamed one of these, watching ends in an error, and the record has a note.
+The memory of a watched step: the allocator's history, the tree of the profiler's events, the tensors in the nodes of
+autograd's graph. If one is missing, recording ends in an error, and the record has a note.
 
-A kernel that spins for so many cycles, by which a device is held: where torch has renamed it, what is timed with a head
-start for the host is a failure that names it.
+A kernel that spins for a number of cycles, to hold a device: if it is missing, whatever is timed with a head start
+fails and names it.
 
-What autocast does with an operator: which kernels the dispatcher has for it. Where torch has renamed that, an audit of
-precision is a failure that names it.
+What autocast does with an operator, from the dispatcher's kernels: if that is missing, an audit of precision fails and
+names it.
 """
 
 import re
@@ -32,25 +32,25 @@ _refused: list[int] = []
 
 
 def watch_refused_allocations() -> None:
-    """Have torch report each allocation the CUDA allocator refuses."""
+    """Have torch report each allocation that the CUDA allocator refuses."""
     attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None and torch.cuda.is_available():
         attach(lambda device, size, device_total, device_free: _refused.append(size))
 
 
 def last_refused_bytes() -> int | None:
-    """Size of the last allocation refused since the watch began; None if none was reported."""
+    """Size of the last refused allocation since watching began; None if none was reported."""
     return _refused[-1] if _refused else None
 
 
 def spin(cycles: int) -> None:
-    """Keep the current CUDA stream busy for so many cycles of the GPU's clock."""
+    """Keep the current CUDA stream busy for `cycles` cycles of the GPU's clock."""
     sleep: Any = torch.cuda._sleep
     sleep(cycles)
 
 
 def bytes_in_message(message: str) -> int | None:
-    """The size in "Tried to allocate 2.00 GiB", to the two decimals it is given with."""
+    """The size in "Tried to allocate 2.00 GiB", which has two decimals."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
     return round(float(found[1]) * _SCALES[found[2]]) if found else None
 
@@ -58,8 +58,9 @@ def bytes_in_message(message: str) -> int | None:
 def minds_hooks(module: nn.Module) -> bool:
     """Whether hooks on a module, or inside it, would change what runs.
 
-    A compiled one (module.compile(), or torch.compile(module), or a block whose forward pass is) would take them into
-    its graph, or compile again; in inference, TransformerEncoderLayer leaves its fused path where it finds one.
+    A compiled module (module.compile(), torch.compile(module), or a block whose forward pass is compiled) would trace
+    the hooks into its graph, or compile again; in inference, TransformerEncoderLayer leaves its fused path if it has
+    hooks.
     """
     if getattr(module, "compiled_within", False):
         return True
@@ -68,16 +69,17 @@ def minds_hooks(module: nn.Module) -> bool:
 
 
 def minds_function_modes(module: nn.Module) -> bool:
-    """Whether a mode over torch's functions would change what a module runs: in inference these leave a fused path."""
+    """Whether a mode over torch's functions would change what a module runs: in inference such modules leave a fused
+    path."""
     fused = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
     return isinstance(module, fused) and not module.training
 
 
 @contextmanager
 def memory_history() -> Iterator[None]:
-    """Within it the CUDA allocator writes down what it does, and the Python lines that asked for it."""
+    """A context in which the CUDA allocator records its actions and the Python lines that caused them."""
     record: Any = torch.cuda.memory._record_memory_history
-    # Stacks of C++ as well would make the snapshot a hundred times slower.
+    # Recording the stacks of C++ as well would make the snapshot a hundred times slower.
     record(enabled="all", context="alloc", stacks="python", clear_history=True)
     try:
         yield
@@ -99,15 +101,15 @@ def profiled_events(profiler: profile) -> list[Any]:
 
 
 def next_sequence_number() -> int:
-    """The number that the next node of autograd's graph made by this thread will have."""
+    """The number that the next node of autograd's graph made by this thread will get."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def kept_by_node(node: Any) -> list[Any]:
-    """What a node of autograd's graph keeps, as it is stored: tensors, or whatever a pack hook made of them.
+    """What a node of autograd's graph saves, as it is stored: tensors, or the return value of a pack hook.
 
-    Not the public attributes, which would call the unpack hook: under activation checkpointing, that recomputes.
+    The public attributes would call the unpack hook, which recomputes under activation checkpointing.
     """
     kept: list[Any] = []
     for name in dir(node):
@@ -118,24 +120,24 @@ def kept_by_node(node: Any) -> list[Any]:
 
 
 def sequence_number(node: Any) -> int:
-    """Nodes of one thread are numbered in the order they were made."""
+    """The number of a node; nodes of one thread are numbered in the order in which they are made."""
     number: int = node._sequence_nr()
     return number
 
 
 def running_node() -> Any:
-    """The node of autograd's graph that runs now, in the backward pass; None outside of it."""
+    """The node of autograd's graph that is running in the backward pass; None outside of it."""
     return torch._C._current_autograd_node()
 
 
 def autocast_has_rule(op: str, device_type: str) -> bool:
-    """Whether autocast has a kernel of its own for an operator (named without `aten::`) on that kind of device; the
-    others it lets pass."""
+    """Whether autocast has its own kernel for an operator (named without `aten::`) on that kind of device; all other
+    operators run unchanged."""
     return any(_kernels_of(op, f"Autocast{device_type.upper()}"))
 
 
 def is_made_of_parts(op: str) -> bool:
-    """Whether an operator is dispatched again, operator by operator, so that autocast sees each of these."""
+    """Whether an operator is composite, so that autocast sees each operator that it consists of."""
     found = _kernels_of(op, "CompositeImplicitAutograd")
     return bool(found) and all(found)
 
@@ -146,30 +148,30 @@ def is_operator(op: str) -> bool:
 
 
 def _kernels_of(op: str, key: str) -> list[bool]:
-    """For each overload whether it has a kernel for a dispatch key; those that write to `out` are left out."""
+    """For each overload, whether it has a kernel for a dispatch key; overloads that write to `out` are left out."""
     found = []
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{op}"):
         if not schema.overload_name.endswith("out"):
             name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
             try:
                 found.append(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
-            except RuntimeError:  # an overload of TorchScript's alone
+            except RuntimeError:  # an overload that only TorchScript has
                 continue
     return found
 
 
 def bucket_bytes(wrapped: Any) -> tuple[int, ...]:
-    """The sizes of DistributedDataParallel's buckets as they are launched; empty where torch does not say."""
+    """The sizes of DistributedDataParallel's buckets, in the order of launch; empty if torch does not report them."""
     told: Any = getattr(wrapped, "_get_ddp_logging_data", dict)()
     text = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
     return tuple(int(size) for size in str(text).split(",") if size.strip().isdecimal())
 
 
 def compile_alike_in_all_wrappers() -> None:
-    """Have torch compile a block to the same code whoever averages its gradients, or raise.
+    """Have torch compile a block to the same code for every kind of data parallelism, or raise.
 
-    DistributedDataParallel would have its blocks' graphs divided by its buckets. And whoever had a block compiled too
-    often would run it uncompiled from there on, which is another step. Process-wide in torch.
+    DistributedDataParallel would divide the graphs of its blocks by its buckets, and a block that is compiled too often
+    would run uncompiled from then on, which is another step. The setting is process-wide in torch.
     """
     import torch._dynamo.config as dynamo
 

@@ -1,8 +1,9 @@
-"""What a measuring process can be asked for: each job declared once, with the types that travel for it.
+"""The jobs of a measuring process: each declared once, with the types of its messages.
 
-A parent sends a job's name and task (messages.Request); the process imports the job's work and calls it with the task,
-an observer and, where several processes do the job together, their world. What the observer is told, and last what the
-work gives, travels back and is decoded by the types here. This module imports no torch: the work is named by a string.
+A parent sends a job's name and task (messages.Request). The process imports the job's function and calls it with the
+task, an observer and, where several processes do the job together, their world. The observer's calls, and last the
+function's result, are sent back and decoded by the types declared here. This module imports no torch: the function is
+named by a string.
 """
 
 from dataclasses import dataclass
@@ -32,42 +33,42 @@ Study = TypeVar("Study")
 
 
 class StepTask(msgspec.Struct, kw_only=True):
-    """Time a step, and then, if asked to, watch some steps more."""
+    """Time a step, and then, if requested, record further steps."""
 
     spec: StepSpec
-    """The step."""
+    """The step to time."""
     profiled_steps: int = 0
-    """How many more steps are profiled once the step is timed; 0: none."""
+    """The number of further steps that are profiled once the step is timed; 0 for none."""
     trace: str | None = None
-    """File for their trace; None: nsys records them, from outside."""
+    """The file for their trace; None if nsys records them."""
     snapshot: str | None = None
-    """File for the allocator's history of one more step; None: it is not watched."""
+    """The file for the allocator's history of one further step; None if its memory is not recorded."""
     marks: str | None = None
-    """File for what that history does not know."""
+    """The file for what that history does not contain (records.memory_marks)."""
 
 
 class AuditTask(msgspec.Struct, kw_only=True):
-    """See what a precision does to a step; without a step, make sums on a device."""
+    """Audit the precision of a step; without a step, run the accumulation study on a device."""
 
     spec: StepSpec | None
-    """The step to audit."""
+    """The step to audit; None for the accumulation study alone."""
     device: str
-    """The device of the sums where there is no step."""
+    """The device of the accumulation study if there is no step."""
 
 
 class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
     """Measure some cells of a benchmark."""
 
     study: Study
-    """All of it."""
+    """The benchmark with all of its cells."""
     groups: list[list[int]]
-    """The cells that are wanted, by their numbers; those of a group are timed in turns."""
+    """The numbers of the requested cells; the cells of one group are timed in turns."""
     traces: str | None = None
-    """Folder for a trace of each cell; None: none is wanted."""
+    """The folder for a trace of each cell; None for no traces."""
 
     @property
     def numbers(self) -> list[int]:
-        """The cells of all groups."""
+        """The numbers of the cells of all groups."""
         return [number for group in self.groups for number in group]
 
 
@@ -76,21 +77,21 @@ class Job:
     """One kind of measurement."""
 
     work: str
-    """module:function; called with the task, the observer and the world (None: a process by itself)."""
+    """"module:function", which is called with the task, the observer and the world (None for a single process)."""
     task: Any
-    """Type of the task."""
+    """The type of the task."""
     result: Any = None
-    """Type of what the work gives; None: the cells are the result."""
+    """The type of the function's result; None if the cells are the result."""
     cell: Any = None
-    """Type of a benchmark's cells."""
+    """The type of a benchmark's cells."""
     facts: Any = None
-    """Type of what holds for all cells of a benchmark."""
+    """The type of the facts that hold for all cells of a benchmark."""
     holds_device: bool = False
-    """Whether the device is held until Python is ahead of it, which needs longer launch queues
+    """Whether the job holds the device until Python is ahead of it, which needs longer launch queues
     (measurement.machine.head_start)."""
 
     def do(self, task: msgspec.Raw, observer: "Observer", world: "World | None") -> object:
-        """Import the work and call it. Raises SteplabError for a task that cannot be served."""
+        """Import the function and call it. Raises SteplabError for a task that cannot be served."""
         module, _, function = self.work.partition(":")
         return getattr(import_module(module), function)(msgspec.json.decode(task, type=self.task), observer, world)
 

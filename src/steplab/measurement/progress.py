@@ -1,4 +1,4 @@
-"""How far a measurement is, as whoever waits for it is told."""
+"""The progress of a measurement, as it is reported to whoever waits for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far the cell under way is."""
+    """The progress of the cell under way."""
 
     stage: str
-    """starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace, memory or
-    snapshot; of an audit sums, build, reference, audit and scaling; after the process, read and read snapshot; of a
-    report predict and draw."""
+    """The stage: starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace,
+    memory or snapshot; of an audit sums, build, reference, audit and scaling; after the process read and read
+    snapshot; of a report predict and draw."""
     done: int
-    """Steps done of this stage; of reading, bytes; of predictions, runs."""
+    """Completed steps of this stage; while reading, bytes; while predicting, runs."""
     total: int
-    """Steps of this stage, or bytes; 0 where it has none."""
+    """All steps of this stage, or bytes; 0 if it has none."""
 
 
 OnProgress = Callable[[Progress], None]

@@ -1,4 +1,4 @@
-"""Times the steps of a loop that somebody else wrote."""
+"""Times the steps of a user's own training loop."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ Span = tuple[Any, Any]
 
 
 class Recorder:
-    """Collects marks on the device's timeline; they become seconds when the loop is over.
+    """Collects marks on the device's timeline, and converts them to seconds when the loop is over.
 
-    Keeps two marks a step and two a phase, so it is meant for hundreds or thousands of steps, not for weeks.
+    It keeps two marks per step and two per phase, so it is meant for hundreds or thousands of steps.
     """
 
     def __init__(self, name: str, *, tokens_per_step: int | None, warmup: int, device: str) -> None:
@@ -56,7 +56,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A part of the step, by any name; one that occurs several times in a step is summed."""
+        """A named part of the step; the times of a part that occurs several times in a step are summed."""
         if self._current is None:
             raise UserError(f"rec.phase('{name}') outside a step; open it inside `with rec.step():`")
         if name == "step":

@@ -1,4 +1,4 @@
-"""A step to be timed, and to be watched afterwards, as a measuring process is asked for it."""
+"""The job of a measuring process that times a step and may record further steps."""
 
 from pathlib import Path
 
@@ -19,10 +19,11 @@ def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run
 
 def _watch(task: StepTask, world: World | None) -> Watch | None:
     def place(path: str) -> Path:
-        """All ranks are watched, so that all take the same steps; what the first one sees is kept."""
+        """The file in which this rank writes. All ranks record, so that all run the same steps; the files of the
+        first are kept."""
         if world is None or world.rank == 0:
             return Path(path)
-        assert world.folder is not None  # torchrun's ranks are not watched
+        assert world.folder is not None  # ranks of torchrun are not recorded
         return world.folder / f"{world.rank}.{Path(path).name}"
 
     if task.snapshot and task.marks:

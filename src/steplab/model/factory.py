@@ -33,7 +33,7 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
         return Workload(module=made[0].to(device), make_batch=made[1])
     if callable(made) and not isinstance(made, nn.Module):
         everything = ("pass", "precision", "compile", "attention", "checkpointing", "optimizer", "accumulation")
-        _only_defaults(spec, everything, "its factory returns a whole step, which steplab does not take apart")
+        _only_defaults(spec, everything, "its factory returns a whole step, which steplab cannot divide into phases")
         return Workload(step=made)
     raise UserError(
         f"{spec.model.name} returned {type(made).__name__}; "

@@ -19,7 +19,7 @@ class Workload:
     make_batch: Callable[[], Any] | None = None
     """Gives one batch on the device: a tensor, a tuple (positional) or a dict (by keyword)."""
     step: Callable[[], object] | None = None
-    """A whole step of the user's own, which steplab times but does not take apart."""
+    """A whole step of the user's own, which steplab times as a single phase."""
     num_layers: int | None = None
     """Attention layers, for the FLOP count; None: not known."""
     attention_width: int | None = None

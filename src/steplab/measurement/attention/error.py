@@ -1,8 +1,9 @@
-"""How far an attention's output and gradients are from float64's, beside plain attention of the same number format.
+"""The error of an attention's output and gradients against float64, beside that of plain attention in the same number
+format.
 
-Heads of an attention do not know of each other, so some of them are looked at in full where all would take too long or
-too much memory: the errors then are of those heads. Within a head the reference goes through the queries piece by
-piece, so that its scores need not fit.
+The heads of an attention are independent, so some of them are checked in full where all would take too long or too much
+memory; the errors are then those of these heads. Within a head the reference processes the queries in pieces, so that
+not all scores have to fit.
 
 Shape suffixes: B batch, H query heads, G heads of keys and values, R = H/G query heads that share one, S query
 positions, K key positions, D head dimension; s a piece of S.
@@ -21,18 +22,18 @@ from steplab.specs.attention import AttentionSpec
 from steplab.units import MIB
 
 RESULTS = ("output", "queries", "keys", "values")
-"""What is compared: the output, and the gradients of the inputs."""
+"""The compared tensors: the output, and the gradients of the inputs."""
 _MOST_SCORES = {"cuda": 60_000_000_000, "cpu": 50_000_000}
-"""So many scores are computed in float64 at most: a second or two."""
+"""The largest number of scores computed in float64, which takes a second or two."""
 _MOST_BYTES = 256 * MIB
-"""Of float64's results, which lie there while implementations are tried: more would be memory that these lack."""
+"""The largest size of the float64 results, which stay in memory while implementations are tried."""
 _PIECE_BYTES = 256 * MIB
-"""Of the scores of one piece of queries."""
+"""The size of the scores of one piece of queries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """What an attention is given: leaves that want gradients, and the output's gradient."""
+    """The inputs of an attention, which require gradients, and the gradient of its output."""
 
     q: Tensor
     """Queries, BHSD."""
@@ -45,13 +46,13 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What gradients are taken of."""
+        """The tensors whose gradients are taken."""
         return self.q, self.k, self.v
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """One head of keys and values with its query heads: where it stands, and float64's results."""
+    """One head of keys and values with its query heads: its place, and its float64 results."""
 
     batch: int
     group: int
@@ -59,13 +60,13 @@ class _Head:
 
 
 class Reference:
-    """float64's results for some heads of one set of inputs."""
+    """The float64 results of some heads of one set of inputs."""
 
     def __init__(self, spec: AttentionSpec, inputs: Inputs) -> None:
         self._repeats = spec.heads // spec.num_kv_heads
         self._heads: list[_Head] = []
         self.plain: dict[str, _Distance] | None = None
-        """Plain attention's own distances; None where it does not fit."""
+        """The errors of plain attention; None if it does not fit."""
         places = [(batch, group) for batch in range(spec.batch) for group in range(spec.num_kv_heads)]
         scores = spec.queries * spec.num_keys * self._repeats
         most = _MOST_SCORES[inputs.q.device.type] // scores
@@ -77,16 +78,16 @@ class Reference:
 
     @property
     def checked_heads(self) -> int:
-        """Query heads there are results for; 0: one alone would take too long."""
+        """The number of query heads that have results; 0 if a single head would take too long."""
         return len(self._heads) * self._repeats
 
     @property
     def num_bytes(self) -> int:
-        """Of float64's results."""
+        """The size of the float64 results."""
         return sum(tensor.nbytes for head in self._heads for tensor in head.exact)
 
     def look_at_plain(self, spec: AttentionSpec, inputs: Inputs) -> None:
-        """Find plain attention's distances, head by head. Raises torch's error where it does not fit."""
+        """Find the errors of plain attention, head by head. Raises torch's error if it does not fit."""
         found = {name: _Distance() for name in RESULTS}
         for head in self._heads:
             q_RSD, k_KD, v_KD, do_RSD = self._head(inputs, head.batch, head.group)
@@ -98,7 +99,7 @@ class Reference:
         self.plain = found
 
     def errors(self, output: Tensor, gradients: tuple[Tensor, ...]) -> tuple[TensorError, ...]:
-        """Distances of an implementation's results on the same inputs; without gradients, of the output alone."""
+        """The errors of an implementation's results on the same inputs; without gradients, of the output alone."""
         found = {name: _Distance() for name in RESULTS[: 1 + len(gradients)]}
         for head in self._heads:
             queries = slice(head.group * self._repeats, (head.group + 1) * self._repeats)
@@ -131,7 +132,7 @@ class Reference:
 
 
 class _Distance:
-    """Sums over heads of what the error of one tensor is made of."""
+    """Sums over heads from which the error of one tensor is computed."""
 
     def __init__(self) -> None:
         self._max_abs = self._square = self._whole_square = 0.0
@@ -155,7 +156,7 @@ class _Distance:
 
 
 def _spread(places: list[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
-    """At most so many of the places, the first and the last among them where there is more than one."""
+    """At most `most` of the places, including the first and, if more than one is taken, the last."""
     if len(places) <= most:
         yield from places
     elif most == 1:

@@ -1,9 +1,9 @@
-"""One repeat of a pass: with cold caches, and with the device at work until the host has started all of it.
+"""One repeat of a pass, with cold caches, and with the device at work until the host has launched all of it.
 
-Before each repeat the cache is written over (on a CUDA device), and what backward needs is made anew: a graph that is
-kept would not let all implementations have the device's memory in turn. Writing the cache over also keeps the device
-busy while Python starts the pass. It is done as often as that takes; and where the device has got to the pass before
-all of it was started, it may have waited for the host, so the repeat is made again, with more to do before it.
+Before each repeat the cache is overwritten (on a CUDA device), and what backward needs is computed again: if it were
+kept, implementations could not use the device's memory one after the other. Overwriting the cache also keeps the device
+busy while Python launches the pass, so it is done as often as that takes. If the device reached the pass before all of
+it was launched, it may have waited for the host, so the repeat is made again with more work before it.
 """
 
 import math
@@ -19,14 +19,15 @@ from steplab.units import MIB
 _LEAST_FLUSH_BYTES = 256 * MIB
 _LEAST_WARMUP_CALLS = 3
 _HEAD_START = 1.5
-"""Of the time that starting a pass takes, how much the device is kept busy before it."""
+"""How long the device is kept busy before a pass, as a multiple of the time that launching the pass takes."""
 MOST_FLUSHES = 40
-"""Some milliseconds, within which Python starts all but passes of hundreds of kernels."""
+"""The most flushes before a pass: some milliseconds, in which Python launches any pass but one of hundreds of
+kernels."""
 _FLUSHES_TIMED = 20
 
 
 class Repeats:
-    """Those of one device, with what its caches are written over with."""
+    """The repeats on one device, with the buffer that its caches are overwritten with."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -34,7 +35,7 @@ class Repeats:
         self._flush_s = _seconds_of(self._flush, device)
 
     def warm_up(self, name: AttentionPass, variant: AttentionVariant, warmup_s: float) -> float:
-        """Run a pass until the device is up to speed; gives the seconds a call took at the end, all included."""
+        """Run a pass until the device is up to speed; returns the seconds of a call at the end, everything included."""
         variant.num_flushes, variant.num_waits = 1, 0
         calls, batch = 0, 1
         self._device.synchronize()
@@ -53,8 +54,8 @@ class Repeats:
         return (now - batch_started) / batch + (variant.num_flushes - 1) * self._flush_s
 
     def run_ahead(self, name: AttentionPass, variant: AttentionVariant) -> tuple[object, object]:
-        """One repeat whose kernels were all started before the device got to them, or that is counted as none; gives
-        its marks."""
+        """Make one repeat whose kernels were all launched before the device reached them, or count it as one that
+        may have waited; returns its marks."""
         while True:
             span = self._run(name, variant)
             if self._flush is None or not self._device.has_passed(span[0]):
@@ -65,7 +66,8 @@ class Repeats:
             variant.num_flushes = min(2 * variant.num_flushes, MOST_FLUSHES)
 
     def _enough_flushes(self, name: AttentionPass, variant: AttentionVariant) -> int:
-        """So many that the device is busy with them for longer than Python takes to start the pass behind them."""
+        """The number of flushes that keep the device busy for longer than Python takes to launch the pass behind
+        them."""
         if self._flush is None:
             return 1
         issued_s = []
@@ -78,7 +80,7 @@ class Repeats:
         return max(1, min(math.ceil(_HEAD_START * min(issued_s) / self._flush_s), MOST_FLUSHES))
 
     def _run(self, name: AttentionPass, variant: AttentionVariant) -> tuple[object, object]:
-        """One repeat, with cold caches; gives its marks."""
+        """Make one repeat with cold caches; returns its marks."""
         output = variant.forward_for_backward() if name == "backward" else None
         if self._flush is not None:
             for _ in range(variant.num_flushes):
@@ -92,7 +94,8 @@ class Repeats:
 
 
 def flush_buffer(device: Device) -> torch.Tensor | None:
-    """What is written before each repeat so that the last one's data are in no cache; None where none is flushed."""
+    """The buffer that is written before each repeat so that the data of the last one are in no cache; None if the
+    device has no cache to flush."""
     if device.torch_device.type != "cuda":
         return None
     cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))
@@ -100,7 +103,7 @@ def flush_buffer(device: Device) -> torch.Tensor | None:
 
 
 def _seconds_of(flush: torch.Tensor | None, device: Device) -> float:
-    """How long one flush takes; 0 without one."""
+    """The seconds that one flush takes; 0 without a buffer."""
     if flush is None:
         return 0.0
     device.synchronize()

@@ -1,11 +1,11 @@
-"""Cells of a benchmark of attention, measured in this process: groups of one shape, timed in turns.
+"""Measures cells of a benchmark of attention in this process: groups of one shape, timed in turns.
 
-Importing torch and compiling take longer than most cells do, so that one process measures many. What has to reach no
-other cell is undone here: after a failure its frames are released and the memory it held is given back, and where that
-does not succeed, or the device answers no more, the process ends and another goes on (`processes.cells_launch`).
+Importing torch and compiling take longer than most cells, so one process measures many. Nothing of one cell may affect
+another: after a failure its frames are released and its memory is freed; if that does not succeed, or the device no
+longer answers, the process ends and another continues (`processes.cells_launch`).
 
-The implementations of one shape take turns, repeat by repeat, each round beginning with another: whatever the machine
-does meanwhile, it does to all of them. How a repeat is made is in `repeats`.
+The implementations of one shape take turns, repeat by repeat, and each round begins with another one, so that a
+disturbance of the machine affects all of them. How a repeat is made is described in `repeats`.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ from steplab.units import MIB
 T = TypeVar("T")
 
 _TOLERATED_BYTES = 256 * MIB
-"""So much more memory may be held after a failure: what libraries take once, and keep."""
+"""How much more memory may be held after a failure: libraries allocate some once and keep it."""
 
 
 class _Broken(Exception):
-    """The device does not answer any more, or keeps memory that nobody has."""
+    """The device no longer answers, or holds memory that nothing refers to."""
 
 
 def measure_attention(task: CellsTask[AttentionStudy], observer: Observer, world: World | None = None) -> None:
-    """The job: measure the task's cells in this process, as far as it can; those that are left need a new one."""
+    """The job: measure the task's cells in this process as far as it can; a new process measures the rest."""
     measure_attention_here(task.study, task.groups, observer)
 
 
@@ -60,7 +60,7 @@ def measure_attention_here(
     observer: Observer,
     make: MakeAttention = make_attention,
 ) -> bool:
-    """Measure these groups of the study's cells; gives whether all could be: False asks for a new process.
+    """Measure these groups of the study's cells; returns False if the rest needs a new process.
 
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
@@ -80,7 +80,7 @@ def measure_attention_here(
 
 
 class _Session:
-    """The device, the cache flush, and the group under way."""
+    """The device, the cache flush, and the present group."""
 
     def __init__(self, study: AttentionStudy, device: Device, observer: Observer, make: MakeAttention) -> None:
         self.study, self.device, self.observer, self.make = study, device, observer, make
@@ -89,8 +89,8 @@ class _Session:
 
     def measure(self, group: Sequence[int]) -> None:
         """Measure the cells of one shape."""
-        if "torch._dynamo" in sys.modules:  # else nothing has been compiled yet, and importing it takes seconds
-            torch.compiler.reset()  # each shape is compiled for itself, as if it were the only one
+        if "torch._dynamo" in sys.modules:  # otherwise nothing has been compiled yet, and importing it takes seconds
+            torch.compiler.reset()  # each shape is compiled as if it were the only one
         cells = [self.study.cells[index] for index in group]
         precise = "high" if cells[0].dtype == "tf32" else "highest"
         torch.set_float32_matmul_precision(precise)
@@ -111,7 +111,7 @@ class _Session:
             self.observer.on_cell(variant.index, variant.cell(self.device))
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
-        """Each cell by itself for the first time: whether it runs, what it takes, how exact it is."""
+        """Run each cell by itself for the first time: whether it runs, its memory, and its errors."""
         reference, note = self._reference(group, inputs)
         self._idle_bytes = allocated_bytes(self.device)
         variants = []
@@ -129,7 +129,7 @@ class _Session:
         return variants
 
     def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
-        """float64's results and how far plain attention is from them, or a note why there are none."""
+        """The float64 results and the errors of plain attention, or a note why there are none."""
         cell, where = self.study.cells[group[0]], self.device.torch_device.type
         if not self.study.errors:
             return None, ""
@@ -150,7 +150,7 @@ class _Session:
         return reference, note
 
     def _try(self, variant: AttentionVariant, reference: Reference | None) -> None:
-        """Run a cell's passes once; what fails is left out of the timing."""
+        """Run a cell's passes once; one that fails is left out of the timing."""
         stage = "forward"
         try:
             output = try_forward(variant, self.device)
@@ -169,9 +169,9 @@ class _Session:
             self._after_failure(variant)
 
     def _after_failure(self, variant: AttentionVariant, others: Sequence[AttentionVariant] = ()) -> None:
-        """Give back what a failure held; where that cannot be done, tell its result and end the process.
+        """Free what a failure held; if that fails, report its result and end the process.
 
-        A device that answers no more while several took turns may have met the failure of another: then nobody is
+        If the device stops answering while several cells take turns, the failure may be another's: then no cell is
         named, and the process dies.
         """
         try:
@@ -179,15 +179,15 @@ class _Session:
         except _Broken as broken:
             died = broken.__cause__ is not None
             if died and others:
-                raise RuntimeError("the device does not answer any more") from broken
+                raise RuntimeError("the device no longer answers") from broken
             if died and variant.failure:
                 variant.failure = dataclasses.replace(variant.failure, kind="crashed")
             self.observer.on_cell(variant.index, variant.cell(self.device))
             raise
 
     def _check_device(self, beyond: int = 0) -> None:
-        """Release what nobody has any more. Raises _Broken where the device does not answer, or keeps more than it had
-        (and `beyond`, bytes that are known of)."""
+        """Free what nothing refers to. Raises _Broken if the device does not answer, or holds more than before
+        (`beyond` known bytes excepted)."""
         gc.collect()
         try:
             if self.device.torch_device.type == "cuda":
@@ -200,7 +200,7 @@ class _Session:
             raise _Broken
 
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
-        """Time one pass of these, in turns."""
+        """Time one pass of these cells in turns."""
         self._begin(f"{self._label(variants)}: {name}, warm-up", 0)
         call_s = 0.0
         for variant in list(variants):
@@ -236,12 +236,12 @@ class _Session:
         variants: list[AttentionVariant],
         work: Callable[[AttentionPass, AttentionVariant], T],
     ) -> T | None:
-        """Run a pass; a failure takes its variant out of the timing, and leaves the others in it."""
+        """Run a pass; a failure takes its cell out of the timing and leaves the others in it."""
         try:
             return work(name, variant)
         except Exception as error:
             variant.fail(error, name, self.device)
-        # Not in the clause above: there the failure's frames would still be alive, and what they hold.
+        # Not in the clause above, where the failure's frames would still be alive with what they hold.
         variants.remove(variant)
         variant.ready.clear()
         self._after_failure(variant, variants if work == self._repeats.run_ahead else ())

@@ -1,6 +1,7 @@
-"""One kernel of flash_triton with tiles of one's choice: whether it is right, and how long it takes.
+"""Checks and times one kernel of flash_triton with given tiles.
 
-Runs in the processes of `workers`, each function for a task; what several tasks share is kept between them.
+Runs in the processes of `workers`, one function for each kind of task; results that several tasks share are cached
+between them.
 """
 
 import time
@@ -25,12 +26,13 @@ from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_tuning import TileCandidate
 
 MOST_ERROR = {16: 2.0, 32: 4.0}
-"""Of plain attention's in the same number format, by its bits. For 32 both are roundings of sums, and those of plain
-attention's products are made in parts, which errs less than one term after another: on an H200 2.2 to 2.4 times less,
-for all tiles alike. A product taken in TF32 would be off by a thousand times as much."""
+"""The largest error, as a multiple of plain attention's in the same number format, by the bits of that format. In 32
+bits both are rounding errors of sums, and plain attention's products are summed in parts, which is more accurate:
+2.2 to 2.4 times on an H200, for all tiles alike. A product in TF32 would be off by a thousand times as much."""
 MOST_LSE_ERROR = {16: 1e-3, 32: 1e-5}
-"""Of the log-sum-exp, a number around log(tokens), against that of the tiled reference, by the bits of the inputs. For
-32 it is 20 units in the last place of a float32 between 4 and 8; each of the two is off by about two."""
+"""The largest error of the log-sum-exp, a number near log(tokens), against that of the tiled reference, by the bits
+of the inputs. In 32 bits it is 20 units in the last place of a float32 between 4 and 8; each of the two is off by
+about two."""
 _MADE = {"forward": ("output",), "backward_kv": ("keys", "values"), "backward_q": ("queries",)}
 _WARMUP_S, _MEASURED_S = 0.02, 0.04
 _LEAST_REPEATS, _MOST_REPEATS = 5, 50
@@ -38,17 +40,17 @@ _LEAST_REPEATS, _MOST_REPEATS = 5, 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckTask:
-    """A candidate to be compiled, and compared with float64."""
+    """A candidate to be compiled and compared with float64."""
 
     device: str
     candidate: TileCandidate
     shape: AttentionSpec
-    """Small, and of no whole number of tiles."""
+    """A small shape that is not a whole number of tiles."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeTask:
-    """Candidates for one kernel to be timed in turns."""
+    """Candidates for one kernel, to be timed in turns."""
 
     device: str
     candidates: tuple[TileCandidate, ...]
@@ -57,7 +59,7 @@ class TimeTask:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """An attention's inputs, and what its backward pass is given."""
+    """The inputs of an attention and of its backward pass."""
 
     inputs: Inputs
     o: Tensor
@@ -66,7 +68,7 @@ class _Problem:
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """A small one, with its results: of the tiled reference, and how far from float64 plain attention's are."""
+    """A small problem with the results of the tiled reference, and the errors of plain attention against float64."""
 
     problem: _Problem
     gradients: tuple[Tensor, Tensor, Tensor]
@@ -74,7 +76,7 @@ class _Solved:
 
 
 def check(task: CheckTask) -> str:
-    """What is wrong with a candidate; nothing is an empty text. Raises where the device does not answer any more."""
+    """What is wrong with a candidate; an empty text if nothing is. Raises if the device no longer answers."""
     device = _opened(task.device)
     try:
         with torch.no_grad():
@@ -87,7 +89,7 @@ def check(task: CheckTask) -> str:
 
 
 def _opened(name: str) -> Device:
-    """The device, on which products of float32 are IEEE's, whatever the environment says of TF32."""
+    """The device, with IEEE products of float32 even if the environment asks for TF32."""
     torch.set_float32_matmul_precision("highest")
     return open_device(name)
 
@@ -97,7 +99,7 @@ def _wrong(task: CheckTask) -> str:
     run = launcher(task.candidate, task.shape, solved.problem)
     first = [result.clone() for result in run()]
     if not all(torch.equal(again, result) for again, result in zip(run(), first, strict=True)):
-        return "gives other bits when it is run again"
+        return "a second run gives other bits"
     o, lse, (dq, dk, dv) = solved.problem.o, solved.problem.lse, solved.gradients
     if task.candidate.kernel == "forward":
         o, own_lse = first
@@ -118,7 +120,7 @@ def _wrong(task: CheckTask) -> str:
 
 
 def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
-    """Seconds of each repeat of each candidate, in turns, each with a cold cache."""
+    """The seconds of each repeat of each candidate, in turns, each with a cold cache."""
     device = _opened(task.device)
     flush = _flush(task.device)
     problem = _timed(task.device, task.shape)
@@ -126,7 +128,7 @@ def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
     num_flushes = 1
 
     def once(run: Callable[[], tuple[Tensor, ...]]) -> tuple[object, object]:
-        """With the device busy until Python has started the kernel, as in `repeats`."""
+        """Run with the device busy until Python has launched the kernel, as in `repeats`."""
         nonlocal num_flushes
         while True:
             if flush is not None:
@@ -153,7 +155,7 @@ def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
 
 
 def _warm_up(call: Callable[[], object], device: Device) -> float:
-    """Seconds of a call once the device is up to speed, all included."""
+    """The seconds of a call once the device is up to speed, everything included."""
     call()  # reads the compiled kernel from Triton's cache
     device.synchronize()
     started, calls = time.perf_counter(), 0
@@ -165,7 +167,7 @@ def _warm_up(call: Callable[[], object], device: Device) -> float:
 
 
 def launcher(candidate: TileCandidate, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
-    """A function that starts the candidate, and gives what it writes: output and log-sum-exp, dK and dV, or dQ."""
+    """A function that launches the candidate and returns its outputs: output and log-sum-exp, dK and dV, or dQ."""
     tiles = Tiles(gpu="any", **candidate.row())
     q, k, v, do = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.do
     causal, scale = shape.causal, float(shape.dim**-0.5)
@@ -199,7 +201,8 @@ def _solved(device: str, shape: AttentionSpec) -> _Solved:
 
 @lru_cache(maxsize=1)
 def _timed(device: str, shape: AttentionSpec) -> _Problem:
-    """A large one. What forward would give is close enough for a time: of n scores that are normal, log n + 1/2."""
+    """A large problem for timing. The forward pass's log-sum-exp is estimated: log n + 1/2 for n normally
+    distributed scores."""
     inputs = make_inputs(shape, open_device(device), seed=0)
     seen = torch.arange(1, shape.queries + 1, device=inputs.q.device) if shape.causal else torch.tensor(shape.num_keys)
     lse = (seen.float().log() + 0.5).to(inputs.q.device).expand(shape.batch, shape.heads, shape.queries)

@@ -1,7 +1,7 @@
-"""Tune flash_triton on this machine's GPU: compile and check all candidates at once, then time those that are right.
+"""Tunes flash_triton on this machine's GPU: compiles and checks all candidates at once, then times the correct ones.
 
-Compiling is the CPU's work and takes seconds a candidate, so that all of the CPU's cores share it; Triton keeps what
-they compile on disk, where the process that times finds it. That one has the GPU to itself.
+Compiling takes seconds of CPU time per candidate, so all cores share it; Triton stores compiled kernels on disk, where
+the timing process finds them. The timing process has the GPU to itself.
 """
 
 import dataclasses
@@ -27,18 +27,19 @@ OnStage = Callable[[str, int], None]
 OnStep = Callable[[int], None]
 
 _MOST_WORKERS = 16
-"""Each has a context on the GPU, half a gigabyte."""
+"""The most worker processes: each has a context on the GPU, half a gigabyte."""
 _CHECK_S, _TIME_S = 120.0, 120.0
-"""What takes longer hangs."""
+"""The time limits of a check and of a timing; a task that takes longer is taken to hang."""
 _CHECKED = AttentionSpec(batch=4, heads=4, queries=720)
-"""Of no whole number of tiles, and like the shapes that are timed a multiple of 16, which kernels are compiled for."""
+"""The shape of the check: not a whole number of tiles and, like the timed shapes, a multiple of 16, for which
+kernels are compiled."""
 _PRODUCTS = {"forward": 2, "backward_kv": 4, "backward_q": 3}
-"""That a kernel executes, a multiply-add for each score and column."""
+"""The number of products that a kernel computes, each a multiply-add for each score and column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How tasks are run; tests run them here and now."""
+    """How tasks are run; tests run them in their own process."""
 
     check: Callable[[Sequence[CheckTask], OnStep], list[str | Lost]]
     time: Callable[[Sequence[TimeTask], OnStep], list[list[tuple[float, ...]] | Lost]]
@@ -57,7 +58,7 @@ IN_PROCESSES = Workers(_check_in_workers, _time_in_a_worker)
 
 
 def tune_attention(study: TuningStudy, observer: Observer, world: World | None = None) -> AttentionTuning:
-    """Candidates and their times; nothing is chosen yet. Raises Unsupported without a CUDA GPU."""
+    """The candidates and their times; nothing is chosen yet. Raises Unsupported without a CUDA GPU."""
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         raise Unsupported("tuning attention here", f"flash_triton's kernels need CUDA, but {why}", "run it on a GPU")
@@ -76,7 +77,7 @@ def tried(
     on_step: OnStep,
     workers: Workers = IN_PROCESSES,
 ) -> AttentionTuning:
-    """The same with trials, and with the candidates that failed."""
+    """The tuning with the trials, and with notes on the candidates that failed."""
     study = tuning.study
     checks = [
         CheckTask(
@@ -103,7 +104,7 @@ def tried(
     ]
     on_stage("timing tiles", len(tasks))
     trials, lost = _timed(tasks, workers.time(tasks, on_step))
-    # Where one of several has hung, or has taken the device down, each by itself will tell which.
+    # If one of several has hung or broken the device, timing each by itself shows which one.
     alone = [dataclasses.replace(task, candidates=(c,)) for task, _ in lost for c in task.candidates]
     if alone:
         on_stage("timing tiles one by one", len(alone))
@@ -121,7 +122,7 @@ def tried(
 def _timed(
     tasks: Sequence[TimeTask], outcomes: Sequence[list[tuple[float, ...]] | Lost]
 ) -> tuple[list[TileTrial], list[tuple[TimeTask, Lost]]]:
-    """The trials there are, and the tasks that came to nothing."""
+    """The trials, and the tasks that were lost."""
     trials: list[TileTrial] = []
     lost: list[tuple[TimeTask, Lost]] = []
     for task, outcome in zip(tasks, outcomes, strict=True):

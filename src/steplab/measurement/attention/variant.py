@@ -1,4 +1,4 @@
-"""One implementation on one set of inputs: its passes, what they take, and how exact they are."""
+"""One implementation on one set of inputs: its passes, their memory, and their errors."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ MakeAttention = Callable[[AttentionSpec], AttentionFn]
 
 
 def make_attention(spec: AttentionSpec) -> AttentionFn:
-    """The implementation a cell names, compiled if it says so. Raises Unsupported for one that is not known."""
+    """The implementation that a cell names, compiled if the cell asks for it. Raises Unsupported for an unknown one."""
     function = attention_named(spec.implementation)
     if spec.compile == "off":
         return function
@@ -30,7 +30,7 @@ def make_attention(spec: AttentionSpec) -> AttentionFn:
 
 
 def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
-    """Normally distributed queries, keys, values and output gradient, the same for the same shape and seed."""
+    """Normally distributed queries, keys, values and output gradient, equal for equal shape and seed."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.dtype, torch.float32)
     generator = torch.Generator(device.torch_device).manual_seed(seed)
 
@@ -48,24 +48,24 @@ def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
 
 @dataclass(kw_only=True)
 class AttentionVariant:
-    """What is being found out about one cell."""
+    """The results of one cell so far."""
 
     index: int
     """Its number in the study."""
     spec: AttentionSpec
     """The cell."""
     function: AttentionFn
-    """What computes it."""
+    """The function that computes it."""
     inputs: Inputs
-    """What it is given."""
+    """The inputs."""
     ready: set[AttentionPass] = field(default_factory=set)
-    """The passes that have run, and can be timed."""
+    """The passes that have run and can be timed."""
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
-    """Seconds, a repeat each."""
+    """The seconds of each repeat, by pass."""
     num_flushes: int = 1
-    """How often the cache is written over before a repeat."""
+    """How often the cache is overwritten before a repeat."""
     num_waits: int = 0
-    """Of the repeats that are being timed, those in which the device may have waited for the host."""
+    """The number of timed repeats in which the device may have waited for the host."""
     interleaved: tuple[str, ...] = ()
     failure: Failure | None = None
     first_call_s: float | None = None
@@ -77,12 +77,12 @@ class AttentionVariant:
     notes: list[str] = field(default_factory=list)
 
     def forward(self) -> Tensor:
-        """Without gradients."""
+        """Run the forward pass without gradients."""
         with torch.no_grad():
             return self.forward_for_backward()
 
     def forward_for_backward(self) -> Tensor:
-        """With what backward needs."""
+        """Run the forward pass and save what backward needs."""
         given = self.inputs
         return self.function(given.q, given.k, given.v, causal=self.spec.causal)
 
@@ -91,7 +91,7 @@ class AttentionVariant:
         return torch.autograd.grad(output, self.inputs.leaves, self.inputs.do)
 
     def fail(self, error: Exception, stage: str, device: Device) -> None:
-        """Note a failure, which takes no part in what follows."""
+        """Record a failure; the cell is not measured any further."""
         self.failure = refused_memory(error, stage, device)
         if self.failure is None and has_no_kernel(error):
             message = f"no kernel for {self.spec.label} on {device.torch_device.type}"
@@ -99,7 +99,7 @@ class AttentionVariant:
         self.failure = self.failure or failure_of(error, stage)
 
     def note_waiting(self, name: AttentionPass, repeats: int) -> None:
-        """Say of a pass in how many of its repeats the device may have waited for the host."""
+        """Add a note on the repeats of a pass in which the device may have waited for the host."""
         if self.num_waits:
             self.notes.append(
                 f"{name}: in {self.num_waits} of {repeats} repeats the device may have waited for Python, which had "
@@ -107,7 +107,7 @@ class AttentionVariant:
             )
 
     def cell(self, device: Device) -> AttentionCell:
-        """The result as it is recorded."""
+        """The result as a record's cell."""
         memory = AttentionMemory(
             saved_bytes=self.saved_bytes,
             forward_peak_bytes=self.forward_peak_bytes,
@@ -134,7 +134,7 @@ class AttentionVariant:
 
 
 def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
-    """Run forward for the first time, and see what it takes; gives the output."""
+    """Run forward for the first time and measure its memory; returns the output."""
     started = _clock(device)
     output = variant.forward()
     variant.first_call_s = _clock(device) - started
@@ -147,7 +147,7 @@ def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
 
 
 def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run forward and backward for the first time, and see what they take and keep; gives output and gradients."""
+    """Run forward and backward for the first time and measure their memory; returns output and gradients."""
     started = _clock(device)
     output = variant.forward_for_backward()
     gradients = variant.backward(output)
@@ -173,7 +173,7 @@ def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[T
 def look_at_errors(
     variant: AttentionVariant, reference: Reference, output: Tensor, gradients: tuple[Tensor, ...]
 ) -> None:
-    """Compare with float64 where there is something to compare with."""
+    """Compare with float64, if there is a reference."""
     if reference.checked_heads:
         variant.errors = reference.errors(output, gradients)
         variant.checked_heads = reference.checked_heads

@@ -1,6 +1,6 @@
-"""Tasks in processes of their own, of which one may hang, or die with its device, and cost nothing but its own task.
+"""Runs tasks in worker processes, of which one may hang, or die with its device, and lose only its own task.
 
-To be used in a measuring process (`entry.child`), whose whole session is ended with it, these processes included.
+To be used in a measuring process (`entry.child`): when its session is ended, so are the workers.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ class Lost:
     """A task without a result."""
 
     why: str
-    """In a few words."""
+    """The reason, in a few words."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class _Worker(Generic[Task]):
     process: multiprocessing.process.BaseProcess
     pipe: "Connection[tuple[int, Task], tuple[object, bool]]"
     task: int | None = None
-    """The number of what it is at; None: it waits."""
+    """The number of the present task; None while the worker waits."""
     deadline_s: float = field(default=0.0)
 
 
@@ -44,8 +44,9 @@ def in_workers(
 ) -> list[Result | Lost]:
     """The results of `work`, a function at the top of a module, in the order of the tasks.
 
-    A task that takes longer than `timeout_s` (in a new process, its imports included), that raises, or that its
-    process does not survive is lost; the rest go on in another process. `on_done` hears how many have ended.
+    A task is lost if it takes longer than `timeout_s` (in a new process, imports included), if it raises, or if its
+    process does not survive it; the other tasks continue in another process. `on_done` is called with the number of
+    tasks that have ended.
     """
     context = multiprocessing.get_context("spawn")
     left = deque(range(len(tasks)))
@@ -62,7 +63,7 @@ def in_workers(
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there, work), daemon=True)
         process.start()
-        there.close()  # so that its end is heard of here
+        there.close()  # so that its end is noticed here
         workers.append(_Worker(process=process, pipe=here))
 
     try:
@@ -102,7 +103,7 @@ def _give(worker: _Worker[Task], left: deque[int], tasks: Sequence[Task], timeou
 
 
 def _heard(worker: _Worker[Task]) -> tuple[Result | Lost, bool]:
-    """The result, and whether the process goes on."""
+    """The result, and whether the process continues."""
     try:
         return worker.pipe.recv()  # type: ignore[return-value]
     except (EOFError, ConnectionResetError):
@@ -111,7 +112,7 @@ def _heard(worker: _Worker[Task]) -> tuple[Result | Lost, bool]:
 
 
 def _serve(pipe: "Connection[tuple[object, bool], tuple[int, Task]]", work: Callable[[Task], object]) -> None:
-    """The process: task after task until one raises, after which nothing is known of the device."""
+    """The worker process: it runs tasks until one raises, after which nothing is known of the device."""
     goes_on = True
     while goes_on:
         try:

@@ -1,11 +1,12 @@
-"""Calls of a collective back to back, in rows, with nothing in their time but the device's work.
+"""Times calls of a collective back to back, in rows, so that the times contain only the device's work.
 
-Nothing waits between them, as in a loop of training. A row begins with a barrier, and with a call that is not counted,
-in which the ranks wait for each other on the device.
+Nothing waits between calls, as in a training loop. A row begins with a barrier and with a call that is not counted, in
+which the ranks wait for each other on the device.
 
-Short calls need two things more. Python takes longer to start one than the device to make it: where that shows, the
-device is held before the row for longer, and the row is made again. And an event on the device's timeline takes some
-microseconds of it: so there is one after as many calls as take a millisecond together, and a sample is their mean.
+Short calls need two more measures. Python takes longer to launch one than the device takes to run it: if that shows,
+the device is held for longer before the row, and the row is made again. And an event on the device's timeline takes
+some microseconds itself: so there is one event after as many calls as take a millisecond together, and a sample is
+their mean.
 """
 
 import math
@@ -28,34 +29,35 @@ from steplab.units import NS_PER_S
 _SAMPLE_S = 1e-3
 _MOST_A_SAMPLE = 100
 _IN_A_ROW = 200
-"""Calls, of which each puts a few things into the device's queue; it is to hold them all."""
+"""Calls in a row; each puts a few items into the device's launch queue, which has to hold them all."""
 _TRIED = 5
-"""Calls by which it is found out how long one takes."""
+"""The number of calls from which the time of one is estimated."""
 _LONGEST_HOLD_S = 0.25
-"""Python starts so many calls in less."""
+"""The longest hold; Python launches a row of calls in less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Together:
-    """A device, and the ranks that time a call on theirs at the same time."""
+    """This rank's device, and the ranks that time a call together."""
 
     device: Device
-    """This rank's."""
+    """This rank's device."""
     collectives: Collectives
-    """Those of the group; host values alone go through them."""
+    """The group's collectives, used for host values only."""
 
     def barrier(self) -> None:
-        """Wait for all ranks, from CPU to CPU."""
+        """Wait for all ranks, through the CPU."""
         self.collectives.host_maximum(torch.zeros(1, dtype=torch.int64))
 
     def slowest_s(self, seconds: float) -> float:
-        """The longest time that a rank has; the same answer on all."""
+        """The longest time of any rank; equal on all ranks."""
         longest = self.collectives.host_maximum(torch.tensor([int(seconds * NS_PER_S)]))
         return max(int(longest), 1) / NS_PER_S
 
 
 def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int]) -> RankTimes:
-    """This rank's times; `samples_of` says how many samples to take of so many calls each, the same on all ranks."""
+    """This rank's times; `samples_of` gives the number of samples for a number of calls per sample, equal on all
+    ranks."""
     rows = _Rows(call, together)
     single_s = together.slowest_s(median(rows.run(_TRIED, 1)[0]))
     calls = min(math.ceil(_SAMPLE_S / single_s), _MOST_A_SAMPLE)
@@ -76,7 +78,7 @@ def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int
 
 
 class _Rows:
-    """Rows of one call, and for how long the device is held before them."""
+    """Rows of one call, and how long the device is held before them."""
 
     def __init__(self, call: Call, together: Together) -> None:
         self._call, self._together = call, together
@@ -84,15 +86,16 @@ class _Rows:
 
     @property
     def held_s(self) -> float:
-        """For how long so far."""
+        """The length of the hold so far, in seconds."""
         return self._head_start.seconds
 
     def run(self, num_samples: int, calls: int) -> tuple[list[float], int]:
-        """Seconds a call of so many samples of `calls` each, and how many of them may have Python's time in them.
+        """Seconds per call of `num_samples` samples of `calls` calls each, and the number of samples that may contain
+        Python's time.
 
-        Those are the samples whose calls were not all started when the device had ended the sample before. If a rank
-        has such, the row is made again with the device held for longer, unless that has been of no use: then the call
-        waits for the device itself.
+        Those are the samples whose calls were not all launched when the device finished the sample before. If any rank
+        has such samples, the row is made again with a longer hold, unless a longer hold has not helped: then the call
+        itself waits for the device.
         """
         while True:
             found, started_s = self._row(num_samples, calls)
@@ -103,7 +106,7 @@ class _Rows:
                 return [seconds / calls for seconds in times], waits
 
     def _row(self, num_samples: int, calls: int) -> tuple[PhaseSamples, float]:
-        """A row's samples, and how long Python took to start it."""
+        """A row's samples, and the time that Python took to launch it."""
         begun_s, started_s = 0.0, 0.0
 
         def head_start() -> None:
@@ -125,4 +128,4 @@ class _Rows:
 
 
 def _unheard(repeat: int) -> None:
-    """Repeats are too short to be told of."""
+    """Repeats are too short to be reported."""

@@ -1,6 +1,6 @@
 """One call of each collective: torch.distributed's, as a training loop makes it, or steplab.parallel's own transport.
 
-Those of torch are the synchronous ones: on a GPU they return as soon as the work is on the current stream.
+The calls of torch are synchronous: on a GPU they return as soon as the work is on the current stream.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]
 
 
 def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
-    """What one repeat of the cell does; to be called by all ranks of the group."""
+    """The function of one repeat of the cell; all ranks of the group call it."""
     send, receive = buffers.send, buffers.receive
     if buffers.spec.backend == "peer_copy":
         return peer_copy_call(buffers, SymmetricMemory(GroupCollectives(group), group, send.device))
@@ -40,7 +40,7 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 
 
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
-    """All of the message as one gradient of a bucket, whose average lies in the bucket's own memory."""
+    """Average the whole message as one gradient of a bucket, whose average is written to the bucket's own memory."""
     (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)
     (buffers.receive,) = bucket.wait()
 
@@ -53,7 +53,7 @@ def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
 
 
 def _ring(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
-    """To the next rank, from the one before, both under way at once."""
+    """Send to the next rank and receive from the previous one, both at once."""
     rank, size = buffers.rank, buffers.spec.world_size
     operations = [
         dist.P2POp(dist.isend, buffers.send, group=group, group_peer=(rank + 1) % size),

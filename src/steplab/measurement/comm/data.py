@@ -1,8 +1,8 @@
-"""What the ranks send in a check of a collective, and what each has to receive, element by element.
+"""The data that ranks send in the check of a collective, and the data that each has to receive, element by element.
 
 The data are whole numbers so small that every sum of them is exact in every type, drawn from a hash of rank and index:
-an element at another place, or from another rank, is mostly another number. Tensors are flat; they are filled and
-compared piece by piece, for the whole of a message as int64 would take twice its memory.
+an element at another place, or from another rank, is almost always another number. Tensors are flat; they are filled
+and compared in pieces, because a whole message as int64 would take twice its memory.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,16 @@ from steplab.specs.comm import CommSpec
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PIECE = 2**24
 _SENTINEL = 99.0
-"""What lies where nothing was received."""
+"""The value of elements that were not received."""
 _EXACT = 256
-"""Whole numbers up to this one are exact in bf16."""
+"""The largest number up to which all whole numbers are exact in bf16."""
 
 
 class Buffers:
-    """One rank's tensors for a cell: `send` with its data, `receive` for the result; one where that is in place.
+    """One rank's tensors of a cell: `send` holds its data, `receive` the result; the same tensor for a collective in
+    place.
 
-    What comes as an average is compared as the sum that it is of: so much is exact in every type.
+    An average is compared through the sum that it is made of, which is exact in every type.
     """
 
     def __init__(self, spec: CommSpec, rank: int, device: torch.device) -> None:
@@ -40,7 +41,7 @@ class Buffers:
         self.receive = self.send if in_place else torch.full((num_received,), _SENTINEL, dtype=dtype, device=device)
 
     def compare(self) -> tuple[int, int, str]:
-        """Elements received, how many of them are wrong, and the first of these in words."""
+        """The number of received elements, how many of them are wrong, and the first wrong one in words."""
         num_wrong, first = 0, ""
         for piece, index in _pieces(self.receive):
             expected = self._expected(index)
@@ -56,7 +57,7 @@ class Buffers:
         return self.receive.numel(), num_wrong, first
 
     def _expected(self, index: Tensor) -> Tensor:
-        """By what the collectives are defined to do; `index` counts the elements received."""
+        """The expected elements by the definition of the collective; `index` counts the elements received."""
         n, part = self.spec.world_size, self.spec.part_elements
         mine = self.rank * part
         match self.spec.collective:
@@ -74,14 +75,14 @@ class Buffers:
                 return self._drawn((self.rank - 1) % n, index)
 
     def _drawn(self, rank: int | Tensor, index: Tensor) -> Tensor:
-        """The number, as int64, that a rank has at each place of what it sends."""
+        """The numbers, as int64, that a rank sends at these places."""
         largest = 3 if 3 * self.spec.world_size <= _EXACT else 1
         mixed = (index * 2654435761 + rank * 40503) & 0xFFFFFFFF
         return (mixed ^ (mixed >> 15)) % (2 * largest + 1) - largest
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Stretches of a flat tensor, each with the places of its elements."""
+    """Pieces of a flat tensor, each with the places of its elements."""
     for start in range(0, tensor.numel(), _PIECE):
         piece = tensor[start : start + _PIECE]
         yield piece, torch.arange(start, start + piece.numel(), device=tensor.device)

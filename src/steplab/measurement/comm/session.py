@@ -1,10 +1,10 @@
-"""Cells of a benchmark of collectives, measured in this process, which is one rank of several.
+"""Measures cells of a benchmark of collectives in this process, which is one of several ranks.
 
-Every rank walks through the same cells in the same order; where a cell has fewer ranks, it is those of the lowest
-numbers, and the others wait for its end. A cell's result is checked before it is timed. What can fail on one rank
-alone, such as finding the memory, all hear of before they wait for each other in a collective.
+Every rank measures the same cells in the same order; a cell with fewer ranks uses the lowest ones, and the others wait
+for its end. A cell's result is checked before it is timed. If a step can fail on one rank alone, such as an allocation,
+all ranks learn of it before they wait for each other in a collective.
 
-Every rank puts a cell's record together from what all of them found, so that each can tell who started it.
+Every rank assembles a cell's record from the findings of all, so that each can report it to its command line.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from steplab.specs.comm import CommSpec, CommStudy
 
 @dataclass(kw_only=True, slots=True)
 class _Found:
-    """What one rank found of a cell."""
+    """The findings of one rank on a cell."""
 
     times: RankTimes | None = None
     compared: tuple[int, int, str] = (0, 0, "")
@@ -50,7 +50,7 @@ def measure_comm(task: CellsTask[CommStudy], observer: Observer, world: World | 
 def measure_comm_here(
     study: CommStudy, indices: Sequence[int], world: World, observer: Observer, make: MakeCall = make_call
 ) -> None:
-    """Measure these of the study's cells; every rank of the world has to call this, and its observer hears of all.
+    """Measure these of the study's cells; every rank of the world calls this, and its observer is told of all cells.
 
     Raises Unsupported for a request that this machine cannot serve at all.
     """
@@ -79,7 +79,7 @@ def _refuse(spec: CommSpec, world: World) -> None:
 
 
 def _libraries(study: CommStudy) -> dict[str, str]:
-    """Versions of what moves the bytes; gloo is a part of torch and has none of its own."""
+    """Versions of the libraries that move the bytes; gloo is a part of torch and has no version of its own."""
     if all(cell.backend != "nccl" for cell in study.cells):
         return {}
     return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -87,13 +87,14 @@ def _libraries(study: CommStudy) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Groups:
-    """The ranks of the lowest numbers by backend and size, each group made once, by all ranks together."""
+    """Process groups of the lowest ranks, by backend and size; all ranks make each of them together, once."""
 
     world: World
     made: dict[tuple[str, int], tuple[dist.ProcessGroup | None, GroupCollectives | None]] = field(default_factory=dict)
 
     def of(self, spec: CommSpec) -> tuple[dist.ProcessGroup | None, GroupCollectives | None]:
-        """The group, and what its members agree by; None for the latter: this rank is none."""
+        """The group, and the collectives through which its members agree; None for the latter if this rank is not a
+        member."""
         key = (spec.transport, spec.world_size)
         if key not in self.made:
             self.made[key] = self._make(spec)
@@ -103,20 +104,20 @@ class _Groups:
         # The processes' own group sends tensors of each device by the backend native to it.
         if spec.world_size == self.world.size and spec.transport in ("nccl", "gloo"):
             return None, GroupCollectives(None)
-        # With gloo for what is on the CPU, as the ranks agree by it whoever moves the tensors.
-        backend = "gloo" if spec.backend == "gloo" else "nccl"  # where copies find each other, too
+        # With gloo for CPU tensors, through which the ranks agree, whatever moves the messages.
+        backend = "gloo" if spec.backend == "gloo" else "nccl"  # where the ranks of peer copies find each other as well
         group = dist.new_group(list(range(spec.world_size)), backend=f"cpu:gloo,cuda:{backend}")
         return group, GroupCollectives(group) if self.world.rank < spec.world_size else None
 
 
 class _Session:
-    """The world, its groups, and the cell under way."""
+    """The world, its groups, and the present cell."""
 
     def __init__(self, study: CommStudy, world: World, observer: Observer, make: MakeCall) -> None:
         self.study, self.world, self.observer, self.make = study, world, observer, make
         self._groups = _Groups(world)
         self.cells: list[CommCell] = []
-        """What has been measured."""
+        """The cells measured so far."""
 
     def measure(self, index: int) -> None:
         """Measure one cell."""
@@ -128,7 +129,7 @@ class _Session:
         if collectives is not None:
             together = Together(device=self._device(spec), collectives=collectives)
             found = _Share(spec, self.world, group, together, self.make).measure(self.study, self._begin)
-        everyone = self.world.collectives.host_gather(found)  # who has no part in the cell waits here
+        everyone = self.world.collectives.host_gather(found)  # ranks outside of the cell wait here
         self.cells.append(_cell(spec, everyone))
         if self.cells[-1].failure and self.world.device.torch_device.type == "cuda":
             gc.collect()
@@ -136,7 +137,7 @@ class _Session:
         self.observer.on_cell(index, self.cells[-1])
 
     def _device(self, spec: CommSpec) -> Device:
-        """Where this cell's tensors are: the rank's own device, or the CPU beside its GPU."""
+        """The device of this cell's tensors: the rank's own, or the CPU beside its GPU."""
         device = self.world.device
         return device if device.torch_device.type == spec.device else HostClockDevice(torch.device("cpu"))
 
@@ -145,7 +146,7 @@ class _Session:
 
 
 class _Share:
-    """One rank's share of a cell: its buffers, its call, and what it finds; all of it goes with the cell."""
+    """One rank's part of a cell: its buffers, its call and its findings; all of it is freed with the cell."""
 
     def __init__(
         self, spec: CommSpec, world: World, group: dist.ProcessGroup | None, together: Together, make: MakeCall
@@ -154,14 +155,15 @@ class _Share:
         self._found = _Found()
 
     def measure(self, study: CommStudy, begin: Callable[[CommSpec, str], None]) -> _Found:
-        """Fill buffers, check the first call and time the others: each step only if the one before went well on all."""
+        """Fill buffers, check the first call and time the others; each step runs only if the previous one succeeded
+        on all ranks."""
         called = self._went_well("buffers", self._fill) and self._went_well("first call", self._check)
         if called and not any(self._together.collectives.host_gather(self._found.compared[1])):
             self._went_well("timing", lambda: self._time(study, begin))
         return self._found
 
     def _went_well(self, stage: str, work: Callable[[], None]) -> bool:
-        """Do it, keep how it failed, and say whether it went well on all ranks."""
+        """Do the work, record a failure, and return whether it succeeded on all ranks."""
         try:
             work()
         except Exception as error:
@@ -187,7 +189,7 @@ class _Share:
 
 
 def _cell(spec: CommSpec, everyone: Sequence[_Found | None]) -> CommCell:
-    """The cell's record from what its ranks found; the first failure speaks for all."""
+    """The cell's record from the findings of its ranks; the first failure is that of the cell."""
     found = [one for one in everyone if one is not None]
     failure = next((one.failure for one in found if one.failure), None)
     compared = [one.compared for one in found]

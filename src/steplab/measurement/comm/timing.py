@@ -1,8 +1,8 @@
-"""How one cell of the benchmark of collectives is timed, in step with the other ranks.
+"""Times one cell of the benchmark of collectives, in step with the other ranks.
 
-On a device with a timeline of its own, calls go back to back (`back_to_back`). After that, on every device, each
-call by itself: a barrier, then the host's clock around the call with the device synchronised at both ends. That is what
-one call takes which nobody prepared.
+On a device with a timeline of its own, calls are made back to back (`back_to_back`). Then, on every device, each call
+is timed by itself: a barrier, then the host's clock around the call, with the device synchronised at both ends. That is
+the time of a call for which nothing was prepared.
 
 All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
 """
@@ -21,15 +21,16 @@ from steplab.specs.comm import CommStudy
 
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
-"""Times the warm-up asked for, after which calls that have not settled are timed as they are."""
+"""The longest warm-up, as a multiple of the requested one; calls that have not settled by then are timed as they
+are."""
 _SETTLED = 1.5
-"""Up to which ratio two batches of calls agree."""
+"""The largest ratio of two batches of calls that are taken to agree."""
 
 
 def time_calls(
     call: Call, together: Together, study: CommStudy, on_begin: Callable[[str], None] = lambda stage: None
 ) -> RankTimes:
-    """Warm a call up and time it; every rank of the group has to be here."""
+    """Warm a call up and time it; every rank of the group calls this."""
     device = together.device
     on_begin("warm-up")
     call_s = _warmed_up(call, together, study.warmup_s)
@@ -52,9 +53,9 @@ def time_calls(
 
 
 def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
-    """Call until the time has passed and calls no longer change; gives the seconds that one takes by then.
+    """Call until the warm-up time has passed and the times are stable; returns the seconds of a call by then.
 
-    The first calls are among the slowest: so batches of half the time follow until two in a row agree, or the longest
+    The first calls are among the slowest, so batches of half the time follow until two in a row agree, or the longest
     time has passed.
     """
     call_s, agree = _batch_s(call, together, _LEAST_WARMUP_CALLS), False
@@ -68,7 +69,7 @@ def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
 
 
 def _batch_s(call: Call, together: Together, count: int) -> float:
-    """Seconds a call, of so many in a row on the slowest rank."""
+    """Seconds per call of `count` calls in a row, on the slowest rank."""
     together.barrier()
     together.device.synchronize()
     started = time.perf_counter()
@@ -79,4 +80,4 @@ def _batch_s(call: Call, together: Together, count: int) -> float:
 
 
 def _unheard(repeat: int) -> None:
-    """Repeats are too short to be told of."""
+    """Repeats are too short to be reported."""

@@ -1,4 +1,4 @@
-"""One variant of a data-parallel study on one rank: how long it takes, what it holds, what it sends."""
+"""One variant of a data-parallel study on one rank: its time, its memory and its messages."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ from steplab.specs.ddp import DdpStudy, Variant
 
 SYNC_PHASE = "gradient sync"
 _REPEATS_BEFORE = 2
-"""The first messages of a kind open connections."""
+"""Repeats that are not counted: the first messages of a kind open connections."""
 
 OnStage = Callable[[str, int], None]
 OnStep = Callable[[int], None]
 
 
 class MeasuredVariant:
-    """A variant, built, and what has been found out about it on this rank."""
+    """A variant that is built, and its results on this rank."""
 
     def __init__(
         self,
@@ -35,26 +35,27 @@ class MeasuredVariant:
         on_stage: OnStage,
         on_step: OnStep,
     ) -> None:
-        """Build it, which is a collective call; `baseline_bytes` are allocated before, such as by the baseline."""
+        """Build the variant, a collective call; `baseline_bytes` are allocated already, by the baseline among
+        others."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device
         self._baseline_bytes, self._on_stage, self._on_step = baseline_bytes, on_stage, on_step
         self.memory: list[StateMemory] = []
-        """At each of the moments so far."""
+        """The memory at each moment so far."""
         self.peak: PeakMemory | None = None
-        """Of its warm-up steps."""
+        """The peak memory of the warm-up steps."""
         self._begin("build", 0)
         self.step = VariantStep(study.step, variant, world)
-        """Its step."""
+        """The variant's step."""
         self._look("initialised")
 
     def cell(self, baseline: VariantStep | None, trace: Path | None) -> DdpCell:
-        """All there is to know of it, the same on all ranks; a collective call.
+        """The variant's cell, equal on all ranks; a collective call.
 
-        `baseline` takes turns with it, where there is one. Rank 0 writes the trace to `trace`; None: nobody traces.
+        `baseline` takes turns with it, if given. Rank 0 writes the trace to `trace`; None for no trace.
         """
         first_step_s = self._first_step()
         self._warm_up()
-        messages = self.step.messages()  # torch's buckets have changed by now, once it saw the order of readiness
+        messages = self.step.messages()  # once torch has rebuilt its buckets
         self._begin("measure", self._study.step.steps)
         together = [baseline.phases, self.step.phases] if baseline else [self.step.phases]
         *others, (samples, held_s) = run_turns(
@@ -84,13 +85,13 @@ class MeasuredVariant:
         )
 
     def timed_by_itself(self, steps: int) -> Samples:
-        """So many steps, once it is warm."""
+        """The samples of `steps` steps, after the warm-up."""
         self._warm_up()
         ((samples, _),) = run_turns([self.step.phases], self._world, steps, self._study.turn, self._on_step)
         return samples
 
     def _first_step(self) -> float:
-        """By itself: it compiles, and makes the optimizer's state."""
+        """Run the first step by itself: it compiles, and makes the optimizer's state."""
         self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
         assert self.step.optimizer is not None
         looks = (
@@ -107,7 +108,7 @@ class MeasuredVariant:
         return first_step_s
 
     def _warm_up(self) -> None:
-        """Alone, so that the peak is its own."""
+        """Run the warm-up steps alone, so that the peak is this variant's own."""
         num_steps = max(self._study.step.warmup, 1)
         self._begin("warmup", num_steps)
         self._device.reset_peak()
@@ -118,7 +119,8 @@ class MeasuredVariant:
         self.peak = self._device.peak("step")
 
     def _alone(self, messages: Sequence[Messages]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        """Its communication by itself: its messages sent again or, by another transport, gradients averaged."""
+        """The variant's communication by itself: its messages sent again or, with another transport, its gradients
+        averaged."""
         kind = self._variant.kind
         if kind == "none":
             return (), ()
@@ -139,7 +141,7 @@ class MeasuredVariant:
         for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
             before()
             device.synchronize()
-            self._world.collectives.host_gather(None)  # a barrier: waiting for a late rank is no part of it
+            self._world.collectives.host_gather(None)  # a barrier: the wait for a late rank is not part of it
             head_start.give()
             started = time.perf_counter()
             start = device.mark()

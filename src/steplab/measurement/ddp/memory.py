@@ -1,4 +1,4 @@
-"""What a variant of a data-parallel study holds, by whose it is, and whether it is gone when it should be."""
+"""The memory of a variant of a data-parallel study by category, and whether it is freed afterwards."""
 
 import gc
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from steplab.records.ddp import StateMemory
 from steplab.units import MIB
 
 TOLERATED_BYTES = 256 * MIB
-"""So much more may be held once a variant is gone: what libraries take once, and keep."""
+"""How much more memory may be held once a variant is freed: libraries allocate some once and keep it."""
 
 
 def state_memory(
@@ -24,9 +24,9 @@ def state_memory(
     before_bytes: int | None,
     uncounted_bytes: int,
 ) -> StateMemory:
-    """What is held now; `before_bytes` were allocated before the variant was built.
+    """The memory held now; `before_bytes` were allocated before the variant was built.
 
-    It holds `uncounted_bytes` besides, which the allocator knows nothing of, and in which gradients may be.
+    `uncounted_bytes` are held outside of torch's allocator, and gradients may be in them.
     """
     now_bytes = allocated_bytes(device)
     parameters = list(module.parameters())
@@ -43,7 +43,7 @@ def state_memory(
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory these tensors are in, on this rank, each stretch of it once: of views, the whole buffer."""
+    """Bytes of the storages of these tensors on this rank, each counted once and in full, also for views."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         local: Any = tensor
@@ -55,7 +55,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def free(device: Device) -> int | None:
-    """Let go of what nobody refers to any more; bytes still allocated, None where the allocator keeps no count."""
+    """Free what nothing refers to; returns the bytes still allocated, None if the allocator does not count."""
     gc.collect()
     if device.torch_device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)

@@ -1,4 +1,4 @@
-"""What a step sends: written down while it is sent, or worked out; and sent once more with nothing beside it."""
+"""The messages of a step: recorded while they are sent, or computed; and sent again with nothing beside them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from steplab.parallel.layout import Sharding, Unit
 from steplab.records.ddp import Messages
 
 _ALIGNED = 128
-"""Elements at whose multiples messages begin, as tensors of their own do."""
+"""Messages begin at multiples of so many elements, as tensors of their own do."""
 
 
 class RecordingCollectives:
-    """The collectives of a group, which write down what passes through them while that is asked for."""
+    """A group's collectives that can record the messages that pass through them."""
 
     def __init__(self, inner: Collectives) -> None:
         self._inner = inner
@@ -27,7 +27,7 @@ class RecordingCollectives:
 
     @contextmanager
     def on(self) -> Iterator[list[Messages]]:
-        """Within it calls are written down; neighbours of one kind stand together."""
+        """A context in which calls are recorded; consecutive messages of one kind are one entry."""
         found: list[Messages] = []
         self._found = found
         try:
@@ -68,11 +68,12 @@ class RecordingCollectives:
 def fsdp_messages(
     module: nn.Module, units: Sequence[Unit], sharding: Sharding, size: int, micro_steps: int
 ) -> tuple[Messages, ...]:
-    """What parallel.layout.shard_parameters has a step send over `size` ranks, from the shapes of parameters.
+    """The messages that parallel.layout.shard_parameters has a step send over `size` ranks, from the shapes of
+    parameters.
 
-    Each forward pass gathers the parameters of the root and of each unit; each backward pass those of each unit again,
-    for the root's are kept; and the last one reduces and scatters the gradients of each. Every parameter is padded to
-    divide by its first dimension.
+    Each forward pass gathers the parameters of the root and of each unit; each backward pass gathers those of each unit
+    again, since the root's are kept; and the last backward pass reduces and scatters the gradients of each. Every
+    parameter is padded so that the ranks divide its first dimension evenly.
     """
     inside = {parameter for unit in units for parameter in unit.module.parameters()}
     root = Unit(module=nn.ParameterList(p for p in module.parameters() if p not in inside))
@@ -86,7 +87,7 @@ def fsdp_messages(
 
 
 def _padded_bytes(unit: Unit, dtype: torch.dtype | None, size: int) -> int:
-    """Bytes of a unit's parameters, in their own type or, where the unit allows it, in `dtype`."""
+    """Bytes of a unit's padded parameters, in their own type or, where the unit allows it, in `dtype`."""
     return sum(
         math.ceil(parameter.shape[0] / size)
         * size
@@ -97,10 +98,10 @@ def _padded_bytes(unit: Unit, dtype: torch.dtype | None, size: int) -> int:
 
 
 class MessagesAlone:
-    """The messages of a step, to be sent by themselves as often as wanted."""
+    """The messages of a step, to be sent by themselves any number of times."""
 
     def __init__(self, messages: Sequence[Messages], world: World, dtype: torch.dtype, *, one_at_a_time: bool) -> None:
-        """Each message has memory of its own, as in the step, so that none finds what it sends in a cache."""
+        """Allocate memory for each message, as in the step, so that none finds what it sends in a cache."""
         self._world, self._one_at_a_time = world, one_at_a_time
         sizes = [(sent.collective, size // dtype.itemsize) for sent in messages for size in sent.sizes_bytes]
         aligned = [-(-size // _ALIGNED) * _ALIGNED for _, size in sizes]
@@ -112,7 +113,7 @@ class MessagesAlone:
             begin += taken
 
     def send(self) -> None:
-        """All of them, and wait."""
+        """Send all of them, and wait."""
         pending = []
         for number, (collective, tensor) in enumerate(self._sent):
             under_way = self._send(collective, tensor, number)

@@ -1,9 +1,9 @@
 """A data-parallel study on one rank: one variant after the other, each in turns with the baseline.
 
-Every rank runs this; what each measured is gathered, and rank 0 tells it. The baseline stays in memory and takes turns
-with each variant, a few steps each, so that whatever the machine does meanwhile it does to both; where the device has
-not the room for two models, the baseline is built and timed before and after. A variant is gone, and its memory is
-looked for, before the next one is built.
+Every rank runs this; the results are gathered, and rank 0 reports them. The baseline stays in memory and takes turns
+with each variant, a few steps each, so that a disturbance of the machine affects both; if the device has no room for
+two models, the baseline is built and timed before and after. A variant is freed, and its memory checked, before the
+next one is built.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _SPARE = 1.2
 
 
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
-    """The job: measure the task's cells on this rank; every rank does it."""
+    """The job: measure the task's cells on this rank; every rank calls this."""
     assert world is not None  # the study has at least two processes
     ddp_here(task.study, task.numbers, world, observer, Path(task.traces) if task.traces else None)
 
@@ -136,7 +136,7 @@ class _Session:
         return (f"memory: {format_bytes(kept - expected)} were not freed after the variant was measured",)
 
     def _tell_clocks(self, step: VariantStep) -> None:
-        """Read while the device is at work."""
+        """Report the clocks, read while the device is at work."""
         step.run()
         step.run()
         device = self._world.device.torch_device
@@ -164,7 +164,7 @@ class _Session:
         )
 
     def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
-        """Whether every rank's device holds the baseline beside a variant's step; of a CPU it is not asked."""
+        """Whether every rank's device holds the baseline beside a variant's step; always true on a CPU."""
         fits, device = True, self._world.device.torch_device
         if baseline.peak is not None:
             _, total_bytes = torch.cuda.mem_get_info(device)

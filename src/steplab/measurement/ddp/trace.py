@@ -1,6 +1,7 @@
-"""Some steps of a variant under torch.profiler, on all ranks at once: none waits for one that is slowed alone.
+"""Records some steps of a variant under torch.profiler, on all ranks at once, so that no rank waits for one that is
+slowed alone.
 
-A profiler slows Python most of all, so it gets its head start here as well.
+A profiler slows Python most of all, so Python gets its head start here as well.
 """
 
 import time
@@ -15,7 +16,8 @@ from steplab.measurement.step.step import ModelStep
 
 
 def trace_steps(step: ModelStep, world: World, num_steps: int, target: Path | None) -> None:
-    """Record `num_steps` steps, and one before them under another name; write them to `target`, None on other ranks."""
+    """Record `num_steps` steps, and one before them under another name, into `target`; None on ranks that write no
+    file."""
     activities = [ProfilerActivity.CPU]
     if world.device.torch_device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

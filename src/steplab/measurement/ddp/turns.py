@@ -1,8 +1,8 @@
-"""Variants that take turns: a few steps of one, then of the next, until each has its steps.
+"""Variants take turns: a few steps of one, then of the next, until each has its steps.
 
-Before each step Python gets a head start on all ranks (head_start.py): what is asked here is what communication costs
-the devices, and a host that is slow, or slowed by others, would be all that the difference of two steps shows. No
-variant has anything under way between two steps, so that nothing passes unseen meanwhile.
+Before each step Python gets a head start on all ranks (machine.head_start): the question is what communication costs
+the devices, and a slow host would otherwise dominate the difference of two steps. No variant has work under way between
+two steps, so that nothing passes unseen.
 """
 
 import time
@@ -16,16 +16,16 @@ from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
 Samples = tuple[PhaseSamples, ...]
 
 LONGEST_HOLD_S = 0.5
-"""Python fills the queue of launches in less."""
+"""The longest hold; Python fills the launch queue in less."""
 
 
 def run_turns(
     variants: Sequence[Sequence[Phase]], world: World, steps: int, turn: int, on_step: Callable[[int], None]
 ) -> list[tuple[Samples, float | None]]:
-    """At least `steps` samples of each variant, `turn` in a row, and for how long the device was held before a step
-    at the most; every rank calls it.
+    """At least `steps` samples of each variant, `turn` in a row, and the longest hold before a step; every rank calls
+    this.
 
-    Rounds begin with another variant each, so that none always comes after the same one.
+    Each round begins with another variant, so that none always follows the same one.
     """
     head_starts = [HeadStart(world.device, world.collectives, LONGEST_HOLD_S) for _ in variants]
     found: list[list[Samples]] = [[] for _ in variants]
@@ -43,9 +43,9 @@ def run_turns(
 
 
 def _turn(phases: Sequence[Phase], world: World, head_start: HeadStart, steps: int) -> list[Samples]:
-    """So many steps, after one with the ranks together that is not counted, and says how long Python takes for one.
+    """Run `steps` steps, after one that is not counted and shows how long Python takes to launch one.
 
-    A step in which Python was not ahead on some rank is made again with the device held for longer, where that can be.
+    A step in which Python was not ahead on some rank is made again with a longer hold, if that is possible.
     """
     found: list[Samples] = []
     world.device.synchronize()
@@ -62,7 +62,7 @@ def _turn(phases: Sequence[Phase], world: World, head_start: HeadStart, steps: i
 
 
 def _step(phases: Sequence[Phase], world: World, head_start: HeadStart) -> tuple[Samples, float]:
-    """One step, and how long Python took to start it."""
+    """Run one step; returns its samples and the time that Python took to launch it."""
     begun_s, started_s = 0.0, 0.0
 
     def give() -> None:

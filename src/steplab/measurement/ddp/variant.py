@@ -1,7 +1,8 @@
-"""One variant of a data-parallel study, built on this rank: the step of `run`, and how its gradients travel.
+"""One variant of a data-parallel study, built on this rank: the step of `run` with the variant's way of averaging
+gradients.
 
-All variants compute the same step on the same weights, each rank on batches of its own. They differ in who averages
-the gradients, when, and where the optimizer's state is; all else is measurement.step.step's.
+All variants compute the same step on the same weights, each rank on its own batches. They differ in who averages the
+gradients, when, and where the optimizer's state is; everything else is measurement.step.
 """
 
 from dataclasses import replace
@@ -23,26 +24,27 @@ class VariantStep(ModelStep):
     """The step of one variant on this rank."""
 
     def __init__(self, spec: StepSpec, variant: Variant, world: World) -> None:
-        """A collective call. Raises UserError or Unsupported where the variant cannot be had, on every rank alike."""
+        """Build it, a collective call. Raises UserError or Unsupported if the variant is not possible, on every rank
+        alike."""
         device = world.device.torch_device
         workload = build_workload(spec, device)
         if workload.module is None or workload.make_batch is None:
             raise Unsupported(f"comparing strategies on {spec.model.label}", "it gives a whole step", "give a module")
         self._spec, self._variant, self._world_size = spec, variant, world.size
         self._recording: RecordingCollectives | None = None
-        if variant.transport in (None, COLLECTIVES):  # any other has its own way to the ranks of the group it knows
+        if variant.transport in (None, COLLECTIVES):  # any other transport reaches the ranks of its group by itself
             self._recording = RecordingCollectives(world.collectives)
             world = replace(world, collectives=self._recording)
         super().__init__(workload, spec, device, world, variant)
 
     @property
     def shared_bytes(self) -> int:
-        """Device memory of its transport that torch's allocator does not count."""
+        """Device memory of the variant's transport that torch's allocator does not count."""
         called = self.distributed.call
         return called.shared_bytes if isinstance(called, DataParallel) else 0
 
     def messages(self) -> tuple[Messages, ...]:
-        """What a step sends; empty where nobody can say. A collective call: it runs a step."""
+        """The messages of a step; empty if they cannot be known. A collective call: it runs a step."""
         if self._variant.kind == "fsdp2":
             units, sharding = units_of(self.module), sharding_of(self.module, self._spec)
             return fsdp_messages(self.module, units, sharding, self._world_size, self._spec.micro_steps)

@@ -1,4 +1,4 @@
-"""The measuring process: one request in on standard input, messages out on a pipe, the result last.
+"""The measuring process: one request on standard input, messages on a pipe, the result last.
 
 `processes.launch` starts it as `python -m steplab.measurement.entry.child FD`. Standard input stays open for as long as
 the parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def answer(request: Request, send: Callable[[str, Any], None], world: "World | None" = None) -> None:
-    """Do what is asked for, and send what happens and, last, the result; in a world every rank does so.
+    """Do the job, send messages about its progress and, last, the result; in a world every rank does so.
 
     Raises SteplabError for a request that cannot be served.
     """
@@ -70,10 +70,10 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
 
 
 def end_with_parent() -> None:
-    """Wait for the end of standard input (by its descriptor: a daemon thread must hold no lock of Python's)."""
+    """Wait for the end of standard input, by its descriptor: a daemon thread must hold no lock of Python's."""
     while os.read(0, 1):
         pass
-    os.killpg(0, signal.SIGKILL)  # the whole session: what the model started is to end as well
+    os.killpg(0, signal.SIGKILL)  # the whole session: processes that the model started end as well
 
 
 if __name__ == "__main__":

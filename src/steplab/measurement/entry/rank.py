@@ -1,9 +1,9 @@
 """One of several processes that measure together.
 
 Started as `python -m steplab.measurement.entry.rank FD`, with an order on standard input. The first rank, and every
-rank that steplab starts itself, is a process of the one that hears all, and FD is its connection to that; nothing lives
-on when the connection ends. Any other rank of torchrun's is a process of a command line of its own and answers it on
-FD; it finds the first command line through the store where all ranks meet.
+rank that steplab starts itself, belongs to the process that listens to all ranks; FD is its connection to that process,
+and the rank ends when the connection does. Any other rank of torchrun belongs to a command line of its own and answers
+it on FD; it finds the first command line through the store where all ranks meet.
 """
 
 import os
@@ -28,9 +28,9 @@ from steplab.records.codec import encode
 from steplab.records.failure import Failure
 
 _OF_EVERY_RANK = ("stage", "step")
-"""The hub hears of every rank's progress, and of the first one all."""
+"""The messages that the hub hears from every rank; from the first rank it hears all."""
 _VERDICT_S = 20.0
-"""How long a rank that is done waits to hear what became of all."""
+"""How long a rank that has finished waits for the verdict over all ranks."""
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def _heard_by_parent(order: Order, descriptor: int) -> None:
     channel.listen(on_verdict=lambda verdict: None, on_end=on_end)
     place = place_in()
     if not _work(order, place, channel, meet):
-        time.sleep(_VERDICT_S)  # ended from outside, once the cause is known: an exit here would hide it
+        time.sleep(_VERDICT_S)  # it is ended from outside once the cause is known: an exit here would hide the cause
         sys.exit(1)
 
 
@@ -84,7 +84,7 @@ def _heard_by_first(order: Order, descriptor: int) -> None:
         verdict = msgspec.json.decode(value, type=Verdict)
         if verdict.failure is not None or verdict.refused is not None:
             tell("failed" if verdict.failure else "refused", verdict.failure or verdict.refused)
-            os._exit(1)  # the main thread may wait in a collective for ever
+            os._exit(1)  # the main thread may wait forever in a collective
         heard.set()
 
     def on_end() -> None:
@@ -105,7 +105,7 @@ def _heard_by_first(order: Order, descriptor: int) -> None:
     def say(kind: str, value: Any) -> None:
         if kind in _OF_EVERY_RANK:
             tell(kind, value)
-        else:  # the last words of this rank count only if those of all do
+        else:  # the last messages of this rank count only if all ranks succeed
             said.append((kind, value))
 
     _work(order, around, channel, lambda: store, say)
@@ -122,9 +122,9 @@ def _work(
     meet: Callable[[], Any],
     say: Callable[[str, Any], None] = lambda kind, value: None,
 ) -> bool:
-    """Do what is asked for, and tell the hub how it ended; whether well.
+    """Do the job, and tell the hub how it ended; returns whether it succeeded.
 
-    `meet` gives the store where all ranks meet. `say` hears what ranks but the first say.
+    `meet` returns the store where all ranks meet. `say` receives the messages of every rank but the first.
     """
     from steplab.measurement.machine.failures import failure_from
     from steplab.measurement.machine.head_start import lengthen_launch_queues

@@ -1,6 +1,6 @@
-"""The ceilings of a device, measured: large matmuls in each data type, and a large copy.
+"""The measured ceilings of a device: large matmuls in each data type, and a large copy.
 
-On random data: a GPU multiplies zeros faster than numbers, because its clock depends on the power drawn.
+The data are random: a GPU multiplies zeros faster, because its clock depends on the power drawn.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from steplab.records.codec import new_id, now_utc
 from steplab.units import GIB, MIB
 
 _SMALLEST, _LARGEST = 256, 8192
-"""Least and greatest n of an n x n x n matmul."""
+"""Smallest and largest n of an n x n x n matmul."""
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
@@ -34,7 +34,7 @@ _FAR_BEHIND = 2.0
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
-    """Measure in this process, which is by itself; raises Unsupported for a device that is not there."""
+    """The job of `doctor`: measure in this process alone. Raises Unsupported for a device that is not there."""
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
     ceilings = tuple(_measure(device, observer.on_stage))
@@ -65,10 +65,10 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
 
 
 def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]:
-    """Size and times of the largest product tried, in the fastest of the layouts a linear layer multiplies in.
+    """Size and times of the largest product tried, in the fastest layout that a linear layer uses.
 
-    A layout that is far behind at one size is not tried at the next: a CPU without bf16 instructions is twenty times
-    slower in one of them than in another.
+    A layout that is far slower at one size is not tried at the next: without bf16 instructions a CPU is twenty times
+    slower in one layout than in another.
     """
     n, layouts = _SMALLEST, _LAYOUTS
     while True:

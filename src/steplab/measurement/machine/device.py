@@ -1,6 +1,6 @@
 """The device behind a small interface: a clock, a barrier and a memory gauge.
 
-The measuring loop knows only this, so that its order of events and its statistics are tested with a fake.
+The measuring loop knows only this interface, so that a fake device can test its order of events and its statistics.
 """
 
 import sys
@@ -16,44 +16,44 @@ from steplab.specs.device import check_device
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000
-"""Some milliseconds."""
+"""The number of cycles that are timed, which take some milliseconds."""
 
 
 class Device(Protocol):
-    """What a measurement asks of a device."""
+    """The operations that a measurement needs of a device."""
 
     asynchronous: bool
-    """Whether work goes on after a call returns: then marks lie on the device's own timeline."""
+    """Whether work continues after a call returns; marks then lie on the device's own timeline."""
     torch_device: torch.device
-    """Where tensors go."""
+    """The torch device that tensors are placed on."""
 
     def reserve_marks(self, count: int) -> None:
-        """Prepare for that many marks, so that making one in a loop costs next to nothing."""
+        """Prepare `count` marks, so that making one inside a loop takes almost no time."""
 
     def mark(self) -> Any:
-        """A point on the device's timeline, after all work given to it so far."""
+        """A point on the device's timeline, after all work launched so far."""
 
     def has_passed(self, mark: Any) -> bool:
-        """Whether the device is done with all that it was given before a mark."""
+        """Whether the device has finished all work launched before a mark."""
 
     def seconds_between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to a later one; the device must have been synchronised since."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+        """Wait until the device has finished all work launched so far."""
 
     def hold(self, seconds: float) -> None:
-        """Have the device do nothing for about that long before what it is given next; returns at once."""
+        """Keep the device idle for about `seconds` before the work that is launched next; returns at once."""
 
     def reset_peak(self) -> None:
-        """Start a new high-water mark at what is allocated now."""
+        """Start a new high-water mark at the memory that is allocated now."""
 
     def peak(self, phase: str) -> PeakMemory | None:
-        """The high-water mark since the last reset; None where the device keeps none."""
+        """The high-water mark since the last reset; None if the device keeps none."""
 
 
 class CudaDevice:
-    """A CUDA GPU: marks are events on the current stream."""
+    """A CUDA GPU; its marks are events on the current stream."""
 
     asynchronous = True
 
@@ -65,7 +65,7 @@ class CudaDevice:
     def reserve_marks(self, count: int) -> None:
         self._reserved = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         for event in self._reserved:
-            event.record()  # torch asks CUDA for the event only when it is first recorded
+            event.record()  # torch creates the CUDA event only when it is first recorded
 
     def mark(self) -> torch.cuda.Event:
         event = self._reserved.pop() if self._reserved else torch.cuda.Event(enable_timing=True)
@@ -86,7 +86,7 @@ class CudaDevice:
             compat.spin(round(seconds * self._spin_rate()))
 
     def _spin_rate(self) -> float:
-        """Cycles a second, timed once: which clock they are of differs between GPUs."""
+        """Cycles per second of the spinning kernel, timed once: GPUs differ in the clock that they count."""
         if not self._spins_per_s:
             compat.spin(1)  # loads the kernel
             start = self.mark()
@@ -108,7 +108,7 @@ class CudaDevice:
 
 
 class HostClockDevice:
-    """A CPU, or MPS: marks are the host's clock, taken with the device idle."""
+    """A CPU or MPS device; its marks are readings of the host's clock with the device idle."""
 
     asynchronous = False
 
@@ -116,7 +116,7 @@ class HostClockDevice:
         self.torch_device = torch_device
 
     def reserve_marks(self, count: int) -> None:
-        """A number needs no preparation."""
+        """Nothing: a mark is a number."""
 
     def mark(self) -> int:
         self.synchronize()
@@ -129,23 +129,23 @@ class HostClockDevice:
         return (end - start) / NS_PER_S
 
     def hold(self, seconds: float) -> None:
-        """It has no queue to be ahead of."""
+        """Nothing: there is no launch queue."""
 
     def synchronize(self) -> None:
         if self.torch_device.type == "mps":
             torch.mps.synchronize()
 
     def reset_peak(self) -> None:
-        """Neither allocator keeps a high-water mark."""
+        """Nothing: neither allocator keeps a high-water mark."""
 
     def peak(self, phase: str) -> None:
         return None
 
 
 def open_device(name: str) -> Device:
-    """The device a spec names; `auto` is cuda, else mps, else cpu. The only place where a name becomes a device.
+    """The device that a spec names; `auto` is cuda, else mps, else cpu. Only this function turns a name into a device.
 
-    Raises UserError for a name that no device has, Unsupported for a device that is not there.
+    Raises UserError for an unknown name, and Unsupported for a device that is not there.
     """
     there = _devices_here()
     check_device(name, there)
@@ -167,13 +167,13 @@ def open_device(name: str) -> Device:
 
 
 def _devices_here() -> list[str]:
-    """The devices of this machine that torch sees, that which `auto` takes first."""
+    """The names of the devices that torch sees; the first is what `auto` takes."""
     gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*gpus, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
 
 
 def host_peak_bytes() -> int | None:
-    """Largest resident set of this process so far; None where the system does not say."""
+    """The largest resident set of this process so far; None if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows has no getrusage
@@ -183,19 +183,19 @@ def host_peak_bytes() -> int | None:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether matmuls of fp32 tensors can run in TF32: on NVIDIA GPUs from compute capability 8.0 on."""
+    """Whether matmuls of fp32 tensors can run in TF32: on NVIDIA GPUs of compute capability 8.0 and above."""
     return (
         device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
 def refuse_unserved(precision: str, device: torch.device) -> None:
-    """Raise Unsupported where a device would silently compute in another precision."""
+    """Raise Unsupported if the device would silently compute in another precision."""
     if precision == "tf32" and not has_tf32(device):
         why = f"{device} has no such matmuls, and would compute in fp32"
         raise Unsupported("precision tf32", why, "use --precision fp32")
 
 
 def allocated_bytes(device: Device) -> int | None:
-    """Bytes in live tensors; None where the allocator does not count."""
+    """Bytes in live tensors; None if the allocator does not count them."""
     return torch.cuda.memory_allocated(device.torch_device) if device.torch_device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Read where a measurement runs: device, versions, clocks, the few variables that matter."""
+"""Reads the environment of a measurement: device, versions, clocks, and a few variables."""
 
 import dataclasses
 import importlib.metadata
@@ -29,8 +29,8 @@ VARIABLES = (
     "TORCHINDUCTOR_MAX_AUTOTUNE",
     "TORCH_BLAS_PREFER_CUBLASLT",
 )
-"""The environment variables a record may carry: those that change how fast or how large a step is. A record
-travels, and the others may hold secrets."""
+"""The environment variables that a record may contain: those that change a step's speed or memory. A record may be
+shared, and other variables may hold secrets."""
 
 
 def read_environment(device: torch.device) -> Environment:
@@ -57,7 +57,7 @@ def read_environment(device: torch.device) -> Environment:
 
 
 def read_clocks(environment: Environment, device: torch.device) -> Environment:
-    """The same environment with the GPU's clocks, power limit, temperature and other processes as they are now."""
+    """The environment with the GPU's present clocks, power limit, temperature and other processes."""
     if device.type != "cuda" or environment.device.uuid is None:
         return environment
     reading = nvml.read(environment.device.uuid)
@@ -99,7 +99,7 @@ def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str
 
 
 def _cpu_name() -> str:
-    """Linux tells the model in /proc/cpuinfo; elsewhere the platform module knows something."""
+    """The CPU's model: on Linux from /proc/cpuinfo, elsewhere from the platform module."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -124,13 +124,13 @@ def _version_of(package: str) -> str | None:
 
 
 def _dotted(version: int) -> str:
-    """cuDNN counts 91900 for 9.19.0 (and 8902 for 8.9.2 before version 9)."""
+    """cuDNN's version as text: it reports 91900 for 9.19.0, and before version 9 8902 for 8.9.2."""
     scale = 10_000 if version >= 90_000 else 1_000
     return f"{version // scale}.{version % scale // 100}.{version % 100}"
 
 
 def _git_commit() -> str | None:
-    """Commit of the folder steplab was started in: it is the user's code that is under test."""
+    """The commit of the folder that steplab was started in, which usually holds the user's code."""
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")

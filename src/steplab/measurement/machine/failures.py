@@ -1,4 +1,4 @@
-"""From an exception in the middle of a measurement to a row that says what happened."""
+"""Turns an exception during a measurement into a Failure."""
 
 import re
 
@@ -16,7 +16,7 @@ _LAST_LINES = 12
 
 
 def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
-    """The failure that `error` is: out of memory with its sizes, or the error's own first line."""
+    """The exception as a Failure: out of memory with its sizes, or the first line of the error."""
     refused = refused_memory(error, stage, device)
     if refused:
         return refused
@@ -30,7 +30,7 @@ def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: De
 
 
 def refused_memory(error: Exception, stage: str, device: Device | None) -> Failure | None:
-    """The failure to get memory that `error` is, with its sizes; None: it is none."""
+    """The exception as an out-of-memory Failure with its sizes; None if it is another error."""
     if isinstance(error, torch.OutOfMemoryError):
         requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
         return _out_of_memory(stage, requested_bytes, device.peak("step") if device else None)
@@ -41,12 +41,12 @@ def refused_memory(error: Exception, stage: str, device: Device | None) -> Failu
 
 
 def has_no_kernel(error: Exception) -> bool:
-    """Whether torch says that none of the attention kernels it may use takes these inputs."""
+    """Whether torch reports that none of the permitted attention kernels supports these inputs."""
     return "No available kernel" in str(error) or "No viable backend" in str(error)
 
 
 def failure_of(error: BaseException, stage: str | None) -> Failure:
-    """Any other error: its first line, and the lines it ends with."""
+    """Any other error as a Failure: its first line, and the last lines of its traceback."""
     lines = tuple(str(error).splitlines()[-_LAST_LINES:])
     return Failure(kind="error", message=_first_line(error), phase=stage, last_lines=lines if len(lines) > 1 else ())
 
@@ -65,6 +65,6 @@ def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | N
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, SteplabError):  # meant for the user as it is
+    if isinstance(error, SteplabError):  # an error of steplab's own is shown as it is
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,12 +1,12 @@
-"""A head start for Python, so that the device never waits for it in what is timed.
+"""A head start for Python, so that the device never waits for it during a timed step.
 
-In training the host runs ahead of the device. In a loop of a few steps it begins level, and a slow host never gets
-ahead: then what is timed has the device's waits for Python in it, and on several ranks each one's waits for all the
-others'. Where the time of the device is what is asked for, it is held, idle, before that begins, for longer than Python
-takes to start the work; then the ranks meet on the device, and it begins on all of them at once.
+In training the host runs ahead of the device. In a loop of a few steps both begin together, and a slow host never gets
+ahead: the measured time then contains the device's waits for Python, and with several ranks each rank's waits for all
+others. Where only the device's time is asked for, the device is held idle before the work begins, for longer than
+Python takes to launch it; then the ranks meet on the device, and the work begins on all of them at once.
 
-How far ahead a host can get is limited by the queue of launches that the driver keeps, some thousand kernels. It can be
-asked for a longer one before it is first used.
+How far ahead a host can get is limited by the driver's launch queue, which holds about a thousand kernels. A longer
+queue can be requested before the device is first used.
 """
 
 import os
@@ -20,46 +20,48 @@ _QUEUES = "CUDA_SCALE_LAUNCH_QUEUES"
 _LONGEST = "4x"
 """The longest launch queue that CUDA offers."""
 _MARGIN = 1.5
-"""Factor on the time that Python took, because it takes longer at times."""
+"""Factor on the time that Python took to launch the work; the next launch may take longer."""
 
 
 def lengthen_launch_queues() -> None:
-    """Ask CUDA for its longest queue of launches, unless the user has asked for another; before its first use."""
+    """Ask CUDA for its longest launch queue, unless the user has set another. To be called before CUDA is first
+    used."""
     if torch.version.cuda is not None:
         os.environ.setdefault(_QUEUES, _LONGEST)
 
 
 class HeadStart:
-    """How long a device is held before what is timed: the same on all ranks, which call everything here together.
+    """Holds a device before timed work, for the same time on all ranks; all methods are collective.
 
-    Where the host is the device there is nothing to be ahead of, and nothing is held.
+    On a device that is the host itself there is nothing to get ahead of, and nothing is held.
     """
 
     def __init__(self, device: Device, collectives: Collectives, longest_s: float) -> None:
-        """`longest_s`: holding for longer has no use, as Python has filled the queue of launches by then, or waits for
-        the device in the work itself."""
+        """Take the ranks of `collectives`; `longest_s` is the longest useful hold, after which Python has filled the
+        launch queue or waits for the device."""
         self._device, self._collectives, self._longest_s = device, collectives, longest_s
         self._token = torch.zeros(1, device=device.torch_device)
         self.seconds = 0.0
-        """For so long."""
-        if device.asynchronous:  # the first time of either takes long, and is no part of a hold
+        """The length of the hold, in seconds."""
+        if device.asynchronous:  # the first call of either takes long and is not part of a hold
             device.hold(1e-3)
             self._meet()
             device.synchronize()
 
     def hold(self) -> None:
-        """Have the device do nothing for that long; returns at once."""
+        """Have the device do nothing for `seconds`; returns at once."""
         if self._device.asynchronous:
             self._device.hold(self.seconds)
 
     def give(self) -> None:
-        """The same, and then until every rank's has got so far."""
+        """Hold the device, and then wait on it until the holds of all ranks are over."""
         self.hold()
         if self._device.asynchronous:
             self._meet()
 
     def lengthen(self, started_s: float) -> bool:
-        """Make it long enough for work that took Python so long to start, on the slowest rank; whether it got longer.
+        """Lengthen the hold for work that Python took `started_s` to launch on the slowest rank; returns whether it
+        grew.
 
         A collective call.
         """

@@ -5,9 +5,9 @@ import time
 import psutil  # type: ignore[import-untyped]  # it has no types
 
 _SHORTEST_S = 0.5
-"""Clocks of processors count in steps of 10 ms, so that shorter times say little."""
+"""The shortest useful interval: processor clocks count in steps of 10 ms."""
 _NOT_BUSY = ("idle", "iowait", "guest", "guest_nice")
-"""States of a processor that are no work, and those of Linux that are part of user and nice as well."""
+"""Processor states that are not work, and those of Linux that are part of user and nice as well."""
 
 
 class OtherProcesses:

@@ -1,7 +1,7 @@
-"""Clocks, power limit and driver of one GPU through NVML (package nvidia-ml-py, extra `nvidia`).
+"""Clocks, power limit and driver of one GPU, read through NVML (package nvidia-ml-py, extra `nvidia`).
 
-The GPU is found by UUID: NVML counts all GPUs of the machine, torch only those that CUDA_VISIBLE_DEVICES lets
-it see, so that an index means different cards to the two.
+The GPU is found by UUID: NVML numbers all GPUs of the machine, torch only those that CUDA_VISIBLE_DEVICES leaves
+visible, so that an index means different GPUs to the two.
 """
 
 import os
@@ -15,12 +15,12 @@ _CLOCK_LIMITS = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Bits of NVML's reasons for a lower clock (nvml.h, nvmlClocksEventReasons), without those that a user chose."""
+"""NVML's bits for the reasons of a lower clock (nvml.h, nvmlClocksEventReasons), without those that a user chose."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """One look at a GPU; None for what it does not tell."""
+    """One reading of a GPU; None for a figure that it does not report."""
 
     driver: str
     sm_clock_hz: float | None
@@ -32,7 +32,7 @@ class Reading:
 
 
 def read(uuid: str) -> Reading | str:
-    """The GPU's state now, or in words why it cannot be read."""
+    """The GPU's present state, or a text that says why it cannot be read."""
     try:
         import pynvml
     except ImportError:
@@ -46,7 +46,7 @@ def read(uuid: str) -> Reading | str:
         try:
             return function(handle, *arguments) * scale
         except pynvml.NVMLError:
-            return None  # a card may lack one figure and tell the others
+            return None  # a GPU may lack one figure and report the others
 
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
@@ -74,7 +74,7 @@ def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...] | None:
 
 
 def _other_processes(pynvml: Any, handle: Any) -> int | None:
-    """Processes that compute on the GPU besides this one. A container sees only its own."""
+    """The number of other processes that compute on the GPU. A container sees only its own."""
     try:
         return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except pynvml.NVMLError:

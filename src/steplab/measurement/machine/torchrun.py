@@ -1,6 +1,6 @@
-"""What the variables of torchrun say of this process: its place among several, and where they meet.
+"""The environment variables of torchrun: this process's place among several, and where they meet.
 
-steplab sets the same variables for the processes that it starts itself, apart from where they meet.
+steplab sets the variables of the place for the processes that it starts itself.
 """
 
 import os
@@ -18,21 +18,21 @@ class Place:
     """The place of a process among several."""
 
     rank: int
-    """RANK: this process among all."""
+    """RANK: this process's number among all."""
     size: int
-    """WORLD_SIZE: processes in all."""
+    """WORLD_SIZE: the number of processes."""
     local_rank: int
-    """LOCAL_RANK: this process among those of its machine (of one launcher)."""
+    """LOCAL_RANK: this process's number among those of one launcher, usually one machine."""
     local_size: int
-    """LOCAL_WORLD_SIZE."""
+    """LOCAL_WORLD_SIZE: the number of processes of that launcher."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the process that stores and prints."""
+        """Whether this process stores and prints."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
-        """The variables that say so."""
+        """The environment variables of this place."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -43,25 +43,25 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torchrun(Place):
-    """One of the processes that torchrun, or whatever sets the same variables, has started."""
+    """One of the processes started by torchrun, or by another launcher that sets the same variables."""
 
     address: str
-    """MASTER_ADDR: where the processes meet."""
+    """MASTER_ADDR: the machine where the processes meet."""
     port: int
-    """MASTER_PORT."""
+    """MASTER_PORT: the port there."""
     agent_store: bool
-    """Whether the launcher itself serves that place, or the first process has to."""
+    """Whether the launcher serves the store there; otherwise the first process does."""
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all of them are on this machine."""
+        """Whether all of the processes are on this machine."""
         return self.local_size == self.size or self.address == "localhost" or self.address.startswith("127.")
 
 
 def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | None:
-    """What torchrun says of this process; None where there is none around it, or where it started one process only.
+    """The place that torchrun gave this process; None without torchrun, or if it started one process only.
 
-    Raises UserError where the variables contradict each other or do not suffice.
+    Raises UserError if the variables are contradictory or incomplete.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
@@ -84,7 +84,7 @@ def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | N
 
 
 def place_in(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place that the variables name, RANK and WORLD_SIZE among them. Raises UserError where one is no number."""
+    """The place that the variables name, RANK and WORLD_SIZE included. Raises UserError if one is not a number."""
     return Place(
         rank=_number("RANK", environment),
         size=_number("WORLD_SIZE", environment),

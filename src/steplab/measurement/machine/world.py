@@ -17,10 +17,10 @@ from steplab.measurement.machine.torchrun import LOOPBACK, Place, Torchrun
 from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
-"""How long a process waits for the others to come."""
+"""How long a process waits for the others to join."""
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""After this long a collective that waits for another process raises. It is the last resort: whoever started the
-processes hears sooner that one has died or makes no progress (measurement.processes.hearing)."""
+"""After this time a collective that waits for another process raises. It is the last resort: the process that
+started the ranks hears sooner that one has died or makes no progress (measurement.processes.hearing)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,38 +28,38 @@ class World:
     """The processes that measure together, seen from one of them."""
 
     rank: int
-    """This process's place among all, from 0."""
+    """This process's number among all, from 0."""
     size: int
-    """How many there are."""
+    """The number of processes."""
     local_rank: int
-    """Its place among those of its machine."""
+    """This process's number among those of its machine."""
     local_size: int
-    """How many its machine has."""
+    """The number of processes on its machine."""
     host: str
     """Name of the machine."""
     device: Device
-    """This rank's own, opened: cuda:local_rank, or the CPU."""
+    """This rank's opened device: cuda:local_rank, or the CPU."""
     backend: str
-    """nccl or gloo: what carries tensors on that device."""
+    """The library that carries tensors on that device: nccl or gloo."""
     collectives: Collectives
     """The collectives over all processes."""
     folder: Path | None = None
-    """A private folder of these processes, for files that nobody keeps; None under torchrun."""
+    """A private folder of these processes for temporary files; None under torchrun."""
 
     def leave(self) -> None:
-        """Be one of several no more; all ranks do it, and none can come back."""
+        """Leave the group for good; all ranks call this."""
         dist.destroy_process_group()
 
 
 def meeting_place(around: Torchrun) -> Store:
-    """The key-value store that all processes of torchrun reach, with keys of its own for each call by all of them.
+    """The key-value store that all processes of torchrun reach; each collective call gets its own keys.
 
-    Raises UserError where this process has to serve it and cannot.
+    Raises UserError if this process has to serve the store and cannot.
     """
     serves = around.is_first and not around.agent_store
     address, listening = around.address, None
     if around.is_on_one_machine and not around.agent_store:
-        # torch would have it listen on all interfaces, and it believes whoever connects.
+        # torch would listen on all interfaces and trust whoever connects
         address = LOOPBACK
         listening = _listening_at(around.port) if serves else None
     store = TCPStore(
@@ -72,13 +72,13 @@ def meeting_place(around: Torchrun) -> Store:
         multi_tenant=True,
         master_listen_fd=listening,
     )
-    # Several measurements in turn find the store as the ones before have left it.
+    # several measurements in one program use one store, each with its own prefix
     arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
     return PrefixStore(f"steplab/{arrivals}/", store)
 
 
 def private_meeting_place(folder: str, size: int) -> Store:
-    """The key-value store of the processes that have a folder for themselves: a file in it."""
+    """The key-value store of processes that share a private folder: a file in it."""
     store = FileStore(f"{folder}/store", size)
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
     return store
@@ -99,10 +99,10 @@ def join_world(
     folder: str | None = None,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> World:
-    """Become one of several processes, on this rank's share of `device` (auto, cuda or cpu).
+    """Join the group of processes, on this rank's share of `device` (auto, cuda or cpu).
 
-    `meet` gives the store that all of them reach. Host values travel by gloo; tensors on a GPU by nccl.
-    Raises Unsupported where the machine has no GPU for this rank.
+    `meet` returns the store that all of them reach. Host values travel by gloo, tensors on a GPU by nccl. Raises
+    Unsupported if the machine has no GPU for this rank.
     """
     opened = _open_share(place, device)
     backend = "nccl" if opened.torch_device.type == "cuda" else "gloo"
@@ -127,7 +127,7 @@ def join_world(
 
 
 def host_name() -> str:
-    """What this machine calls itself."""
+    """The machine's host name."""
     return socket.gethostname()
 
 
@@ -143,7 +143,7 @@ def _open_share(place: Place, device: str) -> Device:
 
 
 def refuse_too_few_gpus(wanted: int, there: int) -> None:
-    """Raise Unsupported where processes would have to share a GPU, which NCCL does not do."""
+    """Raise Unsupported if processes would have to share a GPU, which NCCL does not support."""
     if wanted > there:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = f" (CUDA_VISIBLE_DEVICES is '{visible}')" if visible is not None else ""

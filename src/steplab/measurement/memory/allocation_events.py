@@ -1,7 +1,7 @@
-"""What torch's profiler saw of a device's memory: each allocation and release, and what was under way around it.
+"""The allocations and releases of a device's memory as torch's profiler saw them, with what was running around them.
 
-Every allocator of torch reports to the profiler, when it happens and with the size it set aside. A mode over the
-dispatcher would see tensors alone, and it changes the step: under one, autograd adds gradients up out of place.
+Every allocator of torch reports to the profiler when it allocates, and the size it set aside. A mode over the
+dispatcher would see only tensors, and it changes the step: under one, autograd adds gradients out of place.
 """
 
 import re
@@ -19,22 +19,22 @@ _FACTORIES = frozenset(
         *("resize_", "resize_as_", "_resize_output_", "set_"),
     )
 )
-"""Operators that get memory for the operator that called them."""
+"""Operators that allocate memory for the operator that called them."""
 _OPERATOR = re.compile(r"(?!autograd::|torch::autograd::)\w+::\w+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """An operator under way."""
+    """An operator that is running."""
 
     name: str
-    """aten::mm"""
+    """The operator's name, such as aten::mm."""
     start_ns: int
-    """On the profiler's clock."""
+    """The beginning, on the profiler's clock."""
     end_ns: int
-    """On the same clock."""
+    """The end, on the profiler's clock."""
     first_address: int | None
-    """Of the storage of its first input, where that is a tensor."""
+    """The address of the storage of its first input; None if that is not a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,51 +42,51 @@ class MemoryEvent:
     """An allocation or a release."""
 
     time_ns: int
-    """On the profiler's clock."""
+    """The time, on the profiler's clock."""
     address: int
-    """Of the block."""
+    """The address of the block."""
     num_bytes: int
-    """What was set aside; negative: what was given back."""
+    """The bytes that were set aside; negative for a release."""
     operator: Operator | None
-    """Innermost operator under way in that thread."""
+    """The innermost operator running in that thread."""
     ranges: tuple[str, ...]
-    """Names of the ranges open in that thread, innermost last."""
+    """The names of the ranges open in that thread, innermost last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A stretch that the program marked."""
+    """A named range of the program."""
 
     name: str
-    """As it was given."""
+    """The name."""
     start_ns: int
-    """On the profiler's clock."""
+    """The beginning, on the profiler's clock."""
     end_ns: int
-    """On the same clock."""
+    """The end, on the profiler's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sighting:
-    """A tensor as the input of an operator."""
+    """A tensor seen as the input of an operator."""
 
     time_ns: int
-    """When the operator began."""
+    """The time at which the operator began."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """The tensor's shape."""
     dtype: str
-    """float32, bfloat16, ..."""
+    """The tensor's type: float32, bfloat16, ..."""
 
 
 class AllocationEvents:
-    """What happened to the memory of one device while a profiler watched, in the order of time."""
+    """The events of one device's memory while a profiler ran, in order of time."""
 
     def __init__(self, roots: Sequence[Any], device: torch.device) -> None:
-        """roots: the profiler's trees of events, one or more for each thread."""
+        """Read `roots`, the profiler's trees of events, one or more for each thread."""
         self._device = device
         self.memory: list[MemoryEvent] = []
         """Allocations and releases."""
         self.ranges: list[Range] = []
-        """Stretches, outer before inner."""
+        """The ranges, outer before inner."""
         self._sightings: dict[int, list[Sighting]] = {}
         waiting: list[tuple[Any, Operator | None, tuple[str, ...]]] = [(root, None, ()) for root in roots]
         while waiting:
@@ -102,13 +102,13 @@ class AllocationEvents:
             seen.sort(key=lambda sighting: sighting.time_ns)
 
     def between(self, start_ns: int, end_ns: int) -> list[MemoryEvent]:
-        """Allocations and releases within that time."""
+        """The allocations and releases within that time."""
         return [event for event in self.memory if start_ns <= event.time_ns < end_ns]
 
     def first_sighting(self, allocated: MemoryEvent, released_ns: float) -> Sighting | None:
         """The tensor for which a block was allocated, as the first operator saw it that took it as an input.
 
-        Rather one that follows than one inside the operator that allocated it, which may look at it in another shape.
+        A later operator is preferred to one inside the operator that allocated it, which may see it in another shape.
         """
         seen = self._sightings.get(allocated.address, [])
         after = (allocated.operator.end_ns,) if allocated.operator else ()
@@ -134,12 +134,12 @@ class AllocationEvents:
     def _add_operator(
         self, event: Any, operator: Operator | None, ranges: tuple[str, ...]
     ) -> tuple[Operator | None, tuple[str, ...]]:
-        """Takes down an event that may hold others; gives what is under way inside it."""
+        """Record an event that may contain others; returns the operator and the ranges that hold inside it."""
         name, fields = event.name, event.extra_fields
         if fields.scope.name == "USER_SCOPE":
             self.ranges.append(Range(name=name, start_ns=event.start_time_ns, end_ns=event.end_time_ns))
             return None, (*ranges, name)
-        if not _OPERATOR.fullmatch(name):  # a node of autograd's, or its engine
+        if not _OPERATOR.fullmatch(name):  # a node of autograd, or its engine
             return None, ranges
         inputs = list(fields.inputs)
         for tensor in _tensors(inputs):
@@ -168,5 +168,5 @@ def _tensors(inputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is(device: torch.device, asked: torch.device) -> bool:
-    """The same device, whether or not it says which of its kind."""
+    """Whether the devices are the same, also if only one of them has an index."""
     return device.type == asked.type and (device.index or 0) == (asked.index or 0)

@@ -1,7 +1,7 @@
-"""A history of a CPU's memory, in the format of torch's CUDA memory snapshots, which the same programs read.
+"""A history of a CPU's memory in the format of torch's CUDA memory snapshots, for the same readers.
 
 https://docs.pytorch.org/docs/stable/torch_cuda_memory.html describes the format. A CPU has no caching allocator: each
-block is a segment of its own, as large as what was asked for.
+block is a segment of its own, of the requested size.
 """
 
 import gc
@@ -16,7 +16,7 @@ from steplab.measurement.memory.python_lines import Frame
 
 
 def storages_in_sight() -> dict[int, int]:
-    """Address and bytes of every storage on the CPU that a tensor known to Python has."""
+    """Address and bytes of every CPU storage that belongs to a tensor known to Python."""
     tensors: list[Tensor] = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
     storages = [
         tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout is torch.strided
@@ -25,7 +25,7 @@ def storages_in_sight() -> dict[int, int]:
 
 
 def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
-    """Address and bytes of the blocks that were allocated in those events and not given back."""
+    """Address and bytes of the blocks that those events allocated and did not release."""
     alive: dict[int, int] = {}
     for event in events:
         if event.num_bytes > 0:
@@ -42,8 +42,8 @@ def cpu_snapshot(
 ) -> dict[str, Any]:
     """The snapshot at the end of those events.
 
-    before: address and bytes of what was alive before the first. stack_of: from the ranges open at an allocation to the
-    Python stack, innermost frame first.
+    `before` has the address and bytes of each block that was alive before the first event. `stack_of` turns the ranges
+    open at an allocation into the Python stack, innermost frame first.
     """
     alive = dict(before)
     frames_at: dict[int, list[dict[str, Any]]] = {}
@@ -52,7 +52,7 @@ def cpu_snapshot(
     for event in events:
         gone_bytes = alive.pop(event.address, None)
         if event.num_bytes > 0:
-            if gone_bytes is not None:  # given back unseen, as it was older than the profiler's watch
+            if gone_bytes is not None:  # released without an allocation: the block is older than the profiler
                 trace.append(_entry("free_completed", event, gone_bytes, []))
             stack = stack_of(event.ranges)
             frames = written.setdefault(stack, [_frame(frame) for frame in stack])  # one list for all: a smaller pickle

@@ -1,4 +1,4 @@
-"""From what was seen of a step to the marks that go beside its history, each at its number of allocations."""
+"""Makes the marks beside a step's history from its records, each mark at its number of allocations."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ from steplab.measurement.memory.sightings import StepSightings
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 
 STEP = "steplab: step"
-"""Name of the range around the watched step."""
+"""The name of the range around the recorded step."""
 PHASE = "steplab: phase "
-"""Before the name of a phase, in the name of its range."""
+"""The prefix of a phase's name in the name of its range."""
 MOMENT = "steplab: moment "
-"""Before the number of a moment of StepSightings, in the name of its range."""
+"""The prefix of the number of a moment of StepSightings in the name of its range."""
 LINE = "steplab: line "
-"""Before the number of a stack of PythonLines, in the name of its range."""
+"""The prefix of the number of a stack of PythonLines in the name of its range."""
 
 _CAST = "aten::_to_copy"
 _CAST_TO = ("bfloat16", "float16")
@@ -22,10 +22,11 @@ _NEVER = float("inf")
 
 
 class StepMarks:
-    """One watched step, as the profiler saw it."""
+    """One recorded step, as the profiler saw it."""
 
     def __init__(self, events: AllocationEvents, sightings: StepSightings | None, *, autocast: bool) -> None:
-        """sightings: None for a step that is not taken apart. autocast: whether weights are cast on their way."""
+        """Take `events`; `sightings` is None for a step that is not divided into phases. `autocast` says whether
+        weights are cast on their way."""
         (step,) = [marked for marked in events.ranges if marked.name == STEP]
         self._events, self._sightings, self._autocast = events, sightings, autocast
         self._ranges = [m for m in events.ranges if step.start_ns <= m.start_ns and m.end_ns <= step.end_ns]
@@ -38,16 +39,16 @@ class StepMarks:
             if marked.name.startswith(MOMENT)
         }
         self.memory = events.between(step.start_ns, step.end_ns)
-        """Allocations and releases of the step."""
+        """The step's allocations and releases."""
         self.memory_before = events.between(0, step.start_ns)
-        """Those before it that the profiler saw as well."""
+        """The recorded allocations and releases before the step."""
         self.allocations = [event for event in self.memory if event.num_bytes > 0]
-        """In the order of their positions."""
+        """The step's allocations, in the order of their positions."""
         self._times_ns = [event.time_ns for event in self.allocations]
         self._released_ns = _release_times(self.memory)
 
     def marks(self) -> Marks:
-        """All of it."""
+        """All marks of the step."""
         operators = {event.operator for event in self.allocations if event.operator}
         owned = self._owned()
         return Marks(
@@ -76,7 +77,7 @@ class StepMarks:
         )
 
     def _owned(self) -> tuple[Owned, ...]:
-        """Whose memory is where: as it was seen, and under autocast the copies of weights in a smaller type."""
+        """The owners of memory: as recorded, and under autocast the copies of weights in a smaller type."""
         if self._sightings is None:
             return ()
         seen = [
@@ -100,10 +101,11 @@ class StepMarks:
                 yield Owned(address=event.address, position=index + 1, category="autocast_copies", name=names[cast])
 
     def _saved(self, owned: Sequence[Owned]) -> tuple[Saved, ...]:
-        """What is kept for backward: by autograd's nodes, and then what else of the forward pass is still there.
+        """The memory saved for backward: by autograd's nodes, and then whatever else of the forward pass is still
+        allocated.
 
-        The latter is what checkpointing keeps, or the model itself: a block's input under the block, all else under the
-        module that made it.
+        The latter is what checkpointing or the model itself keeps: a block's input counts under the block, anything
+        else under the module that made it.
         """
         if self._sightings is None or self._sightings.kept_moment is None:
             return ()
@@ -126,8 +128,8 @@ class StepMarks:
         return (*by_nodes, *self._else_kept(moment_ns, known))
 
     def _alive(self, seen: Sequence[tuple[int, int]]) -> set[int]:
-        """Which of the step's allocations were alive at these addresses, each at its position: an address is used again
-        and again, and may be one tensor's before and another's after."""
+        """The step's allocations that were alive at these addresses, each at its position: an address is reused, and
+        may belong to different tensors before and after."""
         indices: dict[int, list[int]] = {}
         for index, event in enumerate(self.allocations):
             indices.setdefault(event.address, []).append(index)
@@ -135,7 +137,7 @@ class StepMarks:
         return {at[before - 1] for at, position in made if (before := bisect_left(at, position))}
 
     def _else_kept(self, moment_ns: int, known: set[int]) -> Iterator[Saved]:
-        """What was allocated before that moment and released after it, except the allocations that are known."""
+        """The memory allocated before that moment and released after it, except the known allocations."""
         position = self._position(moment_ns)
         for index, event in enumerate(self.allocations[:position]):
             if index in known or not moment_ns <= self._released_ns[index] < _NEVER:
@@ -165,7 +167,7 @@ class StepMarks:
         return around[-1] if around else ""
 
     def _made(self, index: int) -> Made | None:
-        """What an allocation was for, where an operator made it and a later one took it."""
+        """The tensor of an allocation, if an operator made it and a later one used it."""
         event = self.allocations[index]
         sighting = self._events.first_sighting(event, self._released_ns[index])
         if event.operator is None or sighting is None:
@@ -187,7 +189,7 @@ class StepMarks:
 
 
 def _release_times(memory: Sequence[MemoryEvent]) -> list[float]:
-    """When each allocation was released; _NEVER where it was not."""
+    """The time at which each allocation was released; _NEVER if it was not."""
     released: list[float] = []
     at: dict[int, int] = {}
     for event in memory:

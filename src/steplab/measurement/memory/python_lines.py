@@ -1,7 +1,7 @@
-"""Which Python lines call torch, for a device whose allocator does not write them down.
+"""Finds the Python lines that call torch, for a device whose allocator does not record them.
 
-A mode over torch's functions, which unlike one over the dispatcher leaves autograd alone. As in a CUDA history, what
-the autograd engine runs has no line; nor, here, has what it runs again of a checkpointed forward pass.
+It is a mode over torch's functions, which unlike one over the dispatcher leaves autograd unchanged. As in a CUDA
+history, work of the autograd engine has no line; here neither has the recomputation of a checkpointed forward pass.
 """
 
 import sys
@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
 _DEEPEST = 20
-"""Frames of a stack that are kept, innermost first."""
+"""The number of frames kept of a stack, innermost first."""
 
 _WITHOUT_LINES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -23,16 +23,16 @@ Frame = tuple[str, int, str]
 
 
 class PythonLines(TorchFunctionMode):
-    """Within it every call of a torch function is a range of the profiler's, named by the stack that made it."""
+    """A context in which every call of a torch function is a range of the profiler, named by the stack that made it."""
 
     def __init__(self, prefix: str) -> None:
-        """prefix: what the names of the ranges begin with."""
+        """Begin the names of the ranges with `prefix`."""
         super().__init__()
         self._prefix = prefix
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
     def stack(self, ranges: tuple[str, ...]) -> tuple[Frame, ...]:
-        """The stack named by the innermost of these ranges that names one; empty if none does."""
+        """The stack named by the innermost range that names one; empty if none does."""
         for name in reversed(ranges):
             if name.startswith(self._prefix):
                 return list(self._numbers)[int(name.removeprefix(self._prefix))]

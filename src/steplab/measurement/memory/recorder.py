@@ -1,11 +1,11 @@
-"""One step more, watched for its memory, once everything is timed.
+"""Records the memory of one more step, once everything is timed.
 
-Two witnesses see it. The allocator's history says what was allocated where, when and by which Python line; it is kept
-as torch writes it, for the usual viewer. The profiler hears of the same allocations from the same allocator, and knows
-the operators and the marks around them: through it each thing that the process knows of its tensors gets its place in
-the history. A CPU's allocator keeps no history, and the profiler's account is written in that form.
+There are two sources. The allocator's history has the address, the time and the Python line of each allocation; it is
+stored in torch's own format, for the usual viewer. The profiler hears of the same allocations from the same allocator,
+and has the operators and the ranges around them; through these, whatever the process knows of its tensors gets a place
+in the history. A CPU's allocator keeps no history, and the profiler's record is written in that form.
 
-What runs is the step that was timed: no hook touches autograd, and no mode the dispatcher.
+The recorded step is the one that was timed: no hook changes autograd, and no mode the dispatcher.
 """
 
 import dataclasses
@@ -40,26 +40,26 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryWatch:
-    """Where to write what is seen of a step's memory."""
+    """The files for the recorded memory of a step."""
 
     snapshot: Path
     """The history, in the format of torch's CUDA memory snapshots."""
     marks: Path
-    """What the history does not know (records.memory_marks), as JSON."""
+    """The facts that the history does not contain (records.memory_marks), as JSON."""
 
     def open(self, spec: StepSpec, device: Device) -> "MemoryRecorder":
-        """Make the recorder. Raises Unsupported for a device whose allocator tells nobody what it does."""
+        """Make the recorder. Raises Unsupported for a device whose allocator reports nothing."""
         return MemoryRecorder(self, spec, device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Testimony:
-    """What is known when the step is over, the profiler's account aside."""
+    """What is known when the step is over, apart from the profiler's record."""
 
     snapshot: dict[str, Any] | None
-    """The allocator's history; None where it keeps none."""
+    """The allocator's history; None if it keeps none."""
     before: dict[int, int]
-    """Where it keeps none: address and bytes of what tensors held before the step."""
+    """Without a history: address and bytes of the storages before the step."""
     counted: Marks
     """The allocator's own figures."""
 
@@ -71,7 +71,7 @@ class MemoryRecorder:
     num_steps = 1
 
     def __init__(self, watch: MemoryWatch, spec: StepSpec, device: Device) -> None:
-        """Raises Unsupported for a device whose allocator tells nobody what it does."""
+        """Raises Unsupported for a device whose allocator reports nothing."""
         self._watch, self._spec, self._device = watch, spec, device
         self._on_cuda = device.torch_device.type == "cuda"
         self._compiled = spec.compile != "off"
@@ -81,20 +81,20 @@ class MemoryRecorder:
 
     @property
     def span(self) -> Span:
-        """Modules mark themselves by hooks; what lies between them needs no name here."""
+        """No ranges: modules mark themselves by hooks, and code between them needs no name here."""
         return no_span
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run a step and the one before it, and write both files. What they lack is said in the marks.
+        """Run two steps, of which the second is recorded, and write both files. The marks say what is missing.
 
         `on_export` is called when the steps are over. Whatever a step or torch raises passes through.
         """
         device = self._device.torch_device
         sightings = StepSightings(step, device, _mark_moment) if isinstance(step, ModelStep) else None
         lines = PythonLines(LINE) if self._lines_are_wanted(step) else None
-        # The CPU's activity alone: that is where memory is allocated, for whichever device.
+        # the CPU's activity alone: memory is allocated there, for whichever device
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
-            for phase in step.phases:  # the step before it, so that what it leaves behind is seen too
+            for phase in step.phases:  # the step before it, so that what it leaves behind is recorded too
                 phase.run()
             self._device.synchronize()
             module = None if self._compiled else step.module
@@ -146,7 +146,7 @@ class MemoryRecorder:
         )
 
     def _agreed(self, seen: StepMarks, testimony: _Testimony, notes: list[str]) -> Marks:
-        """The marks, if both witnesses saw the same allocations; else, what needs only one."""
+        """The marks, if both sources have the same allocations; otherwise the marks that need only one source."""
         counted = testimony.counted
         if testimony.snapshot is not None:
             trace = testimony.snapshot["device_traces"][counted.device_index]
@@ -154,8 +154,8 @@ class MemoryRecorder:
             if history != [event.address for event in seen.allocations]:
                 notes.append(
                     f"marks: the allocator's history has {len(history)} allocations of this step, and torch.profiler "
-                    f"{len(seen.allocations)} that do not match, so nobody says whose they are; a model that "
-                    "allocates from threads of its own does this"
+                    f"{len(seen.allocations)} others, so their owners are not known; a model that allocates "
+                    "from its own threads causes this"
                 )
                 return dataclasses.replace(counted, notes=tuple(notes))
         return dataclasses.replace(
@@ -169,7 +169,7 @@ class MemoryRecorder:
         )
 
     def _lines_are_wanted(self, step: Step) -> bool:
-        """Whether Python lines are to be found by a mode over torch's functions: where it does not change what runs."""
+        """Whether Python lines can be found by a mode over torch's functions without changing what runs."""
         modules = step.module.modules() if step.module is not None else ()
         return not self._on_cuda and not self._compiled and not any(map(compat.minds_function_modes, modules))
 
@@ -177,15 +177,15 @@ class MemoryRecorder:
         notes = []
         if not isinstance(step, ModelStep):
             notes.append(
-                "categories: steplab does not take a user's whole step apart, and nobody says which of its tensors are "
-                "parameters, gradients or activations"
+                "categories: a user's whole step is not divided into phases, so its parameters, gradients and activations "
+                "cannot be told apart"
             )
         if self._compiled:
             notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
             if self._spec.precision in ("bf16", "fp16"):
                 notes.append(
                     "autocast copies: a compiled graph casts weights among other things; a copy counts as an "
-                    "activation where it is kept for backward, and else as temporary"
+                    "activation if it is saved for backward, and as temporary otherwise"
                 )
         elif left_out:
             shown = ", ".join(name or "the model" for name in left_out)
@@ -193,7 +193,7 @@ class MemoryRecorder:
         if self._on_cuda and self._spec.compile in ("reduce-overhead", "max-autotune"):
             notes.append(
                 "activations: CUDA graphs replay in a memory pool of their own, allocated before the step; what they "
-                "use of it, and when, is not recorded, and counts as workspaces"
+                "use of it is not recorded, and counts as workspaces"
             )
         if not self._on_cuda:
             notes.append("cpu allocator: memory that a library (MKL, oneDNN) allocates for itself is not recorded")
@@ -202,7 +202,7 @@ class MemoryRecorder:
         return notes
 
     def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:
-        """Both files, or neither; the marks name the history that they are of."""
+        """Write both files, or neither; the marks name the history that they belong to."""
         marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
         unfinished = self._watch.snapshot.with_name(f"unfinished-{self._watch.snapshot.name}")
         with unfinished.open("wb") as file:
@@ -212,7 +212,7 @@ class MemoryRecorder:
 
 
 def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> None:
-    """Run the phases, and look around before, between and after them."""
+    """Run the phases, and look at the step's objects before, between and after them."""
     if sightings:
         sightings.see_what_is_there()
     for phase in step.phases:
@@ -242,5 +242,5 @@ def _mark_moment(number: int) -> None:
 
 
 def _no_stack(ranges: tuple[str, ...]) -> tuple[()]:
-    """Nobody looked for lines."""
+    """Without Python lines the stack is empty."""
     return ()

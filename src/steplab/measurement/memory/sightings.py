@@ -1,8 +1,8 @@
-"""What a step's own objects tell of its memory as it runs: whose tensors are where, and what autograd kept.
+"""Records which memory a step's own objects own as it runs, and what autograd saved.
 
-Nothing is held on to, nothing wraps a tensor or stands in for one, so that the step does what it would do alone: the
-tensors kept for backward are read off autograd's graph when the forward pass is over, and a node is a module's if it
-was made between that module's beginning and end (nodes are numbered as they are made).
+Nothing is kept alive and no tensor is wrapped or replaced, so that the step runs as it would alone: the tensors saved
+for backward are read from autograd's graph when the forward pass is over, and a node belongs to a module if it was made
+between that module's beginning and end (nodes are numbered as they are made).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,38 +20,38 @@ from steplab.measurement.step.step import ModelStep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerSeen:
-    """A storage that somebody is known to own."""
+    """A storage with a known owner."""
 
     moment: int
-    """Which moment it was seen in."""
+    """The number of the moment at which it was seen."""
     address: int
-    """Of the storage."""
+    """The address of the storage."""
     category: str
-    """As records.memory_marks.Owned.category."""
+    """The category, as in records.memory_marks.Owned.category."""
     name: str | None
-    """Of the parameter that it is, or is the gradient of."""
+    """The name of the parameter that it is, or is the gradient of; None for anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptTensor:
-    """A tensor that a node of autograd's graph keeps."""
+    """A tensor that a node of autograd's graph saves."""
 
     address: int
-    """Of its storage."""
+    """The address of its storage."""
     storage_bytes: int
     """Size of that storage."""
     module: str
-    """Innermost module in which the node was made; '' for none."""
+    """The innermost module in which the node was made; '' for none."""
     op: str
-    """Name of the node."""
+    """The name of the node."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """The tensor's shape."""
     dtype: str
-    """float32, bfloat16, ..."""
+    """The tensor's type: float32, bfloat16, ..."""
 
 
 class StepSightings:
-    """Looks at a step's objects at certain moments, each numbered and told to `on_moment`."""
+    """Looks at a step's objects at certain moments, each numbered and reported to `on_moment`."""
 
     def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
         self._step, self._device, self._on_moment = step, device, on_moment
@@ -59,33 +59,34 @@ class StepSightings:
         self._calls: list[tuple[str, int, int]] = []
         self._open: list[tuple[int, str, int]] = []
         self.owners: list[OwnerSeen] = []
-        """Owned storages, at each moment that they were looked at."""
+        """The owned storages at each moment."""
         self.kept: list[KeptTensor] = []
-        """What autograd kept for backward in the last micro-step, in the order in which the nodes were made."""
+        """The tensors that autograd saved for backward in the last micro-step, in the order in which the nodes were
+        made."""
         self.kept_moment: int | None = None
-        """When that was looked at; None: there was no graph."""
+        """The moment at which they were seen; None if there was no graph."""
         self.loss_address: int | None = None
-        """Where the loss was then."""
+        """The address of the loss at that moment."""
         self.block_inputs: dict[str, tuple[tuple[int, ...], str]] = {}
         """Shape and dtype of the first tensor given to each item of a ModuleList."""
         self.block_input_addresses: dict[str, int] = {}
-        """Where that tensor's storage was then."""
+        """The address of that tensor's storage at that time."""
 
     @property
     def module_names(self) -> frozenset[str]:
-        """Dotted names of the model's parts."""
+        """The dotted names of the model's modules."""
         return frozenset(name for name, _ in self._step.module.named_modules() if name)
 
     @property
     def parameter_names(self) -> dict[int, str | None]:
-        """The parameters by the addresses of their storages."""
+        """The names of the parameters by the addresses of their storages."""
         return self._storages(self._step.module.named_parameters())
 
     @contextmanager
     def watching(self, left_out: Iterable[str] | None) -> Iterator[None]:
-        """Within it the model's modules and its gradients are looked at as they come.
+        """A context in which the model's modules and its gradients are recorded as they appear.
 
-        left_out: names of the modules whose inside hooks would change; None: all.
+        `left_out` are the names of the modules whose inside hooks would change; None for all.
         """
         hooks = self._attach(tuple(left_out)) if left_out is not None else []
         self._step.on_gradients = self.see_gradients
@@ -97,7 +98,7 @@ class StepSightings:
                 hook.remove()
 
     def see_what_is_there(self) -> None:
-        """Before the step, and after it: the model, the optimizer's state, the batches."""
+        """Record the model, the optimizer's state and the batches, before the step and after it."""
         step, moment = self._step, self._next_moment()
         self._own(moment, "parameters", [*step.module.named_parameters(), *step.module.named_buffers()])
         state = [] if step.optimizer is None else [step.optimizer.state, step.optimizer.param_groups]
@@ -107,19 +108,19 @@ class StepSightings:
         self._own(moment, "inputs", [(None, tensor) for tensor in tensors_in(step.batches)])
 
     def see_gradients(self) -> None:
-        """When the backward pass is over."""
+        """Record the gradients, when the backward pass is over."""
         parameters = self._step.module.named_parameters()
         gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
         self._own(self._next_moment(), "gradients", gradients)
 
     def begin_forward(self) -> None:
-        """When a forward pass begins: what was seen of the micro-step before is over, and its memory used again."""
+        """Forget the previous micro-step when a forward pass begins, since its memory is reused."""
         self.kept.clear()
         self.block_inputs.clear()
         self.block_input_addresses.clear()
 
     def see_graph(self) -> None:
-        """When the forward pass is over: what each node of the graph behind the loss keeps."""
+        """Record what each node of the graph behind the loss saves, when the forward pass is over."""
         loss = self._step.loss
         if loss is None or loss.grad_fn is None:
             return
@@ -179,7 +180,7 @@ class StepSightings:
         return see
 
     def _modules_by_number(self) -> dict[int, str]:
-        """Innermost module of each node, by the node's number: an inner call comes after the one around it."""
+        """The innermost module of each node, by the node's number: an inner call comes after the one around it."""
         return {number: name for name, first, end in self._calls for number in range(first, end)}
 
     def _own(self, moment: int, category: str, tensors: Iterable[tuple[str | None, Tensor]]) -> None:
@@ -187,7 +188,7 @@ class StepSightings:
             self.owners.append(OwnerSeen(moment=moment, address=address, category=category, name=name))
 
     def _storages(self, tensors: Iterable[tuple[str | None, Tensor]]) -> dict[int, str | None]:
-        """Address of each storage on the device, with the first name it is under."""
+        """The address of each storage on the device, with the first name that it has."""
         names: dict[int, str | None] = {}
         for name, tensor in tensors:
             if self._has_storage(tensor):
@@ -195,7 +196,7 @@ class StepSightings:
         return names
 
     def _has_storage(self, tensor: Tensor) -> bool:
-        """Whether it is on the device, in memory of its own."""
+        """Whether a tensor is on the device, in memory of its own."""
         there = tensor.device.type == self._device.type and (tensor.device.index or 0) == (self._device.index or 0)
         return there and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() != 0
 
@@ -234,4 +235,4 @@ def _nodes(root: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _nothing() -> None:
-    """Nobody looks at the gradients."""
+    """The gradients are not recorded."""

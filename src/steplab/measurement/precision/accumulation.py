@@ -1,7 +1,7 @@
 """The accumulation study: one number added to a sum a thousand times, in several pairs of types.
 
-Where the sum grows, its type's numbers lie further apart, and an addition rounds to the nearest of them. The sums are
-made by torch on the device; how each addition came out is worked out beside them in exact fractions.
+As the sum grows, the numbers of its type lie further apart, and each addition is rounded to the nearest one. torch
+makes the sums on the device; the rounding of each addition is computed beside them in exact fractions.
 """
 
 import math
@@ -25,11 +25,12 @@ STUDY: tuple[tuple[torch.dtype, torch.dtype, bool], ...] = (
     (torch.bfloat16, torch.bfloat16, False),
     (torch.float32, torch.bfloat16, False),
 )
-"""Type of the sum, type of the addend, and whether it is cast to the sum's type first, which changes nothing."""
+"""Type of the sum, type of the addend, and whether the addend is cast to the sum's type first, which changes
+nothing."""
 
 
 def accumulate(device: torch.device) -> tuple[Accumulation, ...]:
-    """The study on a device."""
+    """Run the study on a device."""
     return tuple(_accumulate(device, *types) for types in STUDY)
 
 
@@ -56,7 +57,7 @@ def _accumulate(device: torch.device, accumulator: torch.dtype, addend: torch.dt
 
 
 def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
-    """The additions by the power of two below the sum they began with. `eps` is the spacing between 1 and 2."""
+    """The additions by the power of two below the sum before them. `eps` is the spacing of numbers between 1 and 2."""
     added: dict[float, list[float]] = {}
     for before, after in pairwise(sums):
         start = 2.0 ** (math.frexp(before)[1] - 1) if before else 0.0
@@ -68,5 +69,5 @@ def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32, as records call it."""
+    """The name of a type as records have it, such as float32."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Counting what became of the elements of tensors: zeros, subnormals, infinities, and which of them are a loss.
+"""Counts elements of tensors that became zero, subnormal or infinite, and which of them are a loss.
 
-The fp32 run leaves a byte an element behind (zero, tiny, finite, infinite, no number), with which the run under audit
-is compared.
+The fp32 run leaves one byte per element (zero, tiny, finite, infinite, not a number), with which the run under audit is
+compared.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _LOWEST_EXPONENT, _NUM_EXPONENTS = -160, 320  # fp32: subnormals from 2^-149, nu
 
 @dataclass(slots=True)
 class Tally:
-    """The sum of what was counted over several tensors; counts stay on the device until they are asked for."""
+    """Sums counts over several tensors; the counts stay on the device until they are read."""
 
     num_elements: int = 0
     _counts: list[Tensor] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Tally:
     _was_compared: bool = True
 
     def add(self, tensor: Tensor, reference: Tensor | None) -> None:
-        """Count a floating-point tensor; `reference` is what `kinds_of` gave of it in the fp32 run."""
+        """Count a floating-point tensor; `reference` is what `kinds_of` returned for it in the fp32 run."""
         x = tensor.detach()
         if x.numel() == 0:
             return
@@ -48,7 +48,7 @@ class Tally:
         self._extremes.append(torch.stack((largest, smallest)))
 
     def elements(self) -> Elements | None:
-        """What was counted; None if nothing was."""
+        """The counts; None if nothing was counted."""
         if not self.num_elements:
             return None
         counts = torch.stack(self._counts).sum(0).tolist()
@@ -70,7 +70,8 @@ class Tally:
 
 
 def kinds_of(tensor: Tensor, low: torch.dtype) -> Tensor:
-    """A byte an element: zero, tiny (so small that it is zero in the type `low`), finite, infinite or no number."""
+    """One byte per element: zero, tiny (so small that it is zero in the type `low`), finite, infinite or not a
+    number."""
     x = tensor.detach()
     kinds = torch.full(x.shape, _FINITE, dtype=torch.uint8, device=x.device)
     kinds[x.to(low) == 0] = _TINY
@@ -81,7 +82,7 @@ def kinds_of(tensor: Tensor, low: torch.dtype) -> Tensor:
 
 
 class Exponents:
-    """How many elements lie between 2^e and 2^(e+1), for each e."""
+    """Counts the elements between 2^e and 2^(e+1), for each e."""
 
     def __init__(self) -> None:
         self._counts: Tensor | None = None

@@ -1,8 +1,9 @@
-"""A look at every operation of a step, above and below autocast.
+"""Records every operation of a step, above and below autocast.
 
-Above it stands what the model wrote, seen by a mode over torch's functions: layer_norm, with the types it was handed.
-Below it stands what the device is given, seen by a mode over the dispatcher: the casts, and mm with the types it
-multiplies. A backward node belongs to the module during whose forward pass it was made, which its number tells.
+Above autocast are the operations that the model calls, such as layer_norm, with the types of their inputs, seen by a
+mode over torch's functions. Below it are the operators that the device runs, the casts and products such as mm with the
+types that they multiply, seen by a mode over the dispatcher. A backward node belongs to the module in whose forward
+pass it was made, known by its number.
 """
 
 from bisect import bisect_right
@@ -23,18 +24,18 @@ from steplab.records.numerics import MatmulAudit, OperationAudit, Rule
 
 _MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear"})
 _MATMUL_WORDS = ("convolution", "attention")
-"""Operators that multiply matrices: by name, and by a word in the names of those with many kernels."""
-_ATTRIBUTES = ("get", "set")  # what reading and writing one of a tensor's is called
+"""Words in the names of operators that multiply matrices and have many kernels."""
+_ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor
 
 Types = tuple[str, ...]
 
 
 class Place:
-    """Where in the step it is: which pass, and in which module."""
+    """The present place in the step: the pass and the module."""
 
     def __init__(self) -> None:
         self.phase = "forward"
-        """forward or backward."""
+        """The present pass: forward or backward."""
         self.is_counting = False
         """Whether the operations are steplab's own."""
         self._open = [""]
@@ -46,24 +47,24 @@ class Place:
         self._boundaries.append((next_sequence_number(), module))
 
     def leave(self) -> None:
-        """It ends."""
+        """A module's forward pass ends."""
         self._open.pop()
         self._boundaries.append((next_sequence_number(), self._open[-1]))
 
     def module(self) -> str:
-        """The module whose forward pass is under way, or whose backward pass is; '' outside of any."""
+        """The module whose forward pass is running, or whose backward pass is; '' outside of any."""
         if self.phase == "forward":
             return self._open[-1]
         node = running_node()
         if node is None:
             return ""
-        # Of several boundaries at one number the last: no node was made between them.
+        # Of several boundaries at one number the last one counts: no node was made between them.
         index = bisect_right(self._boundaries, sequence_number(node), key=lambda boundary: boundary[0])
         return self._boundaries[index - 1][1] if index else ""
 
     @contextmanager
     def counting(self, device_type: str) -> Iterator[None]:
-        """Within it, operations are steplab's own: neither autocast nor a mode minds them."""
+        """A context in which operations are steplab's own: neither autocast nor a mode handles them."""
         self.is_counting = True
         try:
             with torch.no_grad(), torch.autocast(device_type, enabled=False):
@@ -73,12 +74,12 @@ class Place:
 
 
 class Operators(TorchDispatchMode):
-    """Sees the operators a device is given, autocast's casts done, in both passes."""
+    """Records the operators that a device runs, autocast's casts applied, in both passes."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
-        """Every operator so far, without `aten::`."""
+        """The names of all operators so far, without `aten::`."""
         self._place = place
         self._calls: dict[tuple[str, str, str, str | None, Types, Types], int] = {}
 
@@ -111,7 +112,7 @@ class Operators(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """Sees the operations a model calls, before autocast has a say."""
+    """Records the operations that a model calls, before autocast applies."""
 
     def __init__(self, place: Place, operators: Operators) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class Functions(TorchFunctionMode):
         self._calls[key] = self._calls.get(key, 0) + 1
 
     def operations(self) -> tuple[OperationAudit, ...]:
-        """The operations called."""
+        """The operations that were called."""
         return tuple(
             OperationAudit(op=op, rule=rule, inputs=inputs, outputs=outputs, calls=calls, parts=parts)
             for (op, rule, inputs, outputs, parts), calls in self._calls.items()
@@ -155,10 +156,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def types_in(value: Any) -> dict[str, None]:
-    """The types of the tensors in it, in order of first appearance."""
+    """The types of the tensors in a value, in order of first appearance."""
     return dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors_in(value))
 
 
 def floats_in(value: Any) -> Types:
-    """The floating-point types in it, each once."""
+    """The floating-point types in a value, each once."""
     return tuple(dict.fromkeys(dtype_name(t.dtype) for t in tensors_in(value) if t.is_floating_point()))

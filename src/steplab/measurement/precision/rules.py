@@ -1,8 +1,8 @@
-"""What autocast does with an operation on a kind of device.
+"""The rule of autocast for an operation on a kind of device.
 
-Whether it has a rule is asked of torch's dispatcher, so that it is true of the torch in use: the lists of CPU and CUDA
-differ much (a CPU's has neither norms nor softmax). Which rule it is, the dispatcher does not tell: torch documents it
-("Autocast Op Reference" of torch.amp), and the two shorter of its three lists are below.
+torch's dispatcher tells whether there is a rule, for the torch in use: the lists of CPU and CUDA differ (a CPU's has
+neither norms nor softmax). It does not tell which rule; torch documents that ("Autocast Op Reference" of torch.amp),
+and the two shorter of its three lists are below.
 """
 
 from collections.abc import Iterable
@@ -27,29 +27,29 @@ new_full new_ones new_zeros ones_like permute repeat requires_grad_ reshape resh
 swapaxes t tile to_dense transpose tril triu unbind unflatten unsqueeze view view_as zeros_like
 """
 LOW_PRECISION, PROMOTE = frozenset(_LOW_PRECISION.split()), frozenset(_PROMOTE.split())
-"""Operators of the list of those to be run in low precision, and of those to be given one type."""
+"""The operators that autocast runs in low precision, and those whose inputs it promotes to one type."""
 MOVES = frozenset(_MOVES.split())
-"""Operations that put elements elsewhere and compute nothing: they keep the type, and nobody asks why."""
+"""Operations that move elements and compute nothing; they keep the type."""
 
 _OPERATOR_OF = {"cross_entropy": "cross_entropy_loss", "truediv": "div"}
-"""Where a function of torch's is called otherwise than the operator it stands for."""
+"""The operator behind a function of torch with another name."""
 
 CASTS = frozenset({"to", "type", "type_as", "float", "half", "bfloat16", "double"})
 """Operations by which a model itself changes a type."""
 
 
 def op_name(function: Any) -> str:
-    """What a function of torch's is called, without the underscores of operators: `a @ b` is matmul."""
+    """The name of a function of torch, without the underscores of operators: `a @ b` is matmul."""
     name = str(getattr(function, "__name__", function))
     bare = name.strip("_") if name.startswith("__") else name
     return bare[1:] if name.startswith("__r") and is_operator(bare[1:]) else bare
 
 
 def rule_of(op: str, device_type: str, ran: Iterable[str]) -> tuple[Rule, tuple[str, ...]]:
-    """What autocast does with `op`, named as op_name gives it, while it is on; and through which of its parts.
+    """The rule of autocast for `op`, named as op_name does, and the parts through which it applies.
 
-    An operation without a rule may be made of some that have one: cross_entropy of log_softmax and nll_loss. `ran` are
-    the operators that were run for it, which stand below autocast.
+    An operation without a rule may consist of operators that have one: cross_entropy of log_softmax and nll_loss. `ran`
+    are the operators below autocast that ran for it.
     """
     if op in CASTS:
         return "cast", ()

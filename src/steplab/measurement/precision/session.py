@@ -1,8 +1,7 @@
-"""The numerics of one step in one precision, in this process: the step in fp32, and again in the precision, watched.
+"""Audits the numerics of one step in one precision, in this process: the step in fp32, and again in the precision.
 
-Runs in a child process of its own, as every measurement does. It is the step of `run` that is audited, with its
-autocast and its conversions; the batch is made once for all passes, and random numbers are drawn alike, so that dropout
-drops the same elements.
+Runs in a child process of its own, as every measurement does. The step is that of `run`, with its autocast and its
+conversions; all passes use one batch and the same random numbers, so that dropout drops the same elements.
 """
 
 import dataclasses
@@ -31,19 +30,20 @@ from steplab.records.numerics import Audit, LossScaling, Numerics
 from steplab.specs.step import StepSpec
 
 _LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16}
-"""The type a precision computes in, where that is not fp32."""
+"""The type that a precision computes in, if it is not fp32."""
 _HEADROOM = 8
-"""What the suggested loss scale leaves to gradients of later steps that are larger than this one's."""
+"""The margin of the suggested loss scale for larger gradients in later steps."""
 _MOST_HALVINGS = 16
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """The job: audit the task's step in this process, which is by itself."""
+    """The job: audit the task's step in this process alone."""
     return numerics_here(task.spec, task.device, observer)
 
 
 def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -> Numerics:
-    """Audit a step in this process, or without one make sums alone; a failure of the model is part of the record.
+    """Audit a step in this process, or without one run the accumulation study; a failure of the model is part of the
+    record.
 
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
@@ -63,7 +63,7 @@ def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -
         audit = audited.run()
     except SteplabError:
         raise
-    except Exception as error:  # of the model or of its memory
+    except Exception as error:  # a failure of the model or of its memory
         failure = failure_from(error, audited.stage, spec, device)
         return dataclasses.replace(record, failure=failure, notes=tuple(audited.notes))
     return dataclasses.replace(record, audit=audit, notes=tuple(audited.notes))
@@ -82,7 +82,7 @@ def _record(spec: StepSpec | None, environment: Environment, device: Device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A watched step."""
+    """One recorded pass of the step."""
 
     watch: NumericsWatch
     loss: float | None
@@ -90,7 +90,7 @@ class _Pass:
 
 
 class _AuditedStep:
-    """The passes of an audit, and how far it has come."""
+    """The passes of an audit, and its progress."""
 
     def __init__(self, spec: StepSpec, device: Device, observer: Observer) -> None:
         self.spec, self.device, self.observer = spec, device, observer
@@ -112,7 +112,7 @@ class _AuditedStep:
         seen = self._pass(step, 1.0, reference)
         for name in seen.watch.left_out:
             self.notes.append(f"module {name or 'model'}: not audited inside, because hooks would change what it runs")
-        # Worked out before the next passes, which the seen tensors make room for.
+        # computed before the next passes, which need the memory of the recorded tensors
         audit = Audit(
             loss_dtype=seen.loss_dtype,
             loss=_finite(seen.loss),
@@ -136,7 +136,7 @@ class _AuditedStep:
         if workload.module is None or workload.make_batch is None:
             raise Unsupported(
                 f"an audit of {self.spec.model.name}",
-                "its factory returns a whole step, which steplab does not take apart",
+                "its factory returns a whole step, which steplab cannot divide into phases",
                 "have the factory return (module, make_batch)",
             )
         batch = workload.make_batch()
@@ -148,12 +148,13 @@ class _AuditedStep:
             return self._pass(step, 1.0, None)
         except SteplabError:
             raise
-        except Exception as error:  # a kernel without fp32, or too little memory: the types can still be told
+        except Exception as error:  # a kernel without fp32, or too little memory: the types can still be reported
             self.notes.append(f"overflow, underflow: no fp32 run to compare with: {failure_of(error, None).message}")
             return None
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
-        """A micro-step as `run` runs it, without its optimizer, which has no effect on it, and without its compiler."""
+        """A micro-step as `run` runs it, without its optimizer, which has no effect on the audit, and without
+        compilation."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
         eager = dataclasses.replace(spec, compile="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)
@@ -191,7 +192,7 @@ class _AuditedStep:
         return None
 
     def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:
-        """Operations for which CUDA's autocast has the rule fp32, and this device's has none."""
+        """Operations for which CUDA's autocast has the rule fp32, and this device's autocast has none."""
         if self.device.torch_device.type == "cuda" or self.spec.precision not in ("bf16", "fp16"):
             return ()
         low = dtype_name(_LOW[self.spec.precision])

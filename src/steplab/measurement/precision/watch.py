@@ -1,4 +1,4 @@
-"""Watching a step's types and numbers: hooks on its modules, and modes over its operations."""
+"""Records a step's types and numbers, by hooks on its modules and modes over its operations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +17,11 @@ from steplab.records.numerics import MatmulAudit, ModuleAudit, OperationAudit
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Key = tuple[str, str, int]
-"""Module, what of it, and the how manieth tensor of that."""
+"""Module, the kind of its tensor, and the tensor's number among those."""
 
 
 class _Seen:
-    """What was seen of one module."""
+    """The record of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -34,19 +34,22 @@ class _Seen:
 
 
 class NumericsWatch:
-    """What one step did: `with watch.forward(): ...`, then `with watch.backward(): ...`, then `gradients()`."""
+    """Records one step: `with watch.forward(): ...`, then `with watch.backward(): ...`, then `gradients()`."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, low: torch.dtype, reference: "NumericsWatch | None" = None
     ) -> None:
-        """low: the type of the precision under audit. reference: the watch over the fp32 run, to compare with; without
-        one this is it, and keeps what that takes."""
+        """Record a step of `model`; `low` is the type of the precision under audit.
+
+        `reference` is the record of the fp32 run, to compare with; without one this is the reference itself, and keeps
+        what a comparison needs.
+        """
         self.left_out: list[str] = []
-        """Modules not looked into, because hooks would change what they run."""
+        """Modules that are not recorded inside, because hooks would change what they run."""
         self.exponents = Exponents()
-        """Of all gradients that `all_gradients` counts; of a reference alone."""
+        """The exponents of all gradients in `all_gradients`; counted for a reference only."""
         self.all_gradients = Tally()
-        """Those of parameters, and of the outputs of modules without modules inside."""
+        """The gradients of parameters, and of the outputs of modules without submodules."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
         self._seen = dict(self._watched(model))
@@ -65,7 +68,7 @@ class NumericsWatch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Watch the forward pass that is run within."""
+        """A context that records the forward pass inside it."""
         hooks: list[RemovableHandle] = []
         for name, seen in self._seen.items():
             hooks += self._attach(name, seen)
@@ -78,14 +81,14 @@ class NumericsWatch:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Watch the backward pass that is run within."""
+        """A context that records the backward pass inside it."""
         self._place.phase = "backward"
         with self._operators:
             yield
 
     def gradients(self) -> None:
-        """Look at the gradients of the parameters, once the backward pass has made them."""
-        counted: set[nn.Parameter] = set()  # a tied one has several modules
+        """Record the gradients of the parameters, after the backward pass."""
+        counted: set[nn.Parameter] = set()  # a tied parameter has several modules
         for name, seen in self._seen.items():
             for parameter in seen.module.parameters(recurse=False):
                 if parameter.grad is not None:
@@ -133,7 +136,7 @@ class NumericsWatch:
                     self.exponents.add(tensor)
 
     def modules(self) -> tuple[ModuleAudit, ...]:
-        """What was seen at each module that was called, or has gradients of its own."""
+        """The record of each module that was called, or has its own gradients."""
         return tuple(_audit(name, seen) for name, seen in self._seen.items() if any(seen.types.values()))
 
     def operations(self) -> tuple[OperationAudit, ...]:

@@ -1,5 +1,5 @@
-"""The cells of a benchmark, measured in processes of their own: one set of them for all cells, and a new one after each
-cell that they do not survive."""
+"""Measures the cells of a benchmark in child processes: one set of processes for all cells, and a new set after each
+cell that ends them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,26 +25,26 @@ Converse = Callable[[Request, Listener, float | None], Failure | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cells(Generic[Cell]):
-    """A benchmark's cells, as processes are asked for them."""
+    """The cells of a benchmark, as they are requested from processes."""
 
     job: str
-    """Name of the job, one of jobs.JOBS."""
+    """The name of the job, one of jobs.JOBS."""
     study: object
-    """The benchmark's request, with all of its cells."""
+    """The benchmark's study, with all of its cells."""
     labels: Sequence[str]
-    """What each cell is called; a rank's stages begin with the label of the cell that it is at."""
+    """The name of each cell; a rank's stages begin with the label of its present cell."""
     failed: Callable[[int, Failure], Cell]
-    """Makes the result of a cell, by its number, that failed."""
+    """Makes the result of a failed cell from its number and the failure."""
     groups: Sequence[Sequence[int]] | None = None
-    """Cells that are timed in turns, by their numbers; None: each by itself."""
+    """The numbers of cells that are timed in turns, group by group; None if each is timed by itself."""
     essential: frozenset[int] = frozenset()
-    """Cells without which the others are worth nothing: if one of these kills its processes, no new ones go on."""
+    """Cells that all others need: if one of them ends its processes, no new processes are started."""
     device: str = "auto"
-    """Where the processes compute."""
+    """The device that the processes compute on."""
     processes: int = 1
-    """How many processes measure a cell together."""
+    """The number of processes that measure a cell together."""
     traces: Path | None = None
-    """Folder for a trace of each cell; None: none is wanted."""
+    """The folder for a trace of each cell; None for no traces."""
 
     def request(self, groups: Sequence[Sequence[int]]) -> Request:
         """The request for some of the cells."""
@@ -63,18 +63,18 @@ def measure_cells(
     on_facts: Callable[[Any], None] = lambda facts: None,
     converse: Converse = converse,
 ) -> None:
-    """Measure all cells: `on_cell` is called with the number and the result of each as it ends.
+    """Measure all cells; `on_cell` is called with the number and the result of each as it ends.
 
-    A cell that its processes do not survive is a failure, and the others go on in new ones; where several took turns as
-    they died, each is measured by itself. Where torchrun has started this process there can be no new ones, and the
-    others are failures too; so they are where new processes get to no cell, since others would fare no better.
-    `timeout_s` is how long the processes may be without beginning another cell.
+    A cell that ends its processes is recorded as a failure, and the other cells are measured in new processes; if
+    several cells took turns at that time, each is then measured by itself. Under torchrun no new processes can be
+    started, and the remaining cells are failures too; the same holds if new processes end before they reach a cell.
+    `timeout_s` limits the time between the beginnings of two cells.
 
-    Raises UserError (or the SteplabError a process named) for a request that cannot be served.
+    Raises UserError (or the SteplabError that a process reported) for a request that cannot be served.
     """
     around = torchrun_around()
     if around is not None and not around.is_first:
-        timeout_s = None  # only the first process of torchrun's hears of a cell as it ends
+        timeout_s = None  # only torchrun's first process hears of each cell as it ends
     left = [list(group) for group in cells.groups or [[number] for number in range(len(cells.labels))]]
     results: set[int] = set()
 
@@ -94,9 +94,9 @@ def measure_cells(
         failure = converse(cells.request(left), listener, timeout_s)
         left = _without(left, results)
         if failure is None and len(results) == before:
-            # Processes that end well without a result would be followed by others like them for ever.
+            # processes that end well without a result would otherwise be restarted forever
             failure = Failure(kind="error", message="the processes gave no result")
-        if failure is None or not left:  # what fails once all cells have ended costs none of them
+        if failure is None or not left:  # a failure after the last cell is not any cell's failure
             continue
         suspects = _suspects(cells, failure, listener.under_way, left)
         if len(suspects) > 1:
@@ -121,10 +121,10 @@ def _without(groups: Sequence[Sequence[int]], ended: set[int]) -> list[list[int]
 def _suspects(
     cells: Cells[Cell], failure: Failure, under_way: Sequence[int], left: Sequence[Sequence[int]]
 ) -> list[int]:
-    """The cells that may have ended their processes. None: that was a cell which had its result already.
+    """The cells that may have ended their processes; none if that cell already has its result.
 
-    The failing rank names the cell that it was at as its stage, since the first rank may be elsewhere; an essential
-    cell is timed around others too, so that its name says nothing. Else it is those that were under way.
+    The stage of the failing rank names its cell, since the first rank may be at another; an essential cell is timed
+    beside others, so that its name proves nothing. Otherwise they are the cells that were under way.
     """
     missing = {number for group in left for number in group}
     stage = failure.phase or ""

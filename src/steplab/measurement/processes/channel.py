@@ -1,4 +1,4 @@
-"""The connection of one process to the hub that hears all of them (`hub`)."""
+"""A process's connection to the hub that listens to all of them (`hub`)."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ _RETRY_S = 0.05
 
 
 class Channel:
-    """Messages to the hub from any thread; and, once `listen` is called, orders from it."""
+    """Sends messages to the hub from any thread and, once `listen` is called, receives orders from it."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -29,12 +29,12 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, kind: str, value: Any = None) -> None:
-        """One message. A hub that is gone does not hear it: whoever listens ends the process for that."""
+        """Send one message. If the hub is gone, the listening thread ends the process."""
         with contextlib.suppress(OSError):
             self._write({"kind": kind, "value": value})
 
     def receive(self) -> Message | None:
-        """The next message; None: the hub is gone."""
+        """The next message; None if the hub is gone."""
         try:
             line = self._lines.readline()
         except OSError:
@@ -42,7 +42,8 @@ class Channel:
         return msgspec.json.decode(line, type=Message) if line.endswith(b"\n") else None
 
     def listen(self, on_verdict: Callable[[msgspec.Raw], None], on_end: Callable[[], None]) -> None:
-        """From now on answer questions, in a thread; call back on the verdict over all ranks, or when the hub ends."""
+        """Answer questions in a thread from now on; call back on the verdict over all ranks, or when the hub is
+        gone."""
 
         def serve() -> None:
             while message := self.receive():
@@ -60,9 +61,9 @@ class Channel:
 
 
 def connect(address: str, port: int, token: str, rank: int) -> Channel:
-    """A channel to a hub over TCP. Raises OSError where the hub does not answer within _CONNECT_S.
+    """A channel to a hub over TCP. Raises OSError if the hub does not answer within _CONNECT_S.
 
-    The hub closes a connection that has not proven itself when many others come: the rank then tries again.
+    With many connections the hub closes those that have not proven themselves; the rank then tries again.
     """
     deadline_s = time.monotonic() + _CONNECT_S
     hello = encode(Hello(token=token, rank=rank, host=socket.gethostname())) + b"\n"
@@ -95,7 +96,7 @@ def whereabouts() -> Whereabouts:
 
 
 def _state(path: str, function: str) -> str | None:
-    """What a frame says of all that it has called; None: nothing."""
+    """What a frame reveals of everything that it called; None if nothing."""
     if "/torch/distributed/" in path or "/steplab/parallel/" in path:
         return "collective"
     if "/torch/" in path and function == "synchronize":
@@ -104,7 +105,7 @@ def _state(path: str, function: str) -> str | None:
 
 
 def _is_told(path: str) -> bool:
-    """Whether a line of that file means something to the one who asks."""
+    """Whether a line of that file means something to the reader of the message."""
     libraries = ("<", os.path.dirname(os.__file__) + "/")
     return not path.startswith(libraries) and "/torch/" not in path and "/steplab/parallel/" not in path
 

@@ -1,7 +1,7 @@
-"""What is known of each of several processes that measure together, and which of them failed, and of what.
+"""What is known of each of several measuring processes, which of them failed, and why.
 
-Whatever happens to one rank ends the run for all: what raises, runs out of memory or dies, at once; what hangs, after
-STALL_S without progress on any rank, or at the end of the time the user gave.
+A failure of one rank ends the measurement of all: at once if the rank raises, runs out of memory or dies; after STALL_S
+without progress on any rank, or at the user's time limit, if it hangs.
 """
 
 import time
@@ -19,23 +19,23 @@ from steplab.records.failure import Failure
 from steplab.units import format_time
 
 STALL_S = 600.0
-"""How long all ranks may go without progress: compiling a large model is one long silence."""
+"""How long all ranks may go without progress: compiling a large model reports nothing for minutes."""
 _POLL_S = 0.2
 _CAUSE_S = 5.0
-"""How long after a first sign of trouble its cause is waited for: what another rank has to say."""
+"""How long after the first sign of trouble the hearing waits for another rank to name the cause."""
 _COMMAND_LINE_S = 1.0
-"""How long the command line of a rank that torchrun started may take to tell how it ended."""
+"""How long torchrun may take to end the command line of a rank that it started."""
 _ANSWER_S = 3.0
 """How long a rank may take to say where it stands."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
-"""In the error of a rank that suffers from another's end."""
+"""Words in the error of a rank that fails because another rank is gone."""
 
 
 class RankProcess(Protocol):
     """The process of a rank that was started here."""
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """How it ended, after waiting for that so long at most; negative: by which signal; None: it has not."""
+        """The exit code, after waiting for at most `wait_s`; negative for a signal, None if the process still runs."""
 
     def last_lines(self) -> tuple[str, ...]:
         """The last lines of what it wrote to its standard streams."""
@@ -60,22 +60,23 @@ class Hearing:
         timeout_s: float | None,
         processes: Mapping[int, RankProcess],
     ) -> None:
-        """`processes` are those of the ranks that were started here: all, or the first alone under torchrun."""
+        """Listen through `hub`; `processes` are those of the ranks started here: all, or under torchrun the first
+        alone."""
         self._hub, self._listener, self._processes = hub, listener, processes
         self._timeout_s = timeout_s
         self._ranks = {number: _Rank() for number in range(request.processes)}
         self._gone: list[int] = []
-        """The ranks that ended without saying that they had come to the end, in the order of that."""
+        """The ranks that ended without reporting the end of their work, in order."""
         self._is_to_end = False
         self._started_s = self._moved_s = time.monotonic()
         listener.renew = self._renew
 
     def end_soon(self) -> None:
-        """Wait no longer than to hear of a cause."""
+        """From now on wait only long enough to hear of a cause."""
         self._is_to_end = True
 
     def hear(self) -> Failure | None:
-        """Hear all ranks until the first has said its last word, or one has failed."""
+        """Listen to all ranks until the first has sent its last message, or one has failed."""
         self._listener.on_progress(self._listener.progress)
         trouble_s: float | None = None
         while not self._listener.answered:
@@ -86,7 +87,7 @@ class Hearing:
                 return self._told(failed)
             now_s = time.monotonic()
             if not self._is_troubled():
-                trouble_s = None  # a process had ended before its last message was read
+                trouble_s = None  # a process ended before its last message was read
             elif trouble_s is None:
                 trouble_s = now_s
             if any(number in self._processes for number in self._gone):
@@ -136,14 +137,14 @@ class Hearing:
                 self._listener.hear(event.kind, event.value)
 
     def _failed_rank(self) -> int | None:
-        """The rank that said what went wrong, if that was its own doing."""
+        """The rank that reported a failure, if it is the cause and not a consequence."""
         for number, rank in self._ranks.items():
             if rank.failure is not None and not _is_suffered(rank.failure):
                 return number
         return None
 
     def _ended_early(self) -> list[int]:
-        """The ranks whose processes have ended and were to say more: the first one has the last word."""
+        """The ranks whose processes ended before their last message; the first rank sends that of all."""
         return [
             number
             for number, process in self._processes.items()
@@ -155,8 +156,8 @@ class Hearing:
         return bool(self._gone or self._ended_early()) or self._is_to_end or has_failed
 
     def _died(self) -> Failure:
-        """Some rank ended without a word; others may have lost their connection to it."""
-        # One that was started here has an exit code to tell of.
+        """The failure of a rank that ended without a message; others may have lost their connection to it."""
+        # A rank that was started here has an exit code.
         for number in sorted(self._gone, key=lambda number: number not in self._processes):
             return self._crashed(number)
         for number, rank in self._ranks.items():
@@ -183,7 +184,8 @@ class Hearing:
         return self._named(number, failure)
 
     def _hung(self, what: str) -> Failure:
-        """Ask every rank where it stands: one that waits for others is not the one that hangs."""
+        """The failure of ranks that hang: each is asked where it stands, and one that waits for others is not the
+        cause."""
         for number in self._ranks:
             self._hub.send(number, "where")
         deadline_s = time.monotonic() + _ANSWER_S
@@ -204,7 +206,8 @@ class Hearing:
         return self._named(number, Failure(kind="timeout", message=message, phase=stage, last_lines=lines))
 
     def _to_blame(self) -> list[int]:
-        """The ranks that do not answer; else those that wait for nothing; else those that wait for no other rank."""
+        """The ranks that do not answer; else those that wait for nothing; else those that do not wait for another
+        rank."""
         silent = [number for number, rank in self._ranks.items() if rank.where is None and not rank.ended]
         of_state = {
             state: [number for number, rank in self._ranks.items() if rank.where and rank.where.state == state]
@@ -227,5 +230,5 @@ class Hearing:
 
 
 def _is_suffered(failure: Failure) -> bool:
-    """Whether it says no more than that another rank is no longer there."""
+    """Whether the failure only says that another rank is gone."""
     return failure.kind == "error" and any(word in failure.message for word in _LOST_CONNECTION)

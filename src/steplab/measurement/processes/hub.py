@@ -1,9 +1,10 @@
-"""Where the processes of one measurement report to the one that started them: a connection for each.
+"""The place where all processes of one measurement report to the process that started them, each over a connection.
 
-A process that was started here has inherited its connection. Those that torchrun started connect over TCP, and their
-first line proves by a token that they were asked to. Until it has, a connection may be a stranger's: whatever comes
-over it that is no such line closes that connection alone. The other way go questions, and the verdict over all. A
-connection that ends says that its process has: nothing has to be polled for that, on one machine or on many.
+A process that was started here has inherited its connection. Processes that torchrun started connect over TCP, and
+their first line proves by a token that they belong here. Until then the connection may be a stranger's: anything else
+that arrives on it closes that connection alone. Questions, and the verdict over all ranks, travel in the other
+direction. The end of a connection tells that its process has ended, on this machine or another, so that nothing has to
+be polled.
 """
 
 import contextlib
@@ -26,40 +27,40 @@ UNREAD = "unread"
 """The kind of the event that a rank has sent what is no message."""
 _READ_BYTES = 1 << 16
 _MOST_ACCEPTED = 1024
-"""How many connections are accepted before those that are there are heard again."""
+"""The number of connections that are accepted before the existing ones are read again."""
 _MOST_UNPROVEN = 64
 _MOST_UNPROVEN_BYTES = 1 << 12
 _UNPROVEN_S = 5.0
 """How long a connection may take to prove itself."""
 _SEND_S = 10.0
-"""How long a send may take: a process that does not read must not stop the one that listens to all."""
+"""How long a send may take: a process that does not read must not block the hub."""
 
 
 def command_line_of(rank: int) -> int:
-    """The number that the command line of a rank goes by, where torchrun started one for each; and back."""
+    """The number of the command line of a rank, where torchrun started one for each; and back."""
     return -1 - rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A message, or the end of a connection, and whose."""
+    """A message or the end of a connection, with its rank."""
 
     rank: int
     kind: str
     value: msgspec.Raw = field(default_factory=msgspec.Raw)
-    """Empty where the kind says all."""
+    """The message's value; empty where the kind says everything."""
 
 
 class _Connection:
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
         self.rank: int | None = None
-        """None: it has not proven itself."""
+        """The rank of the connection; None until it has proven itself."""
         self.received = bytearray()
         self.since_s = time.monotonic()
 
     def read(self) -> list[bytearray] | None:
-        """The lines that have come; None: it has ended. Does not wait."""
+        """The lines that have arrived; None if the connection has ended. Does not wait."""
         try:
             received = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -76,22 +77,23 @@ class _Connection:
 
 
 class Hub:
-    """Hears ranks; to be used by one thread, and closed."""
+    """Listens to ranks. To be used by one thread, and closed."""
 
     def __init__(self, size: int) -> None:
         """`size` is the number of all ranks."""
         self.token = secrets.token_hex(16)
         self.hosts: dict[int, str] = {}
-        """The machines of the ranks that have come, and of command lines."""
+        """The machine of each rank, or command line, that has connected."""
         self._size = size
         self._selector = selectors.DefaultSelector()
         self._server: socket.socket | None = None
         self._connections: dict[int, _Connection] = {}
         self._unproven: dict[_Connection, None] = {}
-        """Oldest first."""
+        """The connections that have not proven themselves, oldest first."""
 
     def adopt(self, rank: int) -> socket.socket:
-        """A connection for a rank on this machine: the end to be inherited by its process, and closed here."""
+        """Make the connection of a rank on this machine; returns the end that its process inherits, to be closed
+        here."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         connection = _Connection(ours)
@@ -100,7 +102,7 @@ class Hub:
         return theirs
 
     def listen(self, *, everywhere: bool) -> int:
-        """Let those in who have the token, from other machines too if `everywhere`; gives the port."""
+        """Accept connections that have the token, from other machines too if `everywhere`; returns the port."""
         dual = everywhere and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         address = ("" if everywhere else LOOPBACK, 0)
@@ -110,7 +112,7 @@ class Hub:
         return int(self._server.getsockname()[1])
 
     def poll(self, timeout_s: float) -> Iterator[Event]:
-        """What has come, after waiting for it so long at most."""
+        """The events that have arrived, after waiting for at most `timeout_s`."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             if key.data is None:
                 yield from self._accept()
@@ -125,7 +127,7 @@ class Hub:
             self._drop(oldest)
 
     def send(self, rank: int, kind: str, value: object = None) -> None:
-        """To one rank; one that is gone does not hear it."""
+        """Send to one rank. A rank that is gone does not receive it."""
         connection = self._connections.get(rank)
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -134,27 +136,28 @@ class Hub:
             connection.socket.setblocking(False)
 
     def broadcast(self, kind: str, value: object = None) -> None:
-        """To all ranks."""
+        """Send to all ranks."""
         for rank in list(self._connections):
             self.send(rank, kind, value)
 
     def is_connected(self, rank: int) -> bool:
-        """Whether a rank has come and has not gone."""
+        """Whether a rank has connected and has not gone."""
         return rank in self._connections
 
     def close(self) -> None:
-        """End all connections: the ranks end when they see that."""
+        """End all connections; the ranks then end."""
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
 
     def _accept(self) -> Iterator[Event]:
-        """Let in all who wait, each read from at once: who proves itself then is safe from those that come after."""
+        """Accept all waiting connections, and read from each at once: one that proves itself now is safe from later
+        ones."""
         assert self._server is not None
         for _ in range(_MOST_ACCEPTED):
             try:
                 peer, _ = self._server.accept()
-            except OSError:  # nobody waits, or who did has gone
+            except OSError:  # nobody waits, or the one who did is gone
                 return
             peer.setblocking(False)
             connection = _Connection(peer)
@@ -168,7 +171,7 @@ class Hub:
                     self._drop(oldest)
 
     def _examine(self, connection: _Connection) -> Iterator[Event]:
-        """What an unproven connection says, which closes it unless it is a hello or may become one."""
+        """Handle what an unproven connection sent; it is closed unless that is a hello or may become one."""
         lines = connection.read()
         if lines:
             hello = self._admitted(lines[0])
@@ -187,7 +190,7 @@ class Hub:
         try:
             hello = msgspec.json.decode(line, type=Hello)
             is_known = secrets.compare_digest(hello.token.encode(), self.token.encode())
-        except Exception:  # whatever a stranger's bytes raise is the end of that connection, and of nothing else
+        except Exception:  # whatever a stranger sends ends that connection and nothing else
             return None
         rank = hello.rank if hello.rank >= 0 else command_line_of(hello.rank)
         return hello if is_known and rank < self._size and hello.rank not in self.hosts else None

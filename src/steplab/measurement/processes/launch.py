@@ -1,7 +1,7 @@
-"""Measure a cell in a process of its own, and turn whatever happens to that process into a record.
+"""Measures a cell in a child process, and turns whatever happens to that process into a record.
 
-The child (`entry.child`) gets the spec on standard input and answers over a pipe. It leads a session of its own, so
-that Ctrl-C reaches the parent alone, which then ends the child with everything the child started.
+The child (`entry.child`) gets the request on standard input and answers over a pipe. It leads a session of its own, so
+that Ctrl-C reaches the parent alone, which then ends the child and everything that the child started.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from steplab.units import format_time
 _EXIT_S = 10.0
 """How long a child may take to exit after its answer."""
 _FIRST_RANK_S = 30.0
-"""How much longer than the first command line, which knows of all ranks, another one of torchrun's waits."""
+"""How much longer the other command lines of torchrun wait than the first, which knows of all ranks."""
 _WRAPPER_EXIT_S = 600.0
 """How long the profiler around a child may take to write what it recorded."""
 
@@ -61,16 +61,17 @@ def measure_in_child(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Measure one cell in a new process and give its record, which may be a failure.
+    """Measure one cell in a new process and return its record, which may be a failure.
 
-    profiled_steps > 0: after all timing so many steps are recorded, by torch.profiler to the file `trace`, or without
-    one by the profiler whose command `wrapper` is. With `snapshot` and `marks`, the memory of one step is written there
-    (measurement.memory.recorder). Where that fails, the record has a note and the files are missing.
+    If profiled_steps > 0, so many steps are recorded after all timing: by torch.profiler to the file `trace`, or
+    without one by the profiler whose command `wrapper` is. With `snapshot` and `marks`, the memory of one step is
+    written to those files (measurement.memory.recorder). If the recording fails, the record has a note and the files
+    are missing.
 
-    Raises UserError (or the SteplabError the child named) for a request that cannot be served: that is no
+    Raises UserError (or the SteplabError that the child reported) for a request that cannot be served, which is no
     measurement. KeyboardInterrupt ends the child and passes on.
     """
-    refuse_planning_only(spec.model)  # here already: torch takes seconds to load
+    refuse_planning_only(spec.model)  # imported here because torch takes seconds to load
     task = StepTask(
         spec=spec,
         profiled_steps=profiled_steps,
@@ -106,7 +107,7 @@ def measure_in_child(
 def ceilings_in_child(
     device: str, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Ceilings:
-    """Measure a device's ceilings in a new process. Raises SteplabError where it does not come to an end."""
+    """Measure a device's ceilings in a new process. Raises SteplabError if that fails."""
     result = ask("ceilings", device, timeout_s=timeout_s, on_progress=on_progress).result
     if isinstance(result, Ceilings):
         return result
@@ -121,9 +122,10 @@ def numerics_in_child(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Numerics:
-    """Audit a step's precision in a new process, or without a step make sums on a device; it may be a failure.
+    """Audit a step's precision in a new process, or without a step run the accumulation study; the result may be a
+    failure.
 
-    Raises UserError (or the SteplabError the child named) for a request that cannot be served.
+    Raises UserError (or the SteplabError that the child reported) for a request that cannot be served.
     """
     answer = ask("audit", AuditTask(spec=spec, device=device), timeout_s=timeout_s, on_progress=on_progress)
     if isinstance(answer.result, Numerics):
@@ -140,9 +142,9 @@ def numerics_in_child(
 
 
 def tuning_in_child(study: TuningStudy, on_progress: OnProgress = lambda progress: None) -> AttentionTuning:
-    """Measure candidates for the tiles of flash_triton in a new process, which has others under it.
+    """Measure candidates for the tiles of flash_triton in a new process, which starts worker processes.
 
-    Raises UserError where there is no GPU for it, SteplabError where the process dies.
+    Raises UserError if there is no GPU, and SteplabError if the process dies.
     """
     result = ask("tuning", study, on_progress=on_progress).result
     if isinstance(result, AttentionTuning):
@@ -153,14 +155,14 @@ def tuning_in_child(study: TuningStudy, on_progress: OnProgress = lambda progres
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What became of a job."""
+    """The outcome of a job."""
 
     result: Any
     """The result, of the job's own type; or a Failure."""
     environment: Environment | None
-    """Where it ran; None if no process could say."""
+    """The environment of the measurement; None if no process reported it."""
     measured: Run | None
-    """The record as it was when watching began."""
+    """The record as it was when all timing was done; None if the job did not get there."""
 
 
 def ask(
@@ -173,23 +175,23 @@ def ask(
     on_progress: OnProgress = lambda progress: None,
     wrapper: Sequence[str] = (),
 ) -> Answer:
-    """Have a job done that has one result. Raises the SteplabError that a process named."""
+    """Have a process do a job that has one result. Raises the SteplabError that a process reported."""
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
     failure = converse(request, listener, timeout_s, wrapper)
     result = failure or listener.result
-    assert result is not None  # a child that said nothing has failed
+    assert result is not None  # a child that sent nothing has failed
     return Answer(result=result, environment=listener.environment, measured=listener.measured)
 
 
 def converse(
     request: Request, listener: Listener, timeout_s: float | None, wrapper: Sequence[str] = ()
 ) -> Failure | None:
-    """Start a child, have `listener` hear it out, and give what became of it; None: it said its last word.
+    """Start a child, pass its messages to `listener`, and return its failure; None if it sent its last message.
 
-    A request for several processes is given to so many, started here or by torchrun (ranks_launch).
+    A request for several processes is given to as many, started here or by torchrun (ranks_launch).
 
-    Raises the SteplabError that the child named. KeyboardInterrupt ends the child and passes on.
+    Raises the SteplabError that the child reported. KeyboardInterrupt ends the child and passes on.
     """
     if request.processes == 1:
         return _converse_with_child("steplab.measurement.entry.child", request, listener, timeout_s, wrapper)
@@ -202,14 +204,15 @@ def converse(
 def _follow_the_first(
     request: Request, listener: Listener, timeout_s: float | None, around: Torchrun
 ) -> Failure | None:
-    """What the command line of a rank but the first does: its child hears from the first what became of all."""
+    """The part of every command line of torchrun but the first: its child learns the outcome of all ranks from the
+    first."""
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
     order, variables = Order(request=request), environment_of(around)
     failure = _converse_with_child("steplab.measurement.entry.rank", order, listener, patience_s, environment=variables)
     if failure is None:
         return listener.failed
     if listener.hub is not None:
-        with contextlib.suppress(OSError):  # the first has ended; torchrun says so
+        with contextlib.suppress(OSError):  # the first one has ended; torchrun reports it
             connect(*listener.hub, command_line_of(around.rank)).send("failed", failure)
     return named(failure, around.rank, socket.gethostname())
 
@@ -239,12 +242,12 @@ def _converse_with_child(
         listener.renew = watchdog.renew
         try:
             assert child.stdin is not None
-            # A child that dies at once leaves nobody to read: its exit is what gets reported.
+            # a child that dies at once cannot be written to; its exit is what gets reported
             with contextlib.suppress(BrokenPipeError):
                 child.stdin.write(encode(order) + b"\n")
                 child.stdin.flush()
             listener.listen(pipe)
-            # With its answer in hand, a child that does not get out of the door is no longer waited for.
+            # once the answer is here, a child that does not exit is no longer waited for
             exit_s = _WRAPPER_EXIT_S if wrapper else _EXIT_S
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=exit_s if listener.answered else None)
@@ -255,7 +258,7 @@ def _converse_with_child(
 
 
 def _failure(listener: Listener, returncode: int, watchdog: Watchdog, errors: IO[bytes]) -> Failure | None:
-    """What became of a child without a last word; raises its refusal."""
+    """The failure of a child without a last message. Raises the error of a refused request."""
     if listener.refusal is not None:
         raise listener.refusal
     if listener.answered:

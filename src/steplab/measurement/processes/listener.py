@@ -1,4 +1,4 @@
-"""What the parent hears of a job: the child's observer, at the other end of a pipe or a socket."""
+"""The parent's side of a job: it receives the calls of the child's observer through a pipe or a socket."""
 
 from collections.abc import Callable, Sequence
 from typing import IO, Any
@@ -15,7 +15,7 @@ from steplab.records.run import Run
 
 
 class Listener:
-    """Hears a job's messages and keeps the last word on each matter."""
+    """Receives a job's messages and keeps the latest of each kind."""
 
     def __init__(
         self,
@@ -30,23 +30,23 @@ class Listener:
         self.progress = Progress(stage="starting", done=0, total=0)
         self.environment: Environment | None = None
         self.measured: Run | None = None
-        """The record as it was when watching began."""
+        """The record as it was when all timing was done; None before."""
         self.under_way: Sequence[int] = ()
-        """The cells that may be to blame if the process dies now."""
+        """The cells that may be the cause if the process dies now."""
         self.result: Any = None
-        """What the job came to; None: nothing yet, or its cells are the result."""
+        """The job's result; None until it arrives, or if the cells are the result."""
         self.refusal: SteplabError | None = None
         self.hub: tuple[str, int, str] | None = None
-        """Address, port and token of the first command line, as another one's child has found it."""
+        """Address, port and token of the first command line, as the child of another command line found them."""
         self.failed: Failure | None = None
-        """What became of all ranks, as one of torchrun's is told by the first."""
+        """The failure of any rank, as the first command line reported it to this one."""
         self.renew: Callable[[], None] = lambda: None
-        """Gives the child its whole time again."""
+        """Restarts the child's time limit."""
         self._job, self._on_environment, self._on_facts, self._on_cell = job, on_environment, on_facts, on_cell
         self._ended = False
 
     def listen(self, pipe: IO[bytes]) -> None:
-        """Hear messages to the last."""
+        """Receive messages until the last one."""
         self.on_progress(self.progress)
         for line in pipe:
             if not line.endswith(b"\n"):
@@ -57,7 +57,7 @@ class Listener:
                 return
 
     def hear(self, kind: str, value: msgspec.Raw) -> None:
-        """Hear one message."""
+        """Receive one message."""
 
         def of(message: Any) -> Any:
             return msgspec.json.decode(value, type=message)
@@ -92,7 +92,7 @@ class Listener:
 
     @property
     def answered(self) -> bool:
-        """Whether the child has said its last word."""
+        """Whether the child has sent its last message."""
         return self._ended or self.refusal is not None or self.failed is not None
 
     def _tell(self, progress: Progress) -> None:

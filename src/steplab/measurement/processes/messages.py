@@ -9,19 +9,19 @@ import msgspec
 from steplab.records.failure import Failure
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding a line raises when it is not the message it should be."""
+"""The errors of decoding a line that is not the message it should be."""
 _NULL = msgspec.Raw(b"null")
 
 
 class Message(msgspec.Struct):
-    """A line of a connection."""
+    """One line of a connection."""
 
     kind: str
     value: msgspec.Raw = _NULL
 
 
 class Hello(msgspec.Struct):
-    """The first line of a rank that connects over TCP: who speaks, and the proof that it was asked to."""
+    """The first line of a rank that connects over TCP: its number, and the proof that it belongs here."""
 
     token: str
     rank: int
@@ -29,40 +29,40 @@ class Hello(msgspec.Struct):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """What the parent wants measured."""
+    """The measurement that the parent asks for."""
 
     job: str
-    """Name of the job, one of jobs.JOBS."""
+    """The name of the job, one of jobs.JOBS."""
     task: msgspec.Raw
-    """What the job is to do, of the job's own type."""
+    """The job's task, of the job's own type."""
     device: str = "auto"
-    """Where several processes compute: auto, cuda or cpu; a process by itself finds that in its task."""
+    """The device of several processes: auto, cuda or cpu; a single process finds it in its task."""
     processes: int = 1
-    """How many are to do this together."""
+    """The number of processes that do this together."""
 
 
 class Order(msgspec.Struct):
-    """What a rank's process finds on its standard input."""
+    """The order that a rank's process finds on its standard input."""
 
     request: Request
     folder: str | None = None
-    """The private folder in which the ranks of one command line meet; None: torchrun's variables say where."""
+    """The private folder in which the ranks of one command line meet; None if torchrun's variables say where."""
     hub: tuple[int, str] | None = None
-    """Port and token at which this command line hears the ranks of others, where torchrun started one for each."""
+    """Port and token at which this command line listens to the ranks of others, if torchrun started one for each."""
 
 
 class Verdict(msgspec.Struct):
-    """What became of all ranks, for each to tell its own command line; neither: all went well."""
+    """The outcome of all ranks, which each rank tells its own command line; both fields None if all succeeded."""
 
     failure: Failure | None = None
     refused: tuple[int, str] | None = None
-    """Exit code and text."""
+    """Exit code and text of the refusal."""
 
 
 class Whereabouts(msgspec.Struct):
     """Where a process stands when it is asked."""
 
     state: str
-    """`collective`: it waits for other ranks; `device`: it waits for its device; `code`: neither."""
+    """`collective` if it waits for other ranks, `device` if it waits for its device, else `code`."""
     line: str
-    """The innermost line that is not torch's or Python's own."""
+    """The innermost line of code outside of torch and Python's library."""

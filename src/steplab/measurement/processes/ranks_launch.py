@@ -1,7 +1,8 @@
-"""Measure in several processes: start them, or join those that torchrun started, and hear every one.
+"""Measures in several processes: starts them, or joins those that torchrun started, and listens to every one.
 
 On this machine alone they are started here, each with a connection that it inherits, and they meet in a private folder:
-nothing listens for that. Where torchrun has started a command line for each rank, the first one hears the ranks of all.
+nothing listens on a port. If torchrun has started a command line for each rank, the first one listens to the ranks of
+all.
 """
 
 import os
@@ -26,18 +27,19 @@ from steplab.records.failure import Failure
 from steplab.units import MIB, format_bytes
 
 _EXIT_S = 10.0
-"""How long processes may take to end once all is said."""
+"""How long processes may take to end after the verdict."""
 _PROCESS_BYTES = 128 * MIB
-"""Memory of a process's own that has done no more than load torch."""
+"""The memory of a process that has only loaded torch."""
 
 
 def converse_with_ranks(
     request: Request, listener: Listener, timeout_s: float | None, around: Torchrun | None
 ) -> Failure | None:
-    """Have `request` done by several processes, `listener` hear the first, and give what became of them.
+    """Have several processes serve `request`, pass the first one's messages to `listener`, and return their failure.
 
-    None: the first said its last word. Raises the SteplabError that a rank named; UserError where torchrun started
-    another number of processes than the request takes. KeyboardInterrupt ends all processes and passes on.
+    Returns None if the first rank sent its last message. Raises the SteplabError that a rank reported, and UserError if
+    torchrun started another number of processes than the request needs. KeyboardInterrupt ends all processes and passes
+    on.
     """
     if around is not None and around.size != request.processes:
         raise UserError(
@@ -63,9 +65,9 @@ def converse_with_ranks(
 
 
 def refuse_too_many(processes: int) -> None:
-    """Raise UserError where torch alone, loaded by each, is more than the memory that is free.
+    """Raise UserError if the processes would not fit into the free memory with torch alone loaded.
 
-    A machine that swaps takes minutes to find that out, and is of no use to anybody meanwhile.
+    A machine that swaps needs minutes to fail, and cannot be used meanwhile.
     """
     available = psutil.virtual_memory().available
     if processes * _PROCESS_BYTES > available:
@@ -77,8 +79,9 @@ def refuse_too_many(processes: int) -> None:
 
 @contextmanager
 def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
-    """torchrun ends all command lines as soon as one of them ends badly: time enough to say which rank that was."""
-    if threading.current_thread() is not threading.main_thread():  # no other can hear of signals
+    """A context in which torchrun's signal to end calls `end_soon`: torchrun ends all command lines once one fails,
+    and the first still has to name the rank."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
     before = signal.signal(signal.SIGTERM, lambda *_: end_soon())
@@ -90,7 +93,7 @@ def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, dict[int, Started]]]:
-    """The hub, and the processes started here: all ranks or, under torchrun, the first. In the end none is left."""
+    """The hub and the processes started here: all ranks or, under torchrun, the first. All are ended on leaving."""
     hub, processes, order = Hub(request.processes), dict[int, Started](), Order(request=request)
     with TemporaryDirectory(prefix="steplab-", ignore_cleanup_errors=True) as folder:
         try:
@@ -112,19 +115,21 @@ def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, d
 
 
 def environment_of(place: Place) -> dict[str, str]:
-    """The variables of a rank's process: its place; and, where all ranks are on this machine, loopback for its sockets.
+    """The environment variables of a rank's process: its place and, if all ranks are on this machine, loopback for its
+    sockets.
 
-    gloo and NCCL would otherwise listen on an interface that other machines reach, and none of them asks who connects.
+    gloo and NCCL would otherwise listen on an interface that other machines reach, and neither authenticates who
+    connects.
     """
     environment = dict(os.environ)
     if not isinstance(place, Torchrun):
-        # A core is for one rank; torch would give each rank all of them.
+        # one core per rank: torch would give each rank all cores
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // place.size)))
     if not isinstance(place, Torchrun) or place.is_on_one_machine:
         interface = _loopback_interface()
         if interface is not None:
             environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-            environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign: all that begin so
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not a prefix
         environment.setdefault("NCCL_RAS_ENABLE", "0")
     return environment | place.variables()
 

@@ -1,4 +1,5 @@
-"""Processes that are started to measure: ended with all that they started, and heard out when they fail."""
+"""Processes that are started to measure: how they are ended, with all that they started, and how their failures are
+reported."""
 
 import contextlib
 import dataclasses
@@ -17,7 +18,7 @@ _LAST_LINES = 12
 
 
 def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
-    """What to say of a process that ended without a last word."""
+    """The Failure of a process that ended without a last message."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
@@ -29,19 +30,19 @@ def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
 
 
 def named(failure: Failure, rank: int, host: str | None) -> Failure:
-    """The failure of one of several processes, which its message names."""
+    """The failure of one of several processes, with its rank in the message."""
     name = f"rank {rank} on {host}" if host else f"rank {rank}"
     return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
 
 
 def end_group_with(child: subprocess.Popen[Any]) -> None:
-    """End what a child leaves behind as it ends: a forked data loader would keep the pipe open for ever."""
+    """End what a child left behind when it ended: a forked data loader would keep the pipe open forever."""
     child.wait()
     kill_group(child)
 
 
 def end(child: subprocess.Popen[Any]) -> None:
-    """No child outlives the call that made it, nor does what the child started."""
+    """End a child and everything that it started."""
     kill_group(child)
     child.wait()
     if child.stdin:
@@ -51,12 +52,12 @@ def end(child: subprocess.Popen[Any]) -> None:
 
 def kill_group(child: subprocess.Popen[Any]) -> None:
     """End a process that leads its session, and all that it started there."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for a group of zombies
         os.killpg(child.pid, signal.SIGKILL)
 
 
 def tail(errors: IO[bytes]) -> tuple[str, ...]:
-    """The last lines of what a process wrote."""
+    """The last lines that a process wrote."""
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - 16_384))
     text = errors.read().decode("utf-8", errors="replace")
@@ -64,14 +65,14 @@ def tail(errors: IO[bytes]) -> tuple[str, ...]:
 
 
 class Started:
-    """A process that leads its session, with a file for what it writes to its standard streams."""
+    """A process that leads its session; its standard streams go to a file."""
 
     def __init__(
         self, words: Sequence[str], told: object, environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> None:
-        """Start it, with `told` as a line of JSON on its standard input."""
+        """Start it, with `told` as one line of JSON on its standard input."""
         self._written = tempfile.TemporaryFile()  # noqa: SIM115
-        with tempfile.TemporaryFile() as given:  # a pipe would make this process wait for it to be read
+        with tempfile.TemporaryFile() as given:  # with a pipe this process would wait until it is read
             given.write(encode(told) + b"\n")
             given.seek(0)
             self._process = subprocess.Popen(
@@ -85,15 +86,15 @@ class Started:
             )
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """How it ended, after waiting for that so long at most; negative: by which signal; None: it has not."""
+        """The exit code, after waiting for at most `wait_s`; negative for a signal, None if the process still runs."""
         if self._process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait_s)
-                kill_group(self._process)  # what it left behind would keep its connections open
+                kill_group(self._process)  # processes that it left behind would keep its connections open
         return self._process.returncode
 
     def last_lines(self) -> tuple[str, ...]:
-        """The last lines of what it wrote to its standard streams."""
+        """The last lines of its standard streams."""
         return tail(self._written)
 
     def end(self) -> None:
@@ -104,7 +105,7 @@ class Started:
 
 
 class Watchdog:
-    """Ends the child once its time is up."""
+    """Ends the child at the time limit."""
 
     def __init__(self, child: subprocess.Popen[bytes], timeout_s: float | None) -> None:
         if timeout_s is not None:
@@ -116,7 +117,7 @@ class Watchdog:
         self.renew()
 
     def renew(self) -> None:
-        """Begin the time anew."""
+        """Restart the time limit."""
         self.cancel()
         if self.timeout_s is not None:
             self._timer = threading.Timer(self.timeout_s, self._fire)

@@ -1,4 +1,4 @@
-"""Nsight Systems around a measurement: the command that records it, and whether someone else's does already."""
+"""Nsight Systems around a measurement: the command that records it, and whether one is running already."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ from steplab.errors import Unsupported
 
 
 def nsys_command(report: Path) -> list[str]:
-    """The words before a command that have nsys record it, between cudaProfilerStart and Stop, to `report`.sqlite.
+    """The words before a command with which nsys records it, between cudaProfilerStart and Stop, to `report`.sqlite.
 
-    Raises Unsupported where there is no nsys.
+    Raises Unsupported if nsys is not installed.
     """
     found = shutil.which("nsys")
     if found is None:

@@ -1,8 +1,8 @@
-"""Some steps more, under a profiler, once everything is timed.
+"""Records some more steps under a profiler, once everything is timed.
 
-A profiler slows the host, so these steps count for no time; they tell what ran, in which order and for whom. They run
-as the timed ones did, nothing waiting between them. One step before them is recorded too, because a profiler's first
-is not like the others, under the name `warmup step`, by which readers leave it out.
+A profiler slows the host, so the times of these steps are not step times; they show what ran, in which order, and for
+which operator. As in the timed loop, nothing waits between them. One step before them is recorded too, because a
+profiler's first step differs from the others; its name is `warmup step`, by which readers leave it out.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.step import StepSpec
 
 _NAMES_SHOWN = 3
-"""A note on modules names so many of them."""
+"""The number of modules that a note names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,9 +31,9 @@ class Profiling:
     """What to record of a step after it was timed."""
 
     num_steps: int
-    """Recorded steps, the warm-up step aside."""
+    """The number of recorded steps, without the warm-up step."""
     trace: Path | None
-    """File torch.profiler's trace is written to, compressed if it ends in .gz; None: nsys records, from outside."""
+    """The file for torch.profiler's trace, compressed if it ends in .gz; None if nsys records from outside."""
 
     def open(self, spec: StepSpec, device: Device) -> "StepProfiler":
         """Make the profiler. Raises Unsupported for nsys on a device that it cannot see."""
@@ -41,7 +41,7 @@ class Profiling:
 
 
 class StepProfiler:
-    """Records the steps of one cell; to be made before its model is built, so that the model has its ranges."""
+    """Records the steps of one cell; it is made before the cell's model is built, so that the model has its ranges."""
 
     stage, export_stage = "profile", "trace"
 
@@ -53,18 +53,19 @@ class StepProfiler:
             why = f"nsys records what runs on a CUDA GPU, and this step runs on {device.torch_device.type}"
             raise Unsupported("--nsys", why, "leave it out: torch.profiler records this device")
         self.num_steps = profiling.num_steps
-        """Recorded steps."""
+        """The number of recorded steps."""
         self._trace = profiling.trace
         self._spans = Spans(nvtx=self._on_cuda)
         self._compiled = spec.compile != "off"
 
     @property
     def span(self) -> Span:
-        """Marks what the model computes outside of its modules; nothing, where it would be compiled into the graph."""
+        """Marks the parts that the model computes outside of its modules; does nothing if they would be compiled
+        into the graph."""
         return no_span if self._compiled else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
-        """Run the steps and write the trace; gives notes on what it will lack.
+        """Run the steps and write the trace; returns notes on what it lacks.
 
         `on_export` is called when the steps are over and the trace is about to be written. Whatever a step or the
         profiler raises passes through.
@@ -108,7 +109,7 @@ class StepProfiler:
         on_export()
         unfinished = trace.with_name(f"unfinished-{trace.name}")
         profiler.export_chrome_trace(str(unfinished))
-        unfinished.replace(trace)  # there is a whole trace, or none
+        unfinished.replace(trace)  # the trace is either whole or missing
 
     def _record_with_nsys(self, phases: Sequence[Phase], on_step: OnStep) -> None:
         self._step(phases, "warmup step")

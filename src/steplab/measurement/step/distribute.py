@@ -1,7 +1,7 @@
-"""A module made ready for a step: compiled and, in a world of several processes, spread over them.
+"""Makes a module ready for a step: compiles it and, in a world of several processes, spreads it over them.
 
-The one place that knows all ways of doing so, for every command. The order is the same in all of them: split products,
-recompute, compile, and only then wrap or shard, so that what averages gradients stays outside of compiled code.
+The one place that knows all ways of doing so, for every command. The order is always the same: split products,
+recompute, compile, and then wrap or shard, so that the averaging of gradients stays outside of compiled code.
 """
 
 from collections.abc import Callable
@@ -54,13 +54,13 @@ def make_ready(
 
 
 def _variant_of(spec: StepSpec) -> Variant:
-    """How a layout of dp alone averages gradients."""
+    """The averaging of gradients of a layout of dp alone."""
     size_mb = spec.bucket_size_mb if spec.data_parallel == "bucketed" else None
     return Variant(kind=spec.data_parallel, bucket_size_mb=size_mb)
 
 
 def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
-    """What is to be called in place of the module. Without `by_block` it is compiled as a whole."""
+    """The callable that runs the module; without `by_block` the module is compiled as a whole."""
     if by_block and isinstance(module, Transformer):
         prepare_blocks(module, spec)
     elif spec.compile == "block":
@@ -71,7 +71,7 @@ def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
 
 
 def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: World) -> Distributed:
-    """Every rank has the whole module and batches of its own; `called` is the module, compiled or not."""
+    """Each rank has the whole module and its own batches; `called` is the module, compiled or not."""
     ready = Distributed(module=module, call=called, data_index=world.rank)
     if variant.kind == "none":
         return ready
@@ -83,7 +83,7 @@ def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: Worl
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=variant.bucket_size_mb * BYTES_PER_MB / 2**20,  # torch's MB are MiB
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # they never change, and nobody else sends them
+            broadcast_buffers=False,  # they never change
         )
         return replace(ready, call=wrapped, no_sync=wrapped.no_sync)
     choices: dict[str, Any] = {} if variant.bucket_size_mb is None else {"bucket_size_mb": variant.bucket_size_mb}
@@ -101,7 +101,7 @@ def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: Worl
 
 
 def _fully_sharded(module: nn.Module, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
-    """Laid out along fsdp alone; a model of others' is sharded by its repeated blocks."""
+    """Shard along fsdp alone; a foreign model is sharded by its repeated blocks."""
     if isinstance(module, Transformer):
         return lay_out_transformer(module, spec, world, autocast)
     mesh = open_mesh({"fsdp": world.size}, world.device.torch_device.type)

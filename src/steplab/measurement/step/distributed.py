@@ -1,4 +1,4 @@
-"""What a step needs to know of a module that was made ready on this rank, alone or among others."""
+"""A module that is ready to be stepped on this rank, alone or among others."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ MakeOptimizer = Callable[..., torch.optim.Optimizer]
 def make_whole(
     parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer whose state is whole on each rank, or as its parameters are spread."""
+    """Make an optimizer whose state is whole on each rank, or divided as its parameters are."""
     return optimizer(parameters, **options)
 
 
@@ -26,20 +26,20 @@ class Distributed:
     """A module ready to be stepped on this rank."""
 
     module: nn.Module
-    """Has the parameters that this rank's optimizer steps."""
+    """The module with the parameters that this rank's optimizer updates."""
     call: Callable[..., Any] | None
-    """To be called with a rank's batch in place of the module; None: there is a pipeline."""
+    """The callable that runs a rank's batch; None if there is a pipeline."""
     data_index: int = 0
-    """Which of the step's batches this rank works on; ranks that share a batch have the same."""
+    """The number of the step's batch that this rank works on; ranks with equal numbers share a batch."""
     finish_gradients: Callable[[], None] | None = None
-    """To be called after the backward pass: then every rank has the gradients that its optimizer needs. None: they are
-    there when the backward pass ends."""
+    """Called after the backward pass; then every rank has the gradients that its optimizer needs. None if they are
+    complete when the backward pass ends."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
-    """To be entered for the forward and backward passes of every micro-step but the last: gradients add up on each rank
-    and are not sent."""
+    """A context for the forward and backward passes of every micro-step but the last, in which gradients accumulate
+    on each rank and are not sent."""
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    """To be entered for the forward pass and for the backward pass."""
+    """A context for the forward pass and for the backward pass."""
     pipeline: Pipeline | None = None
-    """Runs both passes of a batch in turn; None: they are run one after the other."""
+    """Runs both passes of a batch in turn; None if they run one after the other."""
     make_optimizer: MakeOptimizer = make_whole
     """Makes the optimizer of the parameters."""

@@ -1,4 +1,4 @@
-"""FLOPs of a step, counted by torch as it runs: for models whose count has no closed form here."""
+"""Counts the FLOPs of a step through torch as it runs, for models without a closed form here."""
 
 from collections.abc import Sequence
 
@@ -17,12 +17,13 @@ _ALL_BACKENDS = [
 
 
 def count_flops(phases: Sequence[Phase], device: torch.device) -> float:
-    """FLOPs of matmuls, convolutions and attention in one step, backward included; nothing elementwise.
+    """FLOPs of the matmuls, convolutions and attention in one step, backward included; elementwise operators are not
+    counted.
 
-    Causal attention is counted as the whole square, but for steplab's own operators, which count the pairs that their
-    mask leaves. Runs the step once more, slowly.
+    Causal attention is counted as the whole square, except for steplab's own operators, which count only the pairs that
+    their mask leaves. Runs the step once more, slowly.
     """
-    # The counter knows no formula for the fused attention of a CPU, and would count it as nothing.
+    # The counter has no formula for the fused attention of a CPU, and would count it as zero.
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS
     with sdpa_kernel(backends), FlopCounterMode(display=False) as counter:
         for phase in phases:

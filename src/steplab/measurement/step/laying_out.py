@@ -1,4 +1,4 @@
-"""The plain Transformer laid out over ranks as a spec says: where the model's parts meet torch's engine."""
+"""Lays the plain Transformer out over ranks, by a spec's layout and torch's engine."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
-    """Lay the model out, in place; all ranks together, with equal weights.
+    """Lay the model out in place; all ranks call this together, with equal weights.
 
-    The whole model is on each rank's device before, in the dtype its weights are kept in. Raises UserError where the
-    ranks are not as many as the layout has.
+    Before, the whole model is on each rank's device, in the dtype in which its weights are stored. Raises UserError if
+    the number of ranks is not that of the layout.
     """
     device = world.device.torch_device
     mesh = open_mesh(_sizes(spec.layout), device.type)
@@ -54,7 +54,7 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
 
 
 def prepare_blocks(module: Transformer | TransformerStage, spec: StepSpec) -> None:
-    """Have each block recomputed and compiled by itself, rather than in the model's forward pass."""
+    """Have each block recomputed and compiled by itself instead of in the model's forward pass."""
     if isinstance(module, Transformer):
         module.call_block = call_plainly
     split = spec.layout.tp > 1
@@ -81,7 +81,7 @@ def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: Devic
 
 
 def units_of(module: nn.Module) -> Sequence[Unit]:
-    """The submodules whose parameters FSDP2 gathers together; the rest is gathered with the root."""
+    """The submodules whose parameters FSDP2 gathers together; the other parameters are gathered with the root."""
     if not isinstance(module, Transformer | TransformerStage):
         return [Unit(module=block) for block in repeated_blocks(module)]
     # Autocast reads the embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
@@ -91,8 +91,8 @@ def units_of(module: nn.Module) -> Sequence[Unit]:
 
 
 def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
-    """How FSDP2 keeps and moves the parameters. Those of other models than steplab's own are gathered as they are kept,
-    for some of their modules may need them so."""
+    """How FSDP2 stores and moves the parameters. Foreign models are gathered in the stored dtype, because some of
+    their modules may need it."""
     autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
     reshard = spec.layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
     return Sharding(
@@ -146,7 +146,7 @@ def _in_stages(
 
 
 def _forget_the_whole(device: torch.device) -> None:
-    """Give back what the whole model took, so that the peaks of a step are its own."""
+    """Free the memory of the whole model, so that it is not part of the step's peaks."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

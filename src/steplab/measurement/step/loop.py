@@ -42,11 +42,10 @@ def run_back_to_back(
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
-    Gives the samples of each phase (of one that runs several times in a step their sum) and of the whole step, and the
-    host's seconds for the whole loop. As the device is idle when its first mark is made, both clocks begin together
-    there: so it is known how far the host was ahead.
-    `head_start` is called before the first step, and may give the device something that is not timed with the steps;
-    `before_drain` is called when the last step was given to the device and may still be running there.
+    Returns the samples of each phase (summed if it runs several times in a step) and of the whole step, and the host's
+    seconds for the whole loop. The device is idle when its first mark is made, so that both clocks begin together
+    there; this shows how far the host was ahead. `head_start` is called before the first step, and may launch work that
+    is not timed with the steps; `before_drain` is called when the last step has been launched and may still be running.
     """
     device.reserve_marks(iterations * len(phases) + (1 if head_start is None else 2))
     device.synchronize()
@@ -67,7 +66,7 @@ def run_back_to_back(
     host_s = time.perf_counter() - started
 
     def column(name: str, parts: Sequence[tuple[int, int]]) -> PhaseSamples:
-        """Seconds between these pairs of a step's borders, summed; a step begins where the one before ends."""
+        """Seconds between these pairs of a step's borders, summed; a step begins where the previous one ends."""
         firsts = range(0, iterations * len(phases), len(phases))
         seconds = tuple(
             sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)
@@ -97,9 +96,10 @@ def run_back_to_back(
 def run_synchronised(
     phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
 ) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
-    """Time each phase with the device idle before and after it, by both clocks; and its peak memory.
+    """Time each phase by both clocks with the device idle before and after it, and take its peak memory.
 
-    The peak of a phase is the largest of all iterations; the times of one that runs several times in a step are summed.
+    The peak of a phase is the largest of all iterations; the times of a phase that runs several times in a step are
+    summed.
     """
     host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
     device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}

@@ -1,7 +1,7 @@
-"""One cell, measured in this process: build, compile, warm up, repeat; and then, if asked, watched.
+"""Measures one cell in this process: build, compile, warm up, repeat, and then record further steps if requested.
 
-Runs in a child process of its own (measurement.processes.launch), because peak memory, process-wide torch settings and
-whatever a failed allocation keeps alive must not reach the next cell.
+It runs in a child process of its own (measurement.processes.launch), because peak memory, process-wide torch settings
+and the memory that a failed allocation keeps alive must not affect the next cell.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from steplab.specs.step import StepSpec
 def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None, world: World | None = None) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
 
-    In a world every rank calls it, and a record that is no failure has the samples of all.
+    In a world every rank calls this, and a record without a failure has the samples of all.
 
-    With `watch`, some steps more are recorded after all timing; where those fail, the record has a note.
-    Raises UserError or Unsupported for a request that cannot be served at all.
+    With `watch`, further steps are recorded after all timing; if that fails, the record has a note. Raises UserError or
+    Unsupported for a request that cannot be served at all.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved(spec.precision, device.torch_device)
@@ -55,7 +55,7 @@ def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None,
     except SteplabError as error:
         if not isinstance(error, Unsupported) or cell.stage == "build":
             raise
-        # An operation that found only in the step that it does not serve the tensors it got: a result like any other.
+        # An operator that refuses its inputs only when the step runs is a result, like any other failure.
         return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))
     except Exception as error:
         failure = failure_from(error, cell.stage, spec, device)
@@ -63,7 +63,7 @@ def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None,
 
 
 class _Cell:
-    """The measurement of one cell, and how far it has come."""
+    """The measurement of one cell, and its progress."""
 
     def __init__(
         self, spec: StepSpec, device: Device, environment: Environment, observer: Observer, world: World | None
@@ -98,7 +98,7 @@ class _Cell:
         before_drain = _nothing if spec.warmup else self.read_clocks
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         step_peak = device.peak("step")
-        if self.world is None:  # the other ranks would count as others
+        if self.world is None:  # the other ranks would be counted as other processes
             self.environment = dataclasses.replace(self.environment, other_cpus=others.mean_cpus())
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
@@ -126,7 +126,7 @@ class _Cell:
         return self.watch(watcher, run, step) if watcher else run
 
     def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
-        """What every rank measured, on all ranks; empty for a process by itself."""
+        """The samples of every rank, on all ranks; empty for a single process."""
         if self.world is None:
             return ()
         own = RankSamples(
@@ -140,7 +140,7 @@ class _Cell:
         return tuple(self.world.collectives.host_gather(own))
 
     def meet(self) -> None:
-        """Wait for the other ranks, so that no sample has the time that one of them took to build or compile."""
+        """Wait for the other ranks, so that no sample contains the time that one of them took to build or compile."""
         if self.world is not None:
             self.world.collectives.host_gather(None)
 
@@ -149,7 +149,7 @@ class _Cell:
         self.observer.on_stage(stage, num_steps)
 
     def compile(self, phases: Sequence[Phase]) -> float:
-        """Run the step that compiles, by itself: its time is no step time."""
+        """Run the step that compiles; it is not counted as a step time."""
         self.begin("compile", 1)
         self.device.synchronize()
         started = time.perf_counter()
@@ -162,26 +162,26 @@ class _Cell:
         self.environment = read_clocks(self.environment, self.device.torch_device)
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
-        """Count what a step of a foreign model executes: after all timing, because counting slows it down."""
+        """Count the FLOPs of a foreign model's step, after all timing, because counting slows the step down."""
         if self.spec.compile != "off":
             self.notes.append("HFU: torch's FLOP counter cannot count a compiled model of the user's own")
             return
         try:
             counted = count_flops(phases, self.device.torch_device)
-        except Exception as error:  # whatever a foreign model raises now must not cost what was measured
-            if self.world is not None:  # others would wait for this rank in vain
+        except Exception as error:  # no exception of a foreign model may cost what was measured
+            if self.world is not None:  # the other ranks would wait for this one in vain
                 raise
             self.notes.append(f"HFU: counting the FLOPs failed: {failure_of(error, None).message}")
         else:
             self.model = dataclasses.replace(model, counted_flops=counted)
 
     def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
-        """Have some steps recorded: after all timing, because watching slows them down."""
+        """Record further steps, after all timing, because recording slows them down."""
         self.observer.on_measured(run)
         self.begin(watcher.stage, watcher.num_steps)
         try:
             notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
-        except Exception as error:  # out of memory or any other: it must not cost what was measured
+        except Exception as error:  # out of memory or any other error must not cost what was measured
             if self.world is not None:
                 raise
             notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
@@ -212,7 +212,7 @@ class _Cell:
 
 
 def _nothing() -> None:
-    """There is nothing to do while the loop drains."""
+    """Nothing is done while the loop drains."""
 
 
 def _facts(workload: Workload) -> ModelFacts | None:

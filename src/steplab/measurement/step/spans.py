@@ -1,7 +1,7 @@
-"""Named ranges around parts of a step, for whatever profiler watches: torch's own, nsys, any reader of NVTX.
+"""Named ranges around parts of a step, for any profiler: torch's own, nsys, any reader of NVTX.
 
-A model is built with its ranges in place, and timed with them off. Only while a profiler watches are they on, and
-only then do its modules carry hooks, so that a step measured before is the step that runs without steplab.
+A model is built with its ranges in place, and timed with them off. They are on only while a profiler runs, and only
+then do its modules carry hooks, so that the timed step is the step that runs without steplab.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ _NOTHING = nullcontext()
 
 
 class Spans:
-    """Ranges by name: spans("softmax") is a context manager that marks what runs inside it, while they are on."""
+    """Ranges by name: while they are on, spans("softmax") is a context manager that marks what runs inside it."""
 
     def __init__(self, *, nvtx: bool) -> None:
-        """nvtx: mark each range in NVTX as well, which only a torch with CUDA can."""
+        """Make the ranges; `nvtx` marks them in NVTX as well, which needs a torch with CUDA."""
         self._nvtx = nvtx
         self._are_on = False
         self._open: list[_Range] = []
@@ -33,9 +33,10 @@ class Spans:
 
     @contextmanager
     def on(self, module: nn.Module | None = None) -> Iterator[tuple[str, ...]]:
-        """Within it ranges are recorded, and each submodule of `module` marks its forward pass by its dotted name.
+        """A context in which ranges are recorded, and each submodule of `module` marks its forward pass by its dotted
+        name.
 
-        Gives the names of the submodules left without ranges, because hooks would change what they run.
+        Yields the names of the submodules left without ranges, because hooks would change what they run.
         """
         hooks, left_out = self._attach(module) if module is not None else ([], ())
         self._are_on = True
@@ -66,13 +67,13 @@ class Spans:
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
             self._open.pop().__exit__(None, None, None)
 
-        # First in and last out: the module's other hooks are part of it. A forward pass that raises is left as well.
+        # First in and last out: the module's other hooks are part of it. It also ends if the forward pass raises.
         before = module.register_forward_pre_hook(enter, prepend=True)
         return before, module.register_forward_hook(leave, always_call=True)
 
 
 class _Range:
-    """One stretch of host time under a name."""
+    """A stretch of host time under a name."""
 
     def __init__(self, name: str, nvtx: bool) -> None:
         self._name, self._nvtx = name, nvtx

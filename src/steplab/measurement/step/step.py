@@ -1,15 +1,15 @@
-"""The training step taken apart into phases: forward, backward, optimizer, under the spec's precision.
+"""The training step, divided into phases: forward, backward, optimizer, in the spec's precision.
 
-The one builder of a step for all commands. With accumulation, forward and backward follow each other once for every
-micro-step, each over a batch of its own; the loss is divided by their number, so that the gradients are those of the
-mean over all of their sequences, and ranks exchange gradients after the last one alone.
+This is the only builder of a step, for all commands. With accumulation, forward and backward follow each other once for
+each micro-step, each over its own batch; the loss is divided by their number, so that the gradients are those of the
+mean over all sequences, and ranks exchange gradients only after the last micro-step.
 
-In a world of several processes that average gradients by steplab's own DataParallel a phase `gradient sync` follows the
-backward pass: what is left of the communication then, and the wait for the slowest rank. A pipeline runs forward and
+In a world of several processes that average gradients by steplab's own DataParallel, a phase `gradient sync` follows
+the backward pass: the rest of the communication, and the wait for the slowest rank. A pipeline runs the forward and
 backward passes of its microbatches in turn, in one phase `pipeline`.
 
-zero_grad belongs to the phase that ends the use of the gradients: the optimizer's when training, the
-backward's when only gradients are asked for.
+zero_grad belongs to the phase that uses the gradients last: the optimizer's when training, the backward's when only
+gradients are requested.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,27 +34,27 @@ _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 2
 LEARNING_RATE = 1e-4
 _DATA_SEEDS = 1_000_003
-"""Seeds of batches are this far apart from one seed of a spec to the next: a prime, more than there are ranks."""
+"""The distance of the batches' seeds between two seeds of a spec: a prime above any number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeStep:
-    """A step of which only its phases are known."""
+    """A step of which only the phases are known."""
 
     phases: Sequence[Phase]
-    """What is run, in order."""
+    """The phases, in the order in which they run."""
     module: nn.Module | None = None
-    """The model; None: not known."""
+    """The model; None if it is not known."""
 
 
 def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "Step":
     """The step of the spec's pass over the workload. A user's whole step is one phase, `step`.
 
-    Raises Unsupported for a layout that cannot be applied to it.
+    Raises Unsupported for a layout that cannot be applied to the workload.
     """
     if workload.step is not None:
         if world is not None:
-            why = "its factory returns a whole step, which steplab does not take apart"
+            why = "its factory returns a whole step, which steplab cannot divide into phases"
             instead = (
                 "have it return (module, make_batch), or spread it in the factory and measure it by steplab.recorder"
             )
@@ -65,7 +65,7 @@ def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: W
 
 
 class ModelStep:
-    """One model, its batches and its optimizer; each phase leaves what the next one needs."""
+    """One model with its batches and its optimizer; each phase leaves what the next one needs."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class ModelStep:
         world: World | None = None,
         variant: Variant | None = None,
     ) -> None:
-        """In a world it is a collective call. With a `variant` the ranks are data parallel in that way, and not by the
-        spec's layout."""
+        """Build the step; in a world a collective call. With a `variant`, the ranks are data parallel in that way
+        instead of by the spec's layout."""
         assert workload.module is not None
         assert workload.make_batch is not None
         module = workload.module
@@ -87,20 +87,20 @@ class ModelStep:
         module.train(spec.pass_name != "forward")
         self._autocast = _autocast(spec, device)
         self.distributed = make_ready(module, spec, world, self._autocast, variant)
-        """The module as it is called, and how its gradients travel."""
+        """The module as it is called, and how its gradients are exchanged."""
         self.module = self.distributed.module
-        """The model, as it is before compilation."""
+        """The model before compilation."""
         if world is not None:
             torch.manual_seed((spec.seed * _DATA_SEEDS + self.distributed.data_index + 1) % 2**63)
-        # Made before any timing, and swapped between micro-steps: the loader is not what is measured here.
+        # Made before any timing and swapped between micro-steps: the data loader is not measured here.
         self.batches = [workload.make_batch() for _ in range(_BATCHES)]
         if spec.precision == "bf16_pure":
             self.batches = [to_bf16(batch) for batch in self.batches]
         self._num_micro_steps = spec.micro_steps
         self._micro_steps_begun = 0
         self.loss: Tensor | None = None
-        """The mean over a micro-step's batch, between its forward and its backward pass; of a pipeline, after both, on
-        ranks that have its last stage."""
+        """The mean loss of a micro-step's batch between its forward and its backward pass; for a pipeline, after
+        both, on the ranks that have its last stage."""
         self.on_gradients: Callable[[], None] = _nothing
         """Called when the last backward pass of a step has made its gradients and none is freed yet."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -110,10 +110,10 @@ class ModelStep:
         self.optimizer = self._make_optimizer(spec.optimizer) if spec.pass_name == "train" else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in ("reduce-overhead", "max-autotune")
         self.phases = self._phases(spec)
-        """What is run, in order: a phase as often as there are micro-steps in which it runs."""
+        """The phases in the order in which they run; a phase is listed once for each micro-step in which it runs."""
 
     def run(self) -> None:
-        """One step, its phases in order."""
+        """Run one step, its phases in order."""
         for phase in self.phases:
             phase.run()
 
@@ -133,9 +133,9 @@ class ModelStep:
         return phases
 
     def forward(self) -> None:
-        """The forward pass of the next micro-step."""
-        if self._cuda_graphs and self._is_last:  # of the step before
-            # The static buffers of the last replay may be overwritten from here on, gradients among them.
+        """Run the forward pass of the next micro-step."""
+        if self._cuda_graphs and self._is_last:  # of the previous step
+            # From here on the static buffers of the last replay may be overwritten, gradients among them.
             torch.compiler.cudagraph_mark_step_begin()
         self._micro_steps_begun += 1
         called = self.distributed.call
@@ -151,7 +151,7 @@ class ModelStep:
             self.loss = loss_of(output)
 
     def backward(self) -> None:
-        """The backward pass of the micro-step whose forward pass was run last."""
+        """Run the backward pass of the micro-step whose forward pass was run last."""
         assert self.loss is not None
         with self._synchronising(), self.distributed.around():
             self.scaler.scale(self._share(self.loss)).backward()
@@ -160,7 +160,7 @@ class ModelStep:
             self._end_backward()
 
     def make_gradients_unsent(self) -> None:
-        """The forward and backward passes of a step, after which every rank has gradients of its own, and the next
+        """Run the forward and backward passes of a step, after which every rank has its own gradients, and the next
         synchronisation sends them."""
         with self.distributed.no_sync():
             for _ in range(self._num_micro_steps):
@@ -172,7 +172,7 @@ class ModelStep:
         self._end_backward()
 
     def run_pipeline(self, pipeline: Pipeline) -> None:
-        """Both passes; autocast is entered by the stages, as it is for forward passes alone."""
+        """Run both passes; the stages enter autocast, as forward passes alone do."""
         self._micro_steps_begun += 1
         tokens_BT, targets_BT = self._batch()
         with self.distributed.around():
@@ -180,7 +180,7 @@ class ModelStep:
         self._end_backward()
 
     def _share(self, loss: Tensor) -> Tensor:
-        """What a micro-step's loss adds to the step's, which is the mean over all of them."""
+        """A micro-step's share of the step's loss, which is the mean over all micro-steps."""
         return loss if self._num_micro_steps == 1 else loss / self._num_micro_steps
 
     @property
@@ -189,11 +189,11 @@ class ModelStep:
         return self._micro_steps_begun % self._num_micro_steps == 0
 
     def _synchronising(self) -> AbstractContextManager[object]:
-        """Gradients are sent in the last micro-step alone."""
+        """A context in which gradients are sent only in the last micro-step."""
         return nullcontext() if self._is_last else self.distributed.no_sync()
 
     def _batch(self) -> Any:
-        """That of the micro-step under way."""
+        """The batch of the current micro-step."""
         return self.batches[(self._micro_steps_begun - 1) % len(self.batches)]
 
     def _end_backward(self) -> None:
@@ -235,13 +235,14 @@ def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractCont
 
 
 def set_fp32_matmuls(precision: str) -> None:
-    """TF32 or IEEE fp32 for matmuls of fp32 tensors. Process-wide in torch: one process measures one cell."""
+    """Set matmuls of fp32 tensors to TF32 or IEEE fp32. The setting is process-wide in torch: one process measures
+    one cell."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = precision == "high"
 
 
 def to_bf16(batch: Any) -> Any:
-    """Floating-point inputs in the weights' type; token ids stay what they are."""
+    """The batch with floating-point inputs in the weights' type; token ids are unchanged."""
     if isinstance(batch, Tensor):
         return batch.to(torch.bfloat16) if batch.is_floating_point() else batch
     if isinstance(batch, dict):
@@ -252,8 +253,8 @@ def to_bf16(batch: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Nobody looks at the gradients."""
+    """The gradients are not looked at."""
 
 
 def _discard(_: object) -> None:
-    """A step's return value is the user's business."""
+    """The return value of a user's step is ignored."""

@@ -1,4 +1,4 @@
-"""What may watch some more steps once everything is timed: a profiler, or the recorder of memory."""
+"""The interface of what may record further steps once everything is timed: a profiler, or the recorder of memory."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +11,7 @@ from steplab.specs.step import StepSpec
 
 
 class Watcher(Protocol):
-    """Runs steps and writes down what it sees of them; it is made before the model is built."""
+    """Runs steps and records them; it is made before the model is built."""
 
     @property
     def stage(self) -> str:
