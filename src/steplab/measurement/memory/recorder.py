@@ -177,8 +177,8 @@ class MemoryRecorder:
         notes = []
         if not isinstance(step, ModelStep):
             notes.append(
-                "categories: a user's whole step is not divided into phases, so its parameters, gradients and activations "
-                "cannot be told apart"
+                "categories: a user's whole step is not divided into phases, so its parameters, gradients and "
+                "activations cannot be told apart"
             )
         if self._compiled:
             notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
