@@ -5,6 +5,7 @@ process that computes in float32, as the layout does, and further by some of flo
 weight: sums over ranks are rounded in another order. They run on the CPU by gloo, and by NCCL where there are GPUs.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -82,9 +83,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(step[0], step[1]) for step in tokens.to(here().torch_device)]
 
 
-def alone(dtype: torch.dtype, num_layers: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses by step, and weights after them, of one process that has the whole batch."""
-    model = build_workload(spec_of("dp=1", **{"model.num_layers": num_layers}), here().torch_device).module
+def alone(dtype: torch.dtype, spec: StepSpec) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses by step, and weights after them, of one process that has the whole batch, with the spec's model."""
+    model = build_workload(replace(spec_of("dp=1"), model=spec.model), here().torch_device).module
     assert model is not None
     model.to(dtype)
     losses = []
@@ -146,10 +147,9 @@ def local(parameter: Tensor) -> Tensor:
 
 def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
     spec = spec_of(layout, **fields)
-    assert spec.model.shape is not None
     step = laid_out(spec)
-    expected_losses, expected = alone(torch.float64, spec.model.shape.num_layers)
-    close_losses, close = alone(torch.float32, spec.model.shape.num_layers)
+    expected_losses, expected = alone(torch.float64, spec)
+    close_losses, close = alone(torch.float32, spec)
     losses = train(step, spec)
     for found, exact, near in zip(losses, expected_losses, close_losses, strict=True):
         assert abs(found - exact) <= 4 * abs(near - exact) + 4 * torch.finfo(torch.float32).eps * exact
@@ -193,12 +193,16 @@ def parameter_elements(spec: StepSpec, rank: int) -> int:
     def kept(num_rows: int, columns: int) -> int:
         return rows(num_rows, fsdp, part) * columns
 
-    by_outputs = 3 * kept(WIDTH // tp, WIDTH) + 2 * kept(FF // tp, WIDTH)
-    by_inputs = kept(WIDTH, WIDTH // tp) + kept(WIDTH, FF // tp)
-    block = by_outputs + by_inputs + 2 * kept(WIDTH, 1)
-    table = kept(VOCABULARY // tp, WIDTH)
-    assert spec.model.shape is not None
-    return spec.model.shape.num_layers // layout.pp * block + first * table + last * (table + kept(WIDTH, 1))
+    shape = spec.model.shape
+    assert shape is not None
+    outputs = [WIDTH, shape.kv_width, shape.kv_width, *[FF] * (len(shape.feed_forward_layers) - 1)]
+    norm = kept(WIDTH, 1) * (2 if shape.has_norm_biases else 1)
+    block = sum(kept(width // tp, WIDTH) for width in outputs) + kept(WIDTH, WIDTH // tp) + kept(WIDTH, FF // tp)
+    if shape.biases == "all":  # those of what is split by its inputs are whole on each rank of tp
+        block += sum(kept(width // tp, 1) for width in outputs) + 2 * kept(WIDTH, 1)
+    table, positions = kept(VOCABULARY // tp, WIDTH), kept(shape.learned_positions // tp, WIDTH)
+    heads = 0 if shape.head == "tied" else table
+    return shape.num_layers // layout.pp * (block + 2 * norm) + first * (table + positions) + last * (heads + norm)
 
 
 def check_bytes(step: ModelStep, spec: StepSpec) -> None:
@@ -249,7 +253,7 @@ def case_bf16_is_autocast_over_fp32_weights(layout: str) -> None:
     spec = spec_of(layout, precision="bf16")
     step = laid_out(spec)
     losses = train(step, spec)
-    exact, _ = alone(torch.float64, LAYERS)
+    exact, _ = alone(torch.float64, spec)
     assert {parameter.dtype for parameter in step.module.parameters()} == {torch.float32}
     for found, expected in zip(losses, exact, strict=True):
         assert abs(found - expected) <= torch.finfo(torch.bfloat16).eps * expected

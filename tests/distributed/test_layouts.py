@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.distributed import layout_cases as cases
 from tests.distributed.ranks import on_ranks
+from tests.shapes import GPT_2
 
 from steplab.errors import UserError
 from steplab.model.stages import blocks_of_stage
@@ -14,6 +15,8 @@ from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import CHOICES
 
 L = cases.LAYERS
+OF_OTHER_PARTS = GPT_2 | {"model.num_kv_heads": 2, "model.head": "untied"}
+"""All that a layout has to know of a model's parts, but for a tied head, which is refused."""
 
 
 @pytest.mark.parametrize("layout", ["fsdp=4", "dp=2,fsdp=2", "dp=2,tp=2", "tp=2,fsdp=2", "pp=2,fsdp=2", "pp=2,tp=2"])
@@ -30,6 +33,10 @@ def test_four_ranks_train_as_one(layout: str) -> None:
         ("fsdp=2", {"reshard_after_forward": "never", "checkpointing": "full"}),
         ("pp=2", {"pipeline_schedule": "gpipe", "microbatches": 2, "checkpointing": "every_2"}),
         ("pp=2", {"pipeline_schedule": "interleaved", "model.num_layers": 4}),
+        ("tp=2", OF_OTHER_PARTS),
+        ("pp=2", OF_OTHER_PARTS),
+        ("fsdp=2", OF_OTHER_PARTS),
+        ("dp=2", OF_OTHER_PARTS | {"model.head": "tied"}),
     ],
     ids=str,
 )

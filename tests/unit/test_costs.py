@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from tests.shapes import VARIANTS
+
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, executed_flops_per_token, model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.model.transformer import Transformer
@@ -22,6 +24,11 @@ TINY_SHAPES = [
     TransformerShape(vocab_size=17, d_model=32, d_ff=24, num_layers=3, num_heads=4),
     TransformerShape(vocab_size=101, d_model=48, d_ff=96, num_layers=2, num_heads=3),
 ]
+PARTS = [
+    resolve_step({"model": "tiny", "model.vocab_size": 40, "model.d_model": 32, "model.d_ff": 48} | variant).model.shape
+    for variant in VARIANTS
+]
+ALL_SHAPES = [*TINY_SHAPES, *(shape for shape in PARTS if shape)]
 
 
 def built(shape: TransformerShape, context: int = 8, device: str = "meta") -> Transformer:
@@ -38,20 +45,19 @@ def sizes(shape: TransformerShape) -> dict[str, int]:
     }
 
 
-def num_norm_parameters(module: torch.nn.Module) -> int:
-    norms = [inner for inner in module.modules() if isinstance(inner, torch.nn.RMSNorm)]
-    return sum(parameter.numel() for norm in norms for parameter in norm.parameters())
+def num_in_vectors(module: torch.nn.Module) -> int:
+    """Weights of norms, and biases."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 1)
 
 
 # --- parameters -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MEASURED)
-def test_the_closed_forms_count_the_parameters_of_the_built_module(name: str) -> None:
-    shape = MODEL_SIZES[name]
+@pytest.mark.parametrize("shape", [*(MODEL_SIZES[name] for name in MEASURED), *ALL_SHAPES], ids=str)
+def test_the_closed_forms_count_the_parameters_of_the_built_module(shape: TransformerShape) -> None:
     module = built(shape)
     assert num_parameters(shape) == num_built_parameters(module) == sum(p.numel() for p in module.parameters())
-    assert num_embedding_parameters(shape) == num_lookup_parameters(module) == module.embedding.weight.numel()
+    assert num_embedding_parameters(shape) == num_lookup_parameters(module)
 
 
 def test_the_planning_size_counts_its_two_linear_layers_a_block() -> None:
@@ -71,13 +77,14 @@ def test_an_embedding_tied_to_the_head_is_no_look_up() -> None:
 # --- FLOPs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", TINY_SHAPES, ids=str)
+@pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
 @pytest.mark.parametrize(("batch", "context"), [(1, 1), (2, 7), (3, 16)])
 @pytest.mark.parametrize("backward", [False, True])
-def test_the_full_convention_is_torchs_count_and_the_norm_weights(
+def test_the_full_convention_is_torchs_count_and_weights_of_norms_and_biases(
     shape: TransformerShape, batch: int, context: int, backward: bool
 ) -> None:
-    """The convention takes every parameter outside the embedding for one of a matmul; those of norms are not.
+    """The convention takes every parameter outside the embedding for one of a matmul; those of norms and
+    biases are not.
 
     Each of them is counted as 2 FLOPs a token and pass, and the counter sees no matmul for it: that is the
     whole difference. The plain attention computes the whole square, as both count it.
@@ -89,10 +96,10 @@ def test_the_full_convention_is_torchs_count_and_the_norm_weights(
         if backward:
             loss.backward()
     passes = 3 if backward else 1
-    norms = passes * 2 * num_norm_parameters(module)
+    vectors = passes * 2 * num_in_vectors(module)
     full = model_flops_per_token("full", **sizes(shape), context=context, backward=backward)
     assert full is not None
-    assert full * batch * context == counter.get_total_flops() + norms * batch * context
+    assert full * batch * context == counter.get_total_flops() + vectors * batch * context
     spec = resolve_step({"context": context, "pass": "forward_backward" if backward else "forward"})
     assert executed_flops_per_token(spec, **sizes(shape)) == full
 

@@ -25,6 +25,15 @@ from steplab.specs.study import study_from_grids
             "context of 510 tokens of small; valid for tp: 1, 2",
         ),
         (
+            {"model": "tiny", "layout": "tp=4", "model.num_kv_heads": 2},
+            "tp=4 does not divide the 2 heads of keys and values of tiny; valid for tp: 1, 2",
+        ),
+        (
+            {"model": "tiny", "layout": "fsdp=2", "model.head": "tied"},
+            "model.head tied with layout fsdp=2 is not supported: the embedding and the head share a weight, and are "
+            "split and gathered apart; use --model.head untied, or use dp=2",
+        ),
+        (
             {"model": "tiny", "layout": "pp=3"},
             "pp=3 makes 3 stages (schedule 1f1b), but tiny has 2 blocks; valid for pp: 1 to 2",
         ),

@@ -15,13 +15,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.shapes import GPT_2, VARIANTS, draw_parts, named
 from tests.test_architecture import BLOCKED, in_a_fresh_process
 
 from steplab import units
 from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
-from steplab.model.transformer import SelfAttention, SwiGLU, rotary_table
+from steplab.model.transformer import FEED_FORWARD, SelfAttention, rotary_table
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
@@ -205,6 +206,37 @@ def test_what_an_optimizer_holds_by_hand(optimizer: str, precision: str, state: 
     )  # rounding, and what begins it
 
 
+def test_what_a_model_like_gpt_2_holds_in_fp32_by_hand() -> None:
+    """LayerNorm keeps two numbers a row, and plain attention copies of queries and keys, which nothing rotates."""
+    found = predict(**GPT_2, **{"pass": "forward_backward"})
+    block = 4 * (8 * STREAM + 2 * INNER + SCORES + 4 * ROWS) + T * T
+    head = 4 * (2 * STREAM + 2 * ROWS + LOGITS)
+    assert found.at_peak["activations"] == L * block + head + 8 * T + 4  # the numbers of the positions, and the loss
+    weights = L * (4 * d * d + 2 * d * f + 5 * d + f + 4 * d) + 2 * d + d * V + 1024 * d
+    assert found.at_peak["parameters"] == 4 * weights
+    assert predict(**GPT_2, optimizer="sgd", batch=1, context=1).at_peak["gradients"] == 4 * weights
+
+
+def test_a_tied_weight_has_two_gradients_until_both_are_there() -> None:
+    """In fp32 torch adds the second to the first out of place, for that is a view: three in all at that moment."""
+    few: dict[str, object] = {"pass": "forward_backward", "batch": 1, "context": 1}
+    tied, untied = predict(**few, **{"model.head": "tied"}), predict(**few)
+    weight = 4 * d * V
+    assert tied.at_peak["parameters"] == untied.at_peak["parameters"] - weight
+    assert sum(term.num_bytes * term.count for term in tied.terms if term.num_bytes == weight) == weight + 3 * weight
+    autocast = predict(**few, precision="bf16", **{"model.head": "tied"})
+    assert (
+        sum(term.num_bytes * term.count for term in autocast.terms if term.num_bytes == weight) == weight + 2 * weight
+    )
+
+
+def test_grouped_heads_keep_fewer_keys_by_hand() -> None:
+    fused: dict[str, object] = {"attention": "sdpa_flash", "precision": "bf16_pure", "pass": "forward_backward"}
+    all_heads, grouped = (predict(**fused, **{"model.num_kv_heads": heads}) for heads in (4, 1))
+    fewer = L * 2 * 2 * (STREAM - STREAM // 4)  # keys and values, two bytes each
+    assert all_heads.at_peak["activations"] - grouped.at_peak["activations"] == fewer
+
+
 @pytest.mark.parametrize("model", [name for name, shape in MODEL_SIZES.items() if shape.num_heads])
 def test_the_parameters_are_those_of_the_size(model: str) -> None:
     spec = resolve_step({"model": model, "batch": 1, "context": 2, "pass": "forward"})
@@ -227,7 +259,7 @@ def test_a_size_for_planning_only_has_the_least_it_can_have() -> None:
 # --- against what torch keeps -----------------------------------------------------------------------------
 
 
-def kept_by_torch(module: torch.nn.Module, *arguments: torch.Tensor) -> int:
+def kept_by_torch(module: torch.nn.Module, *arguments: torch.Tensor | None) -> int:
     """Bytes of all storages that autograd keeps, parameters and buffers aside."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
@@ -241,12 +273,12 @@ def kept_by_torch(module: torch.nn.Module, *arguments: torch.Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = module(*arguments)  # what it keeps is alive as long as this
     assert output.requires_grad
-    rotary = arguments[1].untyped_storage().data_ptr() if len(arguments) > 1 else None
+    rotary = arguments[1].untyped_storage().data_ptr() if len(arguments) > 1 and arguments[1] is not None else None
     return sum(size for address, size in kept.items() if address != rotary)
 
 
-def kept_in_the_dry_run(part: str, precision: str, attention: str) -> int:
-    machine = Machine(Sizes(SHAPE, B, T), precision, Count(0, ""), lambda event: None)
+def kept_in_the_dry_run(shape: TransformerShape, part: str, precision: str, attention: str) -> int:
+    machine = Machine(Sizes(shape, B, T), precision, Count(0, ""), lambda event: None)
     machine.begin("forward")
     parameters = Parameters(machine)
     for parameter in parameters.all:
@@ -265,12 +297,19 @@ def kept_in_the_dry_run(part: str, precision: str, attention: str) -> int:
     ("part", "attention", "dry"),
     [("attention", "plain", "plain"), ("attention", "sdpa", "sdpa_flash"), ("feed_forward", "plain", "plain")],
 )
-def test_a_block_keeps_what_autograd_keeps(part: str, attention: str, dry: str, precision: str) -> None:
-    module = SelfAttention(SHAPE, attention_named(attention)) if part == "attention" else SwiGLU(d, f)
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_a_block_keeps_what_autograd_keeps(
+    variant: dict[str, object], part: str, attention: str, dry: str, precision: str
+) -> None:
+    shape = resolve_step(TINY | variant).model.shape
+    assert shape is not None
+    module: torch.nn.Module = FEED_FORWARD[shape.feed_forward](d, f, bias=shape.biases == "all")
+    if part == "attention":
+        module = SelfAttention(shape, attention_named(attention))
     module = module.to(torch.bfloat16 if precision == "bf16_pure" else torch.float32)
     x = torch.randn(B, T, d, dtype=next(module.parameters()).dtype, requires_grad=True)
-    table = (rotary_table(T, d // h),) if part == "attention" else ()
-    assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(part, precision, dry)
+    table = (None if shape.learned_positions else rotary_table(T, d // h),) if part == "attention" else ()
+    assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(shape, part, precision, dry)
 
 
 @pytest.mark.parametrize(("num_heads", "num_copied"), [(4, (0, 0)), (8, (4, 8))], ids=["16 bytes a row", "8 bytes"])
@@ -322,8 +361,17 @@ STEPS = st.fixed_dictionaries(
         "attention": st.sampled_from(CHOICES["attention"]),
         "checkpointing": st.sampled_from(["none", "full", "every_2", "selective"]),
         "optimizer": st.sampled_from(CHOICES["optimizer"]),
+        "parts": draw_parts(),
     }
-).map(lambda fields: {n: value for n, value in fields.items() if n != "accumulation" or fields["pass"] != "forward"})
+).map(lambda fields: _valid(**fields))
+
+
+def _valid(parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The fields without those that have no effect, and with as many heads of keys as there can be."""
+    if fields["pass"] == "forward":
+        del fields["accumulation"]
+    heads = parts.get("model.num_kv_heads", 1)
+    return fields | parts | ({"model.num_kv_heads": min(heads, fields["model.num_heads"])} if heads > 1 else {})
 
 
 def is_served(fields: dict[str, Any]) -> bool:
@@ -336,7 +384,8 @@ def is_served(fields: dict[str, Any]) -> bool:
         return bool(width % 8 == 0)
     if attention == "sdpa_cudnn":
         return bool(width % 8 == 0 and fields["context"] > 1)
-    return attention != "sdpa_efficient" or width % (8 if half else 4) == 0
+    grouped = fields["model.num_heads"] > fields.get("model.num_kv_heads", fields["model.num_heads"])
+    return attention != "sdpa_efficient" or (width % (8 if half else 4) == 0 and not grouped)
 
 
 SERVED = STEPS.filter(is_served)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import assume, given
+from tests.shapes import GPT_2, VARIANTS
 from tests.unit.test_plan_memory import SERVED
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,9 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from steplab.costs.flops import executed_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.model.build import build_workload
+from steplab.model.transformer import Transformer
+from steplab.ops.attention.api import attention_named
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.specs.model import MODEL_SIZES
+from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
@@ -38,7 +41,7 @@ def computed(spec: StepSpec) -> float:
 
 
 def executed(spec: StepSpec) -> float:
-    """By the closed form, less what it counts of norms, whose weights are in no matmul."""
+    """By the closed form, less what it counts of norms and biases, which are in no matmul."""
     shape = spec.model.shape
     assert shape is not None
     per_token = executed_flops_per_token(
@@ -50,8 +53,15 @@ def executed(spec: StepSpec) -> float:
     )
     assert per_token is not None
     passes = 1 if spec.pass_name == "forward" else 3
-    norms = passes * 2 * (2 * shape.num_layers + 1) * shape.d_model
-    return (per_token - norms) * spec.tokens * spec.micro_steps
+    vectors = passes * 2 * (num_parameters(shape) - num_embedding_parameters(shape) - num_matrix_elements(shape))
+    return (per_token - vectors) * spec.tokens * spec.micro_steps
+
+
+def num_matrix_elements(shape: TransformerShape) -> int:
+    """Of all linear layers of the built module."""
+    with torch.device("meta"):
+        module = Transformer(shape, context=1, attention=attention_named("plain"))
+    return sum(inner.weight.numel() for inner in module.modules() if isinstance(inner, torch.nn.Linear))
 
 
 # --- FLOPs against the closed form --------------------------------------------------------------------------------
@@ -99,10 +109,19 @@ def real_step(spec: StepSpec) -> tuple[Callable[[], Any], Callable[[Any], None]]
     return lambda: workload.module(*batch), lambda loss: loss.backward()
 
 
+RECOMPUTED = [
+    *((variant, "full") for variant in VARIANTS),
+    *((variant, checkpointing) for variant in ({}, GPT_2) for checkpointing in ("none", "every_2", "selective")),
+]
+
+
 @pytest.mark.parametrize("attention", ["plain", "sdpa_math"])
-@pytest.mark.parametrize("checkpointing", ["none", "full", "every_2", "selective"])
-def test_the_matmuls_are_those_that_torch_counts(attention: str, checkpointing: str) -> None:
-    spec = resolve_step(TINY | {"attention": attention, "checkpointing": checkpointing, "pass": "forward_backward"})
+@pytest.mark.parametrize(("variant", "checkpointing"), RECOMPUTED, ids=str)
+def test_the_matmuls_are_those_that_torch_counts(
+    variant: dict[str, object], attention: str, checkpointing: str
+) -> None:
+    fields = {"attention": attention, "checkpointing": checkpointing, "pass": "forward_backward"}
+    spec = resolve_step(TINY | variant | fields)
     forward, backward = real_step(spec)
     counts = {}
     with FlopCounterMode(display=False) as counter:
@@ -114,10 +133,8 @@ def test_the_matmuls_are_those_that_torch_counts(attention: str, checkpointing: 
     predicted = operators_of(spec)
     for phase, found in counts.items():
         by_name = {str(packet).removeprefix("aten."): flops for packet, flops in found.items()}
-        own = {
-            name: sum(op.flops for op in predicted if (op.phase, op.name) == (phase, name)) for name in ("mm", "bmm")
-        }
-        assert own == by_name, phase
+        own = {name: sum(op.flops for op in predicted if (op.phase, op.name) == (phase, name)) for name in PRODUCTS}
+        assert own == dict.fromkeys(PRODUCTS, 0) | by_name, phase
 
 
 class Moved(TorchDispatchMode):
@@ -157,15 +174,32 @@ def one_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-ALIKE = ("mm", "bmm", "mul", "add", "sub", "neg", "cat", "silu", "silu_backward", "masked_fill", "triu",
-         "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+PRODUCTS = ("mm", "addmm", "bmm")
+ALIKE = (*PRODUCTS, "mul", "add", "sub", "neg", "cat", "silu", "silu_backward", "gelu", "gelu_backward", "sum",
+         "masked_fill", "triu", "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
          "embedding_dense_backward")  # fmt: skip
+LAYER_NORM = ("native_layer_norm", "native_layer_norm_backward")
+"""Whose means a CPU has in the type of its input, and CUDA in fp32."""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_operators_move_the_bytes_of_the_tensors_that_torch_gives_them(checkpointing: str, precision: str) -> None:
-    spec = resolve_step(TINY | {"checkpointing": checkpointing, "precision": precision, "pass": "forward_backward"})
+COMPOSED = (*PRODUCTS, "sum")
+"""What of torch's composed attention is told operator by operator; its mask and softmax are told in other words."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "attention", "checkpointing", "precision"),
+    [
+        *((variant, attention, "none", "fp32") for variant in VARIANTS for attention in ("plain", "sdpa_math")),
+        *((variant, "plain", "full", "bf16_pure") for variant in VARIANTS),
+        *(({}, "plain", *others) for others in (("full", "fp32"), ("none", "bf16_pure"))),
+    ],
+    ids=str,
+)
+def test_operators_move_the_bytes_of_the_tensors_that_torch_gives_them(
+    variant: dict[str, object], attention: str, checkpointing: str, precision: str
+) -> None:
+    fields = {"checkpointing": checkpointing, "precision": precision, "pass": "forward_backward"}
+    spec = resolve_step(TINY | variant | fields | {"attention": attention})
     workload = build_workload(spec, torch.device("cpu"))
     assert workload.module is not None
     assert workload.make_batch is not None
@@ -179,7 +213,8 @@ def test_operators_move_the_bytes_of_the_tensors_that_torch_gives_them(checkpoin
     with Moved() as moved:
         workload.module(*batch).backward()
     predicted = operators_of(spec)
-    for name in ALIKE:
+    alike = ALIKE if attention == "plain" else COMPOSED
+    for name in (*alike, *(LAYER_NORM if precision == "fp32" else ())):
         own = [op for op in predicted if op.name == name]
         assert len(own) == moved.calls[name], name
         assert sum(op.read_bytes for op in own) == moved.read[name], name

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from steplab.ops.attention.api import IMPLEMENTATIONS
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, FIELDS, STEP_FIELDS, StepSpec
+from steplab.store.cells import cell_key
 
 MODULES = [
     importlib.import_module(f"{package.__name__}.{found.name}")
@@ -247,6 +249,42 @@ def test_a_field_like_no_other_is_answered_with_all_there_are() -> None:
     message = refusal(zzz=1)
     assert "unknown field 'zzz'" in message
     assert all(field in message for field in FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_kv_heads": 3}, "model.num_kv_heads 3 must divide the 4 attention heads; choose a divisor"),
+        ({"num_kv_heads": 0}, "model.num_kv_heads must be at least 1"),
+        ({"learned_positions": 64}, "context 128 is longer than the 64 positions of tiny; .* model.learned_positions"),
+        ({"learned_positions": 128, "d_model": 130}, "cannot be split into 4 heads; choose a multiple of model.num_h"),
+        ({"norm": "batchnorm"}, "model.norm 'batchnorm' is not known; choose one of rmsnorm, layernorm"),
+        ({"feed_forward": "relu"}, "model.feed_forward 'relu' is not known; choose one of swiglu, gelu"),
+        ({"num_heads": 0, "biases": "all"}, "model.biases all has no effect on a model without attention heads"),
+    ],
+)
+def test_parts_of_a_model_that_do_not_fit_are_refused(fields: dict[str, object], message: str) -> None:
+    assert re.search(message, refusal(**{f"model__{name}": value for name, value in fields.items()}))
+
+
+def test_as_many_heads_of_keys_as_of_queries_is_the_default_said_again() -> None:
+    spec = resolve_step({"model.num_kv_heads": 4})
+    assert spec == resolve_step({})
+    assert cell_key(spec) == cell_key(resolve_step({}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({}, "5136b39a28a0079f"),
+        ({"model": "xl", "context": 512}, "8e5fe0c68e325486"),
+        ({"model": "small", "model.num_layers": 2}, "c229e8167aad27ee"),
+        ({"model": "2.7b", "precision": "bf16", "layout": "fsdp=2"}, "4da0e1f8338cc315"),
+    ],
+)
+def test_parts_at_their_defaults_leave_the_keys_of_cells_as_they_were(fields: dict[str, object], key: str) -> None:
+    """The keys were recorded before a model had parts to choose."""
+    assert cell_key(resolve_step(fields)) == key
 
 
 @pytest.mark.parametrize(("d_model", "num_heads"), [(100, 4), (96, 32), (128, 3), (2, 2)])

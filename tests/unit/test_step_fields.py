@@ -45,6 +45,8 @@ VALUES: dict[str, tuple[object, object]] = {
     "layout": ("dp=2", "fsdp=2"),
     "bucket_size_mb": (10.0, 25.0),
     "model.num_heads": (4, 8),
+    "model.num_kv_heads": (1, 2),
+    "model.learned_positions": (128, 256),
     "model.d_model": (64, 128),
 }
 """Two valid values; of choices the first two will do, and of other numbers 2 and 4."""

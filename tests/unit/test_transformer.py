@@ -1,4 +1,4 @@
-"""The plain Transformer against transformers' Llama with the same weights, in float64."""
+"""The plain Transformer against transformers' Llama and GPT-2 with the same weights, in float64."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from steplab.model.transformer import ROPE_BASE, Transformer, rotary_table, rotate
@@ -18,7 +18,14 @@ SHAPES = [
     TransformerShape(vocab_size=50, d_model=32, d_ff=48, num_layers=1, num_heads=1),
     TransformerShape(vocab_size=37, d_model=48, d_ff=80, num_layers=2, num_heads=4),
     TransformerShape(vocab_size=64, d_model=60, d_ff=36, num_layers=3, num_heads=3),
+    TransformerShape(vocab_size=50, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2),
+    TransformerShape(vocab_size=50, d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=1, head="tied"),
+    TransformerShape(vocab_size=37, d_model=48, d_ff=80, num_layers=2, num_heads=4, biases="all"),
 ]
+LIKE_GPT_2 = TransformerShape(
+    vocab_size=50, d_model=32, d_ff=48, num_layers=2, num_heads=4, learned_positions=40, norm="layernorm",
+    feed_forward="gelu", biases="all", head="tied",
+)  # fmt: skip
 OF_LLAMA = {
     "embedding.": "model.embed_tokens.",
     "norm.": "model.norm.",
@@ -52,7 +59,9 @@ def plain(shape: TransformerShape, attention: str = "plain") -> Transformer:
     module = Transformer(shape, context=CONTEXT, attention=attention_named(attention)).double()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if "norm" in name:  # ones would hide a weight that is not used
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.3)
+            elif "norm" in name:  # ones would hide a weight that is not used
                 parameter.normal_(1.0, 0.3)
             else:
                 parameter.mul_(5)  # far from the uniform distribution over tokens
@@ -71,14 +80,18 @@ def llama(module: Transformer, shape: TransformerShape) -> Any:
         intermediate_size=shape.d_ff,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.kv_heads,
+        attention_bias=shape.biases == "all",
+        mlp_bias=shape.biases == "all",
         max_position_embeddings=CONTEXT,
         rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
+        tie_word_embeddings=shape.head == "tied",
         use_cache=False,
     )
     config._attn_implementation = "sdpa"  # the eager one takes its softmax in float32
     model: Any = LlamaForCausalLM(config).double()
     model.load_state_dict({name_of_llama(name): value for name, value in module.state_dict().items()})
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (shape.head == "tied")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LlamaRMSNorm):
@@ -142,6 +155,55 @@ def test_the_same_weights_give_llamas_gradients(shape: TransformerShape) -> None
         torch.testing.assert_close(parameter.grad, expected[name_of_llama(name)].grad)
 
 
+def gpt_2(module: Transformer, shape: TransformerShape) -> Any:
+    """GPT-2 with the weights of `module`: its projections to queries, keys and values are one matrix, and all matrices
+    lie the other way round."""
+    config = GPT2Config(
+        vocab_size=shape.vocab_size, n_positions=shape.learned_positions, n_embd=shape.d_model, n_inner=shape.d_ff,
+        n_layer=shape.num_layers, n_head=shape.num_heads, activation_function="gelu", layer_norm_epsilon=1e-5,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    model: Any = GPT2LMHeadModel(config).double()
+    own = module.state_dict()
+    names = {"attention_norm": "ln_1", "attention.output": "attn.c_proj", "feed_forward_norm": "ln_2"}
+    names |= {"feed_forward.up": "mlp.c_fc", "feed_forward.down": "mlp.c_proj"}
+    found = {
+        "transformer.wte.weight": own["embedding.weight"], "transformer.wpe.weight": own["positions.weight"],
+        "transformer.ln_f.weight": own["norm.weight"], "transformer.ln_f.bias": own["norm.bias"],
+        "lm_head.weight": own["head.weight"],
+    }  # fmt: skip
+    for layer in range(shape.num_layers):
+        to, of = f"transformer.h.{layer}", f"blocks.{layer}"
+        for ours, theirs in names.items():
+            for kind in ("weight", "bias"):
+                found[f"{to}.{theirs}.{kind}"] = own[f"{of}.{ours}.{kind}"].t()
+        for kind in ("weight", "bias"):
+            parts = [own[f"{of}.attention.{which}.{kind}"].t() for which in ("query", "key", "value")]
+            found[f"{to}.attn.c_attn.{kind}"] = torch.cat(parts, -1)
+    model.load_state_dict(found)
+    return model
+
+
+@pytest.mark.parametrize("length", [1, CONTEXT])
+def test_the_same_weights_give_gpt_2s_logits_and_gradients(length: int) -> None:
+    module = plain(LIKE_GPT_2)
+    model = gpt_2(module, LIKE_GPT_2)
+    tokens = tokens_of(LIKE_GPT_2, length=length)
+    logits, expected = module(tokens), model(input_ids=tokens).logits
+    torch.testing.assert_close(logits, expected)
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    torch.testing.assert_close(module.embedding.weight.grad, model.transformer.wte.weight.grad)
+    torch.testing.assert_close(module.positions.weight.grad, model.transformer.wpe.weight.grad)  # type: ignore[union-attr]
+    assert module.positions.weight.grad[length:].eq(0).all()  # type: ignore[union-attr,index]
+    queries = module.blocks[0].attention.query  # type: ignore[union-attr]
+    ours = torch.cat([queries.weight.grad.t(), queries.bias.grad[None]])  # type: ignore[union-attr,operator]
+    theirs = model.transformer.h[0].attn.c_attn
+    whole = torch.cat([theirs.weight.grad, theirs.bias.grad[None]])
+    torch.testing.assert_close(ours, whole[:, : LIKE_GPT_2.d_model])
+
+
 def test_transformers_own_table_of_angles_pairs_the_same_elements() -> None:
     """Nothing of the rotary embedding is ours here: float32 tables may differ as float32 results may."""
     shape = SHAPES[1]
@@ -173,16 +235,17 @@ def test_the_loss_is_the_one_passed_in() -> None:
     assert shapes == [((2 * CONTEXT, 50), (2 * CONTEXT,))]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "sdpa_flash", "sdpa_math"])
-def test_the_choice_of_attention_does_not_change_the_logits(attention: str) -> None:
-    tokens = tokens_of(SHAPES[2])
-    torch.testing.assert_close(plain(SHAPES[2], attention)(tokens), plain(SHAPES[2])(tokens))
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]], ids=["all heads", "grouped heads"])
+@pytest.mark.parametrize("attention", ["sdpa", "sdpa_flash", "sdpa_math", "flash_reference"])
+def test_the_choice_of_attention_does_not_change_the_logits(attention: str, shape: TransformerShape) -> None:
+    tokens = tokens_of(shape)
+    torch.testing.assert_close(plain(shape, attention)(tokens), plain(shape)(tokens))
 
 
 # --- causality and gradients ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LIKE_GPT_2], ids=str)
 @pytest.mark.parametrize("changed", [1, 11, CONTEXT - 1])
 def test_a_later_token_changes_no_earlier_logit(shape: TransformerShape, changed: int) -> None:
     module = plain(shape)
@@ -205,7 +268,8 @@ def test_gradients_reach_every_parameter(shape: TransformerShape) -> None:
     used = torch.zeros(shape.vocab_size, dtype=torch.bool)
     used[tokens_of(shape).flatten()] = True
     assert module.embedding.weight.grad is not None
-    assert torch.equal(module.embedding.weight.grad.ne(0).any(-1), used)
+    if shape.head == "untied":  # else the head has a gradient for every token
+        assert torch.equal(module.embedding.weight.grad.ne(0).any(-1), used)
 
 
 def test_a_block_without_biases_or_dropout_is_the_same_in_training() -> None:

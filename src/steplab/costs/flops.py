@@ -12,6 +12,7 @@ Elementwise work, norms, softmax and the optimizer are not counted: they use no 
 
 from typing import Literal, TypedDict
 
+from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights
 from steplab.ops.attention.implementations import implementation
 from steplab.specs.checkpointing import num_recomputed
 from steplab.specs.model import TransformerShape
@@ -89,4 +90,5 @@ def executed_flops_per_token(
 def _recomputed_linear(shape: TransformerShape) -> float:
     """FLOPs a token of the linear layers that a checkpointed block runs again: all but the last, whose output
     backward does not need, so that torch stops before it (and a compiler leaves it out)."""
-    return 2.0 * (4 * shape.d_model**2 + 2 * shape.d_model * shape.d_ff)
+    last = shape.d_model * shape.d_ff
+    return 2.0 * (num_attention_weights(shape) + num_feed_forward_weights(shape) - last)

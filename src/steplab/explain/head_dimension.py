@@ -74,7 +74,9 @@ def _good(width: int) -> tuple[int, ...]:
 def _whole_heads(case: Case, width: int) -> dict[str, str]:
     shape = case.spec.model.shape if case.spec else None
     for good in _good(width):
-        if shape and case.spec and case.spec.model.kind == "transformer" and shape.d_model % good == 0:
+        if not shape or case.spec.model.kind != "transformer" or shape.d_model % good:
+            continue
+        if shape.d_model // good % (shape.num_kv_heads or 1) == 0:
             return {"model.num_heads": str(shape.d_model // good)}
     return {}
 

@@ -10,7 +10,7 @@ from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
 from steplab.ops.attention.choice import Choice, choose, device_name
 from steplab.ops.attention.plain import Span, no_span
-from steplab.specs.model import refuse_planning_only
+from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import StepSpec
 
 _ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
@@ -43,7 +43,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
     shape = spec.model.shape
     assert shape is not None
     refuse_planning_only(spec.model)
-    choice = _choose_attention(spec, shape.head_dim, device) if spec.attention == "auto" else None
+    choice = _choose_attention(spec, shape, device) if spec.attention == "auto" else None
     attention = choice.implementation if choice else spec.attention
     with device:
         module = Transformer(
@@ -62,15 +62,16 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
     )
 
 
-def _choose_attention(spec: StepSpec, head_dim: int, device: torch.device) -> Choice:
+def _choose_attention(spec: StepSpec, shape: TransformerShape, device: torch.device) -> Choice:
     """Before anything runs, so that the record can say it, and a compiled model is built on the choice."""
     return choose(
         device=device_name(device),
         dtype=_ATTENTION_DTYPE.get(spec.precision, "float32"),
-        head_dim=head_dim,
+        head_dim=shape.head_dim,
         num_queries=spec.context,
         num_keys=spec.context,
         causal=True,
+        grouped=shape.num_kv_heads is not None,
     )
 
 

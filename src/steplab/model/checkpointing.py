@@ -33,7 +33,7 @@ KEPT_BY_SELECTIVE = [
 """Operators whose outputs selective checkpointing keeps: what is dear to compute for the bytes it yields."""
 
 
-Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
+Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
 """(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), so that backward computes it again"""
 
 
@@ -43,7 +43,7 @@ def block_caller(checkpointing: str) -> BlockCaller:
         return call_plainly
     recompute = _recompute(checkpointing)
 
-    def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+    def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         if is_checkpointed(checkpointing, index):
             return recompute(block, x_BTC, rotary_2TD)
         return call_plainly(index, block, x_BTC, rotary_2TD)
@@ -87,7 +87,7 @@ def is_checkpointed(checkpointing: str, index: int) -> bool:
 def _recomputed(forward: Callable[..., Tensor], checkpointing: str) -> Callable[..., Tensor]:
     recompute = _recompute(checkpointing)
 
-    def run(x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+    def run(x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         return recompute(forward, x_BTC, rotary_2TD)
 
     return run

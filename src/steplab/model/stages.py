@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from steplab.model.transformer import Block, Transformer
+from steplab.model.transformer import Block, Transformer, embed
 
 Around = Callable[[], AbstractContextManager[object]]
 """Gives a context, such as autocast's."""
@@ -32,13 +32,14 @@ def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
 class TransformerStage(nn.Module):
     """Tokens (first stage) or the residual stream in; the residual stream or logits (last stage) out."""
 
-    rotary_2TD: Tensor  # noqa: N815 (a shape suffix)
+    rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)
 
     def __init__(self, whole: Transformer, number: int, num_stages: int, around: Around = nullcontext) -> None:
         """Shares its parameters with `whole`; `around` is entered for each forward pass."""
         super().__init__()
         self.around = around
         self.embedding = whole.embedding if number == 0 else None
+        self.positions = whole.positions if number == 0 else None
         indices = blocks_of_stage(number, num_stages, len(whole.blocks))
         self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in indices})
         last = number == num_stages - 1
@@ -49,7 +50,7 @@ class TransformerStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: tokens [B, T] or the residual stream [B, T / tp, C]."""
         with self.around():
-            x_BTC = self.embedding(x) if self.embedding is not None else x
+            x_BTC = embed(x, self.embedding, self.positions) if self.embedding is not None else x
             for block in self.blocks.values():
                 x_BTC = block(x_BTC, self.rotary_2TD)
             if self.norm is None or self.head is None:
@@ -61,5 +62,5 @@ class TransformerStage(nn.Module):
 def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
     """The stages of these numbers; `whole` is emptied, so that what is in none of them is freed."""
     stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
-    del whole.embedding, whole.blocks, whole.norm, whole.head
+    del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
     return stages

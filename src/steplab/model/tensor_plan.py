@@ -5,7 +5,8 @@ down by their inputs, so that a block needs no communication within attention or
 et al. 2019, "Megatron-LM"). Between them each rank has a part of the sequence, norms included: tokens are gathered
 before the first products and what the last ones sum up is scattered, which costs what an all-reduce would (Korthikanti
 et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding is split by its rows, the
-head by its outputs, and the loss is computed from logits that no rank has whole.
+head by its outputs, and the loss is computed from logits that no rank has whole. Learned positions are split by their
+rows, and each rank is given those of its tokens. Grouped heads are split by those of keys and values.
 """
 
 from collections.abc import Iterator
@@ -24,27 +25,35 @@ from torch.distributed.tensor.parallel import (
 )
 
 from steplab.model.transformer import LossFn
+from steplab.specs.model import TransformerShape
 
 _TOKENS = Shard(1)
 """Of [B, T, ...]: each rank has T / tp tokens."""
 
 
-def tensor_plan() -> dict[str, ParallelStyle]:
+def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
     """Style by the name of a submodule of Transformer or of TransformerStage."""
+    *wide, last = shape.feed_forward_layers
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS),
+        **({"positions": _positions()} if shape.learned_positions else {}),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=_TOKENS),
     }
     for part, by_outputs, by_inputs in (
         ("attention", ("query", "key", "value"), "output"),
-        ("feed_forward", ("gate", "up"), "down"),
+        ("feed_forward", tuple(wide), last),
     ):
         plan[f"blocks.*.{part}_norm"] = SequenceParallel()
         plan[f"blocks.*.{part}"] = _gathered_once(num_inputs=2 if part == "attention" else 1)
         plan |= {f"blocks.*.{part}.{name}": ColwiseParallel() for name in by_outputs}
         plan[f"blocks.*.{part}.{by_inputs}"] = RowwiseParallel(output_layouts=_TOKENS)
     return plan
+
+
+def _positions() -> ParallelStyle:
+    """[T, C], without a batch: each rank has T / tp rows."""
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
 
 
 def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:

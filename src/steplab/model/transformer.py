@@ -1,17 +1,19 @@
 """The plain Transformer under test, to be read in one sitting.
 
-Pre-norm blocks with RMSNorm, rotary position embedding, SwiGLU, and an untied output head; no biases, no
-dropout. How attention and the loss are computed is passed in, and how a block is called, so that the model stays the
-same while they are swapped and compared.
+Pre-norm blocks without dropout. As TransformerShape says: RMSNorm or LayerNorm, rotary or learned positions, as many
+heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, and an output head of its own or the embedding's
+weight. How attention and the loss are computed is passed in, and how a block is called, so that the model stays the same
+while they are swapped and compared.
 
-Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, D head dimension, 2 cosine and sine.
+Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
+dimension, 2 cosine and sine.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy, gelu, silu
 
 from steplab.ops.attention.api import AttentionFn
 from steplab.specs.model import TransformerShape
@@ -19,14 +21,15 @@ from steplab.specs.model import TransformerShape
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits_NV, targets_N) -> scalar"""
 
-BlockCaller = Callable[[int, nn.Module, Tensor, Tensor], Tensor]
+BlockCaller = Callable[[int, nn.Module, Tensor, Tensor | None], Tensor]
 """(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), by whatever way: see model.checkpointing"""
 
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
+NORM_EPS = 1e-5
 
 
-def call_plainly(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+def call_plainly(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
     """Keeps whatever autograd wants to keep."""
     output: Tensor = block(x_BTC, rotary_2TD)
     return output
@@ -35,7 +38,7 @@ def call_plainly(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor
 class Transformer(nn.Module):
     """Tokens and targets in, scalar loss out; without targets, logits out."""
 
-    rotary_2TD: Tensor  # noqa: N815 (a shape suffix)
+    rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)
 
     def __init__(
         self,
@@ -50,23 +53,46 @@ class Transformer(nn.Module):
         self.loss = loss
         self.call_block = call_block
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
+        learned = shape.learned_positions
+        self.positions = nn.Embedding(learned, shape.d_model) if learned else None
         self.blocks = nn.ModuleList(Block(shape, attention) for _ in range(shape.num_layers))
-        self.norm = nn.RMSNorm(shape.d_model, eps=1e-5)
+        self.norm = norm_of(shape)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
-        self.register_buffer("rotary_2TD", rotary_table(context, shape.head_dim), persistent=False)
+        rotary_2TD = None if learned else rotary_table(context, shape.head_dim)
+        self.register_buffer("rotary_2TD", rotary_2TD, persistent=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if shape.head == "tied":
+            self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        rotary_2TD = self.rotary_2TD[:, : tokens_BT.shape[1]]
-        x_BTC = self.embedding(tokens_BT)
+        rotary_2TD = None if self.rotary_2TD is None else self.rotary_2TD[:, : tokens_BT.shape[1]]
+        x_BTC = embed(tokens_BT, self.embedding, self.positions)
         for index, block in enumerate(self.blocks):
             x_BTC = self.call_block(index, block, x_BTC, rotary_2TD)
         logits_BTV = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
         return self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def embed(tokens_BT: Tensor, embedding: nn.Embedding, positions: nn.Embedding | None) -> Tensor:
+    """The residual stream before the first block, with learned positions added where there are any."""
+    x_BTC: Tensor = embedding(tokens_BT)
+    if positions is None:
+        return x_BTC
+    positions_TC: Tensor = positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+    return x_BTC + positions_TC
+
+
+def norm_of(shape: TransformerShape) -> nn.Module:
+    """A norm of the residual stream."""
+    if shape.norm == "layernorm":
+        return nn.LayerNorm(shape.d_model, eps=NORM_EPS, bias=shape.has_norm_biases)
+    return nn.RMSNorm(shape.d_model, eps=NORM_EPS)
 
 
 class Block(nn.Module):
@@ -77,48 +103,65 @@ class Block(nn.Module):
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
+        self.attention_norm = norm_of(shape)
         self.attention = SelfAttention(shape, attention)
-        self.feed_forward_norm = nn.RMSNorm(shape.d_model, eps=1e-5)
-        self.feed_forward = SwiGLU(shape.d_model, shape.d_ff)
+        self.feed_forward_norm = norm_of(shape)
+        self.feed_forward = FEED_FORWARD[shape.feed_forward](shape.d_model, shape.d_ff, bias=shape.biases == "all")
 
-    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary_2TD)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
 
 
 class SelfAttention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal self-attention of several heads, groups of which may read the same keys and values (Ainslie et al. 2023,
+    "GQA")."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.attend = attention
-        self.query = nn.Linear(shape.d_model, shape.d_model, bias=False)
-        self.key = nn.Linear(shape.d_model, shape.d_model, bias=False)
-        self.value = nn.Linear(shape.d_model, shape.d_model, bias=False)
-        self.output = nn.Linear(shape.d_model, shape.d_model, bias=False)
+        bias = shape.biases != "none"
+        self.query = nn.Linear(shape.d_model, shape.d_model, bias=bias)
+        self.key = nn.Linear(shape.d_model, shape.kv_width, bias=bias)
+        self.value = nn.Linear(shape.d_model, shape.kv_width, bias=bias)
+        self.output = nn.Linear(shape.d_model, shape.d_model, bias=shape.biases == "all")
 
-    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
-        q_BHTD, k_BHTD, v_BHTD = (
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
+        q_BHTD, k_BNTD, v_BNTD = (
             project(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        o_BHTD = self.attend(rotate(q_BHTD, rotary_2TD), rotate(k_BHTD, rotary_2TD), v_BHTD, causal=True)
+        o_BHTD = self.attend(rotate(q_BHTD, rotary_2TD), rotate(k_BNTD, rotary_2TD), v_BNTD, causal=True)
         return self.output(o_BHTD.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, d_ff, bias=False)
-        self.up = nn.Linear(d_model, d_ff, bias=False)
-        self.down = nn.Linear(d_ff, d_model, bias=False)
+        self.gate = nn.Linear(d_model, d_ff, bias=bias)
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.down(silu(self.gate(x_BTC)) * self.up(x_BTC))
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))), as in GPT-2, but for its approximation of gelu (Hendrycks and Gimpel 2016)."""
+
+    def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x_BTC)))
+
+
+FEED_FORWARD: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
 
 
 def rotary_table(context: int, head_dim: int) -> Tensor:
@@ -128,8 +171,11 @@ def rotary_table(context: int, head_dim: int) -> Tensor:
     return torch.stack((angle_TD.cos(), angle_TD.sin()))
 
 
-def rotate(x_BHTD: Tensor, rotary_2TD: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision."""
+def rotate(x_BHTD: Tensor, rotary_2TD: Tensor | None) -> Tensor:
+    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision; without a table, where
+    positions are learned, nothing."""
+    if rotary_2TD is None:
+        return x_BHTD
     cos_TD, sin_TD = rotary_2TD
     a, b = x_BHTD.chunk(2, dim=-1)
     return torch.cat((a * cos_TD - b * sin_TD, b * cos_TD + a * sin_TD), dim=-1).to(x_BHTD.dtype)

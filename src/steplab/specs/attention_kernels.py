@@ -39,4 +39,5 @@ def _why_not(attention: str, spec: StepSpec) -> str | None:
         num_queries=spec.context,
         num_keys=spec.context,
         causal=True,
+        grouped=spec.model.shape is not None and spec.model.shape.num_kv_heads is not None,
     )

@@ -23,6 +23,9 @@ def refuse_unserved_layout(
         raise Unsupported(
             f"{what} for {model.name}", "only steplab's own Transformer can be split along fsdp, tp and pp", only_dp
         )
+    if model.shape is not None and model.shape.head == "tied":
+        why = "the embedding and the head share a weight, and are split and gathered apart"
+        raise Unsupported(f"model.head tied with {what}", why, f"use --model.head untied, or {only_dp}")
     if precision == "fp16":
         why = "its gradient scaler would need all ranks to agree on an overflow"
         raise Unsupported(f"precision fp16 with {what}", why, f"use --precision bf16, or {only_dp}")
@@ -45,6 +48,7 @@ def refuse_uneven_split(layout: Layout, shape: TransformerShape, *, model_name: 
     """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp."""
     split = {
         f"{shape.num_heads} heads": shape.num_heads,
+        **({f"{shape.kv_heads} heads of keys and values": shape.kv_heads} if shape.num_kv_heads else {}),
         f"width {shape.d_ff} of the feed-forward blocks": shape.d_ff,
         f"vocabulary of {shape.vocab_size}": shape.vocab_size,
         f"context of {context} tokens": context,

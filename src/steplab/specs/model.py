@@ -12,29 +12,97 @@ from steplab.errors import Unsupported, UserError
 from steplab.specs.step_fields import Declared, StepField, declared_fields
 
 ModelKind = Literal["transformer", "hf", "factory"]
+Norm = Literal["rmsnorm", "layernorm"]
+FeedForward = Literal["swiglu", "gelu"]
+Biases = Literal["none", "qkv", "all"]
+Head = Literal["untied", "tied"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerShape:
-    """Sizes of the plain pre-norm Transformer (RMSNorm, rotary embedding, SwiGLU, untied head)."""
+    """Sizes and parts of the plain pre-norm Transformer. By default those of LLaMA: RMSNorm, rotary embedding, SwiGLU,
+    an untied head, no biases."""
 
     vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
     d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
     d_ff: Annotated[int, Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1)]
     num_layers: Annotated[int, Declared(help="Number of blocks", group="sizes", least=1)]
-    # 0: feed-forward blocks of two linear layers alone, as in the planning-only size xxl.
+    # 0: feed-forward blocks alone, without norms and attention, as in the planning-only size xxl.
     num_heads: Annotated[
         int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
     ]
+    num_kv_heads: Annotated[
+        int | None,
+        Declared(
+            help="Heads of keys and values, each read by num-heads / num-kv-heads heads of queries",
+            default_words="num-heads",
+            group="sizes",
+            least=1,
+        ),
+    ] = None
+    learned_positions: Annotated[
+        int,
+        Declared(
+            help="Rows of a learned position embedding, the longest context; 0 for the rotary embedding",
+            group="sizes",
+            least=0,
+        ),
+    ] = 0
+    norm: Annotated[Norm, Declared(help="Normalisation before each part of a block", group="sizes")] = "rmsnorm"
+    feed_forward: Annotated[
+        FeedForward,
+        Declared(
+            help="Feed-forward block",
+            meanings={"swiglu": "three linear layers", "gelu": "two linear layers"},
+            group="sizes",
+        ),
+    ] = "swiglu"
+    biases: Annotated[
+        Biases,
+        Declared(
+            help="Biases",
+            meanings={
+                "qkv": "of the projections to queries, keys and values",
+                "all": "of all linear layers of the blocks, and of LayerNorm",
+            },
+            group="sizes",
+        ),
+    ] = "none"
+    head: Annotated[
+        Head,
+        Declared(help="Output head", meanings={"tied": "its weight is the token embedding's"}, group="sizes"),
+    ] = "untied"
 
     def __post_init__(self) -> None:
         for field in SIZE_FIELDS:
             field.refuse_invalid(getattr(self, field.attribute))
         if self.num_heads == 0:
+            self._refuse_parts_of_attention()
             return
         if self.vocab_size == 0:
             raise UserError("model.vocab_size must be at least 1, not 0")
-        if self.d_model % (2 * self.num_heads):
+        self._refuse_uneven_heads()
+        if self.num_kv_heads == self.num_heads:  # one spec for the same model, however it was given
+            object.__setattr__(self, "num_kv_heads", None)
+
+    def _refuse_parts_of_attention(self) -> None:
+        for field in SIZE_FIELDS:
+            given = getattr(self, field.attribute)
+            if field.attribute in _PARTS_WITH_ATTENTION and given != field.default:
+                raise UserError(f"{field.key} {given} has no effect on a model without attention heads; leave it out")
+
+    def _refuse_uneven_heads(self) -> None:
+        if self.num_heads % self.kv_heads:
+            raise UserError(
+                f"model.num_kv_heads {self.num_kv_heads} must divide the {self.num_heads} attention heads; "
+                "choose a divisor of model.num_heads"
+            )
+        if self.learned_positions and self.d_model % self.num_heads:
+            raise UserError(
+                f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads; "
+                "choose a multiple of model.num_heads"
+            )
+        if not self.learned_positions and self.d_model % (2 * self.num_heads):
             raise UserError(
                 f"model.d_model {self.d_model} cannot be split into {self.num_heads} heads of an even width, "
                 "which the rotary embedding needs; choose a multiple of 2 x model.num_heads"
@@ -45,14 +113,49 @@ class TransformerShape:
         """Width of one attention head."""
         return self.d_model // self.num_heads
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys of all heads together, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def feed_forward_layers(self) -> tuple[str, ...]:
+        """Names of a feed-forward block's linear layers; the last leads back to the residual stream."""
+        return ("gate", "up", "down") if self.feed_forward == "swiglu" else ("up", "down")
+
+    @property
+    def has_norm_biases(self) -> bool:
+        """Whether the norms have biases, which RMSNorm never has."""
+        return self.norm == "layernorm" and self.biases == "all"
+
+
+_PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", "head")
+"""Fields without an effect on a model of feed-forward blocks alone."""
 
 SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)
-"""The sizes of a built-in model, as fields of a step."""
+"""The sizes and parts of a built-in model, as fields of a step."""
 
 
-def _shape(d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000) -> TransformerShape:
+def _shape(
+    d_model: int,
+    d_ff: int,
+    num_layers: int,
+    num_heads: int,
+    vocab_size: int = 10_000,
+    feed_forward: FeedForward = "swiglu",
+) -> TransformerShape:
     return TransformerShape(
-        vocab_size=vocab_size, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads
+        vocab_size=vocab_size,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        feed_forward=feed_forward,
     )
 
 
@@ -64,7 +167,7 @@ MODEL_SIZES: dict[str, TransformerShape] = {
     "xl": _shape(1600, 6400, 48, 25),
     "2.7b": _shape(2560, 10240, 32, 32),
     "8b": _shape(4096, 11008, 34, 32, vocab_size=151_936),
-    "xxl": _shape(16384, 53248, 126, 0, vocab_size=0),
+    "xxl": _shape(16384, 53248, 126, 0, vocab_size=0, feed_forward="gelu"),
 }
 """The built-in sizes. tiny is for a CPU; xxl is for planning only: feed-forward blocks, no attention."""
 
@@ -114,13 +217,15 @@ class ModelSpec:
     @property
     def max_context(self) -> int | None:
         """Longest context that the position embedding supports, in tokens; None: no limit known."""
+        if self.shape is not None:
+            return self.shape.learned_positions or None
         config = self.hf_config or {}
         text = config.get("text_config", config)  # models that also take images nest the language model's part
         limit = text.get("max_position_embeddings", text.get("n_positions")) if isinstance(text, dict) else None
         return limit if isinstance(limit, int) else None
 
 
-def model_spec(name: str, overrides: dict[str, int] | None = None) -> ModelSpec:
+def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
     """The model called `name`, with sizes replaced by `overrides` (built-in sizes only).
 
     Raises UserError for an unknown name, a missing or unreadable configuration, or an override that does

@@ -295,9 +295,12 @@ class StepSpec:
         self._check_layout()
         limit = self.model.max_context
         if limit is not None and self.context > limit:
+            longer = (
+                "max_position_embeddings in the configuration" if self.model.hf_config else "model.learned_positions"
+            )
             raise UserError(
                 f"context {self.context} is longer than the {limit} positions of {self.model.name}; "
-                f"use --context {limit} or less, or raise max_position_embeddings in the configuration"
+                f"use --context {limit} or less, or raise {longer}"
             )
 
     def _check_layout(self) -> None:

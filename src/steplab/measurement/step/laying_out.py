@@ -70,10 +70,12 @@ def _sizes(layout: Layout) -> dict[str, int]:
 
 
 def _lay_out(module: Transformer | TransformerStage, spec: StepSpec, mesh: DeviceMesh) -> None:
+    shape = spec.model.shape
+    assert shape is not None
     lay_out(
         module,
         mesh,
-        tensor_plan=tensor_plan(),
+        tensor_plan=tensor_plan(shape),
         units=units_of(module),
         wrap_units=lambda: prepare_blocks(module, spec),
         sharding=sharding_of(module, spec),
@@ -84,10 +86,11 @@ def units_of(module: nn.Module) -> Sequence[Unit]:
     """The submodules whose parameters FSDP2 gathers together; the other parameters are gathered with the root."""
     if not isinstance(module, Transformer | TransformerStage):
         return [Unit(module=block) for block in repeated_blocks(module)]
-    # Autocast reads the embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
+    # Autocast reads an embedding as it is kept, and so the residual stream is in fp32: gathering it lower would change
     # what is computed. All other weights autocast would cast itself, before each use.
-    embedding = [Unit(module=module.embedding, low_precision=False)] if module.embedding is not None else []
-    return [*embedding, *(Unit(module=block) for block in blocks_of(module).values())]
+    tables = [table for table in (module.embedding, module.positions) if table is not None]
+    embeddings = [Unit(module=table, low_precision=False) for table in tables]
+    return [*embeddings, *(Unit(module=block) for block in blocks_of(module).values())]
 
 
 def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:

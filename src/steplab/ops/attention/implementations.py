@@ -98,6 +98,9 @@ class Implementation:
     """Inputs and gradients are copied, padded, where the bytes of one head of one token are no multiple of this."""
     workspaces: tuple[Workspace, ...] = ()
     """What its backward pass takes for itself."""
+    expands_groups: bool = False
+    """Whether its backward pass makes gradients of keys and values for every head of queries, and then sums them over
+    the heads that share keys and values."""
     memory_estimate: str = ""
     """Why a prediction of its memory is an estimate; empty: it is not."""
     chosen_by_sdpa: str = ""
@@ -153,6 +156,7 @@ TABLE = (
         empty=False,
         causal_offset=False,
         workspaces=_FLASH_BACKWARD,
+        expands_groups=True,
         chosen_by_sdpa="taken to be the flash kernel; where torch prefers cuDNN's, its workspace is not known",
         benchmarked_on=("cuda",),
         operators=(
@@ -205,7 +209,7 @@ TABLE = (
         summary="torch's composition of operators",
         deterministic=True,
         materialises_scores=True,
-        chosen_by_sdpa="taken to be torch's own composition, for no fused kernel takes heads of this width",
+        chosen_by_sdpa="taken to be torch's own composition, for no fused kernel takes such heads",
     ),
     Implementation(
         name="flex",
@@ -274,6 +278,7 @@ TABLE = (
         name="auto",
         summary="the fastest by a table of measurements",
         workspaces=_FLASH_BACKWARD,
+        expands_groups=True,
         memory_estimate="taken to save what every fused kernel does, with the workspace of torch's flash kernel",
     ),
 )

@@ -1,6 +1,6 @@
 """Attention in the dry run: heads apart and together again, the rotary embedding, and each implementation.
 
-The scores are [B, h, T, T]; all else is as large as the residual stream.
+The scores are [B, h, T, T]; all else is as large as the residual stream, or less where heads of keys are fewer.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.operators import elementwise
-from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, Count
+from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, Count, half
 from steplab.plan.dry_run.tape import Backward
 from steplab.plan.dry_run.tensors import Tensor
 
@@ -19,10 +19,11 @@ Attend = Callable[[Machine, Tensor, Tensor, Tensor], Tensor]
 def split_heads(m: Machine, x: Tensor) -> Tensor:
     """[B, T, d] seen as [B, h, T, d / h]. Backward the gradient is copied back into its order, if it is not in it."""
     view = Tensor(x.count, x.dtype, x.storage)
+    view.heads_together = True
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
-        if gradient.heads_together or m.sizes.one_order:
+        if gradient.heads_together or m.sizes.one_order(gradient.count):
             return (gradient,)
         return (m.run("copy", (gradient,), *like, f"gradient of {named}, heads together"),)
 
@@ -32,7 +33,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
 
 def merge_heads(m: Machine, x: Tensor) -> Tensor:
     """[B, h, T, d / h] as [B, T, d]: copied, if the heads do not lie together; backward the gradient is seen so."""
-    if x.heads_together or m.sizes.one_order:
+    if x.heads_together or m.sizes.one_order(x.count):
         merged = Tensor(x.count, x.dtype, x.storage)
     else:
         merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together")
@@ -40,9 +41,9 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
     return merged
 
 
-def heads_apart(m: Machine, x: Tensor) -> Tensor:
+def product_of_heads(m: Machine, x: Tensor) -> Tensor:
     """The output of a batched matmul, whose gradient is copied for the matmuls of its backward."""
-    if m.sizes.one_order:
+    if m.sizes.one_order(x.count):
         return x
     view = Tensor(x.count, x.dtype, x.storage)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
@@ -52,10 +53,14 @@ def heads_apart(m: Machine, x: Tensor) -> Tensor:
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
-    """The rotary embedding, in the table's fp32, by halves. Keeps nothing but the table."""
+    """The rotary embedding, in the table's fp32, by halves. Keeps nothing but the table. Where positions are learned
+    there is none."""
+    if m.sizes.shape.learned_positions:
+        return x
     first, second = _halves(m, x)
     together = _join(
         m,
+        x.count,
         _add(m, _times_table(m, first), _times_table(m, second), negated=True),
         _add(m, _times_table(m, second), _times_table(m, first), negated=False),
         f"rotated {name}",
@@ -65,7 +70,7 @@ def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
 
 def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two views; backward their gradients are joined."""
-    views = Tensor(m.sizes.half_residual, x.dtype, x.storage), Tensor(m.sizes.half_residual, x.dtype, x.storage)
+    views = Tensor(half(x.count), x.dtype, x.storage), Tensor(half(x.count), x.dtype, x.storage)
     like, named = (x.count, x.dtype), x.what
 
     m.node(
@@ -74,15 +79,16 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     return views
 
 
-def _times_table(m: Machine, half: Tensor) -> Tensor:
+def _times_table(m: Machine, part: Tensor) -> Tensor:
     """Cosines or sines times a half, in fp32, whatever the half is in; so is the gradient, at first."""
     table_bytes = m.sizes.rotary.value * FP32.num_bytes // 2
+    part_count = part.count
 
     def times(x: Tensor, what: str) -> Tensor:
-        return m.run("mul", (x,), m.sizes.half_residual, FP32, what, also_read_bytes=table_bytes)
+        return m.run("mul", (x,), part_count, FP32, what, also_read_bytes=table_bytes)
 
-    product = times(half, "half a rotation")
-    m.node((half.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(product)
+    product = times(part, "half a rotation")
+    m.node((part.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(product)
     return product
 
 
@@ -100,25 +106,36 @@ def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
     return total
 
 
-def _join(m: Machine, first: Tensor, second: Tensor, what: str) -> Tensor:
+def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) -> Tensor:
     """Two halves in one tensor; backward its gradient seen as two."""
+    part = first.count
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
-        half = m.sizes.half_residual
-        return Tensor(half, gradient.dtype, gradient.storage), Tensor(half, gradient.dtype, gradient.storage)
+        return Tensor(part, gradient.dtype, gradient.storage), Tensor(part, gradient.dtype, gradient.storage)
 
-    joined = m.run("cat", (first, second), m.sizes.residual, first.dtype, what)
+    joined = m.run("cat", (first, second), whole, first.dtype, what)
     m.node((first.slot, second.slot), (), backward).gives(joined)
     return joined
 
 
 def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """ops.attention.plain, line by line."""
+    if m.sizes.shape.num_kv_heads is not None:
+        k, v = repeated(m, k), repeated(m, v)
     scores = elementwise(m, "mul", _product(m, q, k, m.sizes.scores, "attention scores"), "attention scores, scaled")
     hidden = triangle(m, ones(m))
     scores = elementwise(m, "masked_fill", scores, "attention scores, masked", kept=(hidden,))
     weights = softmax(m, scores)
-    return heads_apart(m, _product(m, weights, v, m.sizes.residual, "attention output", copied=True))
+    return product_of_heads(m, _product(m, weights, v, m.sizes.residual, "attention output"))
+
+
+def repeated(m: Machine, x: Tensor) -> Tensor:
+    """Keys or values for each head of queries, heads apart; backward the gradients of those that share one are summed."""
+    like = (x.count, x.dtype, f"gradient of {x.what}")
+
+    output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")
+    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("sum", (gradient,), *like),)).gives(output)
+    return output
 
 
 def ones(m: Machine) -> Tensor:
@@ -131,14 +148,14 @@ def triangle(m: Machine, ones: Tensor) -> Tensor:
     return m.run("triu", (ones,), ones.count, BOOL, "causal mask")
 
 
-def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str, copied: bool = False) -> Tensor:
-    """x @ y under autocast. `copied`: the heads of y do not lie apart, as a batched matmul needs them."""
-    x, y = m.cast(x, m.autocast), m.cast(y, m.autocast)
-    return batched_product(m, x, contiguous(m, y) if copied else y, out, what)
+def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
+    """x @ y under autocast."""
+    return batched_product(m, m.cast(x, m.autocast), m.cast(y, m.autocast), out, what)
 
 
 def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
-    """Batched matmul. Keeps both."""
+    """Batched matmul, of copies where heads do not lie apart. Keeps both."""
+    x, y = _heads_apart(m, x), _heads_apart(m, y)
     names, sizes = (x.what, y.what), m.sizes
     rows, heads = sizes.context, sizes.batch * sizes.shape.num_heads
     k, n = x.count.value // (heads * rows), out.value // (heads * rows)
@@ -155,9 +172,9 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
     return output
 
 
-def contiguous(m: Machine, x: Tensor) -> Tensor:
-    """A copy with the heads apart; backward the gradient is passed on."""
-    if m.sizes.one_order:
+def _heads_apart(m: Machine, x: Tensor) -> Tensor:
+    """A copy with the heads apart, if they are together; backward the gradient is passed on."""
+    if not x.heads_together or m.sizes.one_order(x.count):
         return x
     output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart")
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)

@@ -68,16 +68,17 @@ class CompiledTransformer:
         m.where = "head and loss"
         gradient = m.new(m.sizes.residual, m.product_dtype, "gradient of the residual stream")
         self._kept.pop()
-        self._leave_gradients(self.parameters.of_head)
+        tied = m.sizes.shape.head == "tied"
+        self._leave_gradients([*self.parameters.norm.values(), *([] if tied else [self.parameters.head])])
         gradient = m.new(m.sizes.residual, m.weight_dtype, "gradient of the residual stream")
         for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
             m.where = f"block {index}"
             _recomputed = self._made(self._of_block()) if self._is_checkpointed(index) else []
             del _recomputed
             self._kept.pop()
-            self._leave_gradients(parameters)
+            self._leave_gradients(list(parameters.values()))
         m.where = "embedding"
-        self._leave_gradients(self.parameters.of_embedding)
+        self._leave_gradients(self.parameters.tables)
         del gradient
         for parameter, made in self._left:
             if parameter.slot.gradient is None:
@@ -105,13 +106,15 @@ class CompiledTransformer:
     def _of_block(self, *, checkpointed: bool = False) -> list[_Kind]:
         """What a block keeps."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
+        inner = sizes.shape.feed_forward_layers[:-1]
         in_memory = implementation(self._spec.attention).materialises_scores
+        keys = sizes.residual if in_memory else sizes.keys
         if checkpointed:
             kept = [_Kind(sizes.residual, m.weight_dtype, "residual stream")]
             if self._spec.checkpointing == "selective":
                 kept += [
-                    _Kind(sizes.residual, compute, "outputs of the attention's matmuls", 5),
-                    _Kind(sizes.inner, compute, "gate and up", 2),
+                    *self._attended(sizes.keys, "outputs of the attention's matmuls", num_others=3),
+                    _Kind(sizes.inner, compute, " and ".join(inner), len(inner)),
                     *([_Kind(sizes.scores, compute, "attention scores")] if in_memory else [self._row_sums()]),
                 ]
             return kept
@@ -119,28 +122,50 @@ class CompiledTransformer:
             _Kind(sizes.residual, m.weight_dtype, "residual stream, normalised", 2),
             _Kind(sizes.tokens, FP32, "reciprocal root mean squares", 2),
             _Kind(sizes.residual, compute, "norms", 2),
-            _Kind(sizes.residual, compute, "query, key, value", 3),
+            *self._attended(keys, "query, key, value", num_others=1),
             _Kind(sizes.residual, compute, "attention output"),
-            _Kind(sizes.inner, compute, "gate, up and their product", 3),
+            _Kind(sizes.inner, compute, self._inner_words, len(inner) + 1),
             *(self._of_scores() if in_memory else self._of_fused_attention()),
         ]
         if m.autocast is not None:
-            kept.append(_Kind(sizes.projection, m.autocast, f"weights, in {m.autocast.name}", 4, "autocast_copies"))
-            kept.append(_Kind(sizes.feed_forward, m.autocast, f"weights, in {m.autocast.name}", 3, "autocast_copies"))
+            kept += self._cast_projections(m.autocast) + self._cast_feed_forward(m.autocast)
         return kept
+
+    def _attended(self, keys: Count, what: str, num_others: int) -> list[_Kind]:
+        """Keys and values, and tensors as wide as the residual stream."""
+        sizes, compute = self._machine.sizes, self._machine.product_dtype
+        if keys is sizes.residual:
+            return [_Kind(keys, compute, what, 2 + num_others)]
+        return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", 2)]
+
+    @property
+    def _inner_words(self) -> str:
+        swiglu = self._machine.sizes.shape.feed_forward == "swiglu"
+        return "gate, up and their product" if swiglu else "up and gelu of it"
+
+    def _cast_projections(self, dtype: Dtype) -> list[_Kind]:
+        sizes, what = self._machine.sizes, f"weights, in {dtype.name}"
+        if sizes.key_projection is sizes.projection:
+            return [_Kind(sizes.projection, dtype, what, 4, "autocast_copies")]
+        return [_Kind(count, dtype, what, 2, "autocast_copies") for count in (sizes.projection, sizes.key_projection)]
+
+    def _cast_feed_forward(self, dtype: Dtype) -> list[_Kind]:
+        sizes, number = self._machine.sizes, len(self._machine.sizes.shape.feed_forward_layers)
+        return [_Kind(sizes.feed_forward, dtype, f"weights, in {dtype.name}", number, "autocast_copies")]
 
     def _of_inference(self) -> list[_Kind]:
         """What a block holds at a time without gradients: most in its feed-forward half, or around the scores."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
         stream = [_Kind(sizes.residual, m.weight_dtype, "residual stream"), _Kind(sizes.residual, compute, "norms")]
-        attention = [_Kind(sizes.residual, compute, "query, key, value", 3)]
-        if implementation(self._spec.attention).materialises_scores:
+        in_memory = implementation(self._spec.attention).materialises_scores
+        keys = sizes.residual if in_memory else sizes.keys
+        attention = self._attended(keys, "query, key, value", num_others=1)
+        if in_memory:
             attention.append(_Kind(sizes.scores, compute, "attention scores and weights", 2))
-        feed_forward = [_Kind(sizes.inner, compute, "gate, up and their product", 3)]
+        feed_forward = [_Kind(sizes.inner, compute, self._inner_words, len(sizes.shape.feed_forward_layers))]
         if m.autocast is not None:
-            copy = f"weights, in {m.autocast.name}"
-            attention.append(_Kind(sizes.projection, m.autocast, copy, 4, "autocast_copies"))
-            feed_forward.append(_Kind(sizes.feed_forward, m.autocast, copy, 3, "autocast_copies"))
+            attention += self._cast_projections(m.autocast)
+            feed_forward += self._cast_feed_forward(m.autocast)
         return stream + max(attention, feed_forward, key=_num_bytes)
 
     def _of_scores(self) -> list[_Kind]:
@@ -152,6 +177,8 @@ class CompiledTransformer:
         return kept
 
     def _of_fused_attention(self) -> list[_Kind]:
+        if self._machine.sizes.shape.learned_positions:  # queries are not rotated, and lie with their heads together
+            return [self._row_sums()]
         copy = _Kind(self._machine.sizes.residual, self._machine.product_dtype, "attention output, heads together")
         return [copy, self._row_sums()]
 

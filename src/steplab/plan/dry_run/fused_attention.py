@@ -11,10 +11,10 @@ from steplab.ops.attention.implementations import Implementation, Workspace, imp
 from steplab.plan.dry_run.attention import (
     Attend,
     batched_product,
-    contiguous,
-    heads_apart,
     ones,
     plain,
+    product_of_heads,
+    repeated,
     softmax_gradient,
     triangle,
 )
@@ -24,10 +24,12 @@ from steplab.plan.dry_run.operators import elementwise
 from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype, Sizes
 from steplab.plan.dry_run.tensors import Tensor
 
-_OF_FORWARD = ("rotated query", "rotated key", "value", "attention output")
+_KEYS = ("rotated key", "value")
+_OF_FORWARD = ("rotated query", *_KEYS, "attention output")
+_GRADIENTS_OF_KEYS = ("gradient of the rotated key", "gradient of the value")
 _OF_BACKWARD = (
-    *("gradient of the rotated query", "gradient of the rotated key", "gradient of the value"),
-    *("gradient of the attention output", "attention output", "rotated query", "rotated key", "value"),
+    *("gradient of the rotated query", *_GRADIENTS_OF_KEYS),
+    *("gradient of the attention output", "attention output", "rotated query", *_KEYS),
 )
 """What is copied where the kernels do not take it as it is, in their order."""
 
@@ -39,11 +41,12 @@ def attention_of(name: str) -> Attend:
 
 def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> Tensor:
     likes = [(x.count, x.dtype, f"gradient of {x.what}") for x in (q, k, v)]
+    orders = [x.heads_together for x in (q, k, v)]
     output = m.dear(lambda: m.new(q.count, q.dtype, "attention output"))
-    output.heads_together = row.output_heads_together
+    output.heads_together = row.output_heads_together or q.heads_together  # kernels lay it out as the queries
     sizes = m.sizes
     rows = _rounded(sizes, row.saved_rows, None)
-    dtype, padded = q.dtype, _padded(sizes, q.dtype, row)
+    dtype = q.dtype
     scores = Product(
         batch=sizes.batch * sizes.shape.num_heads, m=sizes.context, n=sizes.context, k=sizes.shape.head_dim
     )
@@ -51,14 +54,16 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
 
     def run() -> Tensor:
         made = m.new(rows, FP32, "log of the sum of each row of scores")
-        _copies = [m.new(padded, dtype, f"{what}, padded") for what in _OF_FORWARD] if padded else []
+        _copies = _padded(m, dtype, row, _OF_FORWARD)
         m.ran(row.name, (q, k, v), (output, made), product=scores, fused_flops=flops)
         return made
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
         gradients = tuple(m.new(*like) for like in likes)
-        gradients[2].heads_together = True
-        _copies = [m.new(padded, dtype, f"{what}, padded") for what in _OF_BACKWARD] if padded else []
+        for made, together in zip(gradients, orders, strict=True):
+            made.heads_together = together
+        _copies = _padded(m, dtype, row, _OF_BACKWARD)
+        _of_each_head = _expanded(m, dtype) if row.expands_groups else []
         own = [each for each in row.workspaces if each.taken(dtype.num_bytes, m.sizes.shape.head_dim)]
         _within = [m.new(_of_workspace(m.sizes, each), FP32, each.what) for each in own]
         m.ran(f"{row.name}_backward", (gradient, *kept), gradients, product=scores, fused_flops=BACKWARD_FLOPS * flops)
@@ -86,13 +91,23 @@ def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None, lea
     return Count(rows.value * width, f"{rows.symbols} {width}")
 
 
-def _padded(sizes: Sizes, dtype: Dtype, row: Implementation) -> Count | None:
-    """Elements of a padded copy; None where the kernel takes the tensors as they are."""
-    multiple = max(row.copies_below // dtype.num_bytes, 1)
-    width = _up(sizes.shape.head_dim, multiple)
-    if width == sizes.shape.head_dim:
-        return None
-    return Count(sizes.tokens.value * sizes.shape.num_heads * width, f"B h T {width}")
+def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, ...]) -> list[Tensor]:
+    """Padded copies of these; none where the kernel takes tensors as they are."""
+    shape, tokens = m.sizes.shape, m.sizes.tokens.value
+    width = _up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
+    if width == shape.head_dim:
+        return []
+    of_queries = Count(tokens * shape.num_heads * width, f"B h T {width}")
+    of_keys = of_queries if shape.num_kv_heads is None else Count(tokens * shape.kv_heads * width, f"B k T {width}")
+    keys = (*_KEYS, *_GRADIENTS_OF_KEYS)
+    return [m.new(of_keys if what in keys else of_queries, dtype, f"{what}, padded") for what in tensors]
+
+
+def _expanded(m: Machine, dtype: Dtype) -> list[Tensor]:
+    """Gradients of keys and values for every head of queries, to be summed; none where each has its own."""
+    if m.sizes.shape.num_kv_heads is None:
+        return []
+    return [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in _GRADIENTS_OF_KEYS]
 
 
 def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,14 +117,14 @@ def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")
     mask = _mask_of_numbers(m)
+    if m.sizes.shape.num_kv_heads is not None:
+        k, v = repeated(m, k), repeated(m, v)
     k = elementwise(m, "mul", k, f"{k.what}, scaled")
     scores = batched_product(m, q, k, m.sizes.scores, "attention scores")
     weights = _safe_softmax(m, scores)
     del scores
     _for_the_caller = weights if source is FP32 else m.copy(weights, source)
-    output = m.cast(
-        heads_apart(m, batched_product(m, weights, contiguous(m, v), m.sizes.residual, "attention output")), source
-    )
+    output = m.cast(product_of_heads(m, batched_product(m, weights, v, m.sizes.residual, "attention output")), source)
     del mask
     return output
 

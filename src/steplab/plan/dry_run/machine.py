@@ -19,17 +19,19 @@ _AUTOCAST = {"bf16": BF16, "fp16": FP16}
 class Parameter:
     """A weight, and its gradient. Made in fp32."""
 
-    def __init__(self, machine: "Machine", name: str, count: Count) -> None:
+    def __init__(self, machine: "Machine", name: str, count: Count, num_uses: int = 1) -> None:
+        """num_uses: how many operators of a forward pass take it."""
         self.name = name
         """query.weight"""
+        self._num_uses = num_uses
         self.tensor = machine.new(count, FP32, name, category="parameters")
-        self.tensor.slot = Slot(FP32, is_leaf=True)
+        self.tensor.slot = Slot(FP32, is_leaf=True, num_uses=num_uses)
 
     def convert(self, machine: "Machine", dtype: Dtype) -> None:
         """Put it in another format, in place."""
         if dtype is not self.tensor.dtype:
             self.tensor = machine.new(self.tensor.count, dtype, self.name, category="parameters")
-            self.tensor.slot = Slot(dtype, is_leaf=True)
+            self.tensor.slot = Slot(dtype, is_leaf=True, num_uses=self._num_uses)
 
     @property
     def slot(self) -> Slot:
@@ -118,13 +120,21 @@ class Machine:
             self.ran("add", (tensor, added_to), (made,))
         return made
 
-    def product(self, name: str, factors: tuple[Tensor, Tensor], sizes: Product, count: Count, what: str) -> Tensor:
-        """The result of a matmul of two tensors, in their number format."""
+    def product(
+        self,
+        name: str,
+        factors: tuple[Tensor, Tensor],
+        sizes: Product,
+        count: Count,
+        what: str,
+        added: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        """The result of a matmul of two tensors, in their number format; added: a bias that it adds."""
         self.start_products()
 
         def multiply() -> Tensor:
             made = self.new(count, factors[0].dtype, what)
-            self.ran(name, factors, (made,), product=sizes)
+            self.ran(name, (*factors, *added), (made,), product=sizes)
             return made
 
         return self.dear(multiply)
@@ -193,6 +203,7 @@ class Machine:
         source = x.dtype
         node = self.node((x.slot,), (), lambda machine, kept, gradient: (machine.copy(gradient, source),))
         copy = self.copy(x, dtype)
+        copy.heads_together = x.heads_together
         node.gives(copy)
         return copy
 

@@ -8,23 +8,49 @@ from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor
 
-_BACKWARD = {"silu": "silu_backward"}
+_BACKWARD = {"silu": "silu_backward", "gelu": "gelu_backward"}
 """Operators whose backward pass is another."""
 
 
 def embedding(m: Machine, weight: Parameter) -> Tensor:
     """Rows of the table. Keeps the tokens alone, which are there anyway."""
+    tokens_bytes = m.sizes.tokens.value * INT64.num_bytes
+    return _rows(m, weight, m.sizes.residual, "residual stream", (), tokens_bytes)
+
+
+def learned_positions(m: Machine, weight: Parameter) -> Tensor:
+    """A row of the table for each position. Keeps the positions' numbers, which it makes."""
+    numbers = m.run("arange", (), m.sizes.positions, INT64, "numbers of the positions")
+    return _rows(m, weight, m.sizes.positions_width, "learned positions", (numbers,), 0)
+
+
+def _rows(
+    m: Machine, weight: Parameter, out: Count, what: str, numbers: tuple[Tensor, ...], numbers_bytes: int
+) -> Tensor:
+    """Rows of a table by their numbers, which are kept where they are a tensor of this pass."""
     dtype = weight.tensor.dtype
-    tokens_bytes, rows_bytes = m.sizes.tokens.value * INT64.num_bytes, m.sizes.residual.value * dtype.num_bytes
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
         gradient_w = _gradient_of(m, weight)
-        m.ran("embedding_dense_backward", (gradient,), (gradient_w,), also_read_bytes=tokens_bytes)
+        m.ran("embedding_dense_backward", (gradient, *kept), (gradient_w,), also_read_bytes=numbers_bytes)
         return (gradient_w,)
 
-    x = m.run("embedding", (), m.sizes.residual, dtype, "residual stream", also_read_bytes=tokens_bytes + rows_bytes)
-    m.node((weight.slot,), (), backward).gives(x)
+    rows_bytes = out.value * dtype.num_bytes
+    x = m.run("embedding", numbers, out, dtype, what, also_read_bytes=numbers_bytes + rows_bytes)
+    m.node((weight.slot,), numbers, backward).gives(x)
     return x
+
+
+def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
+    """x + positions, the same for every sequence, so that their gradient is a sum over the batch."""
+    like = (positions.count, positions.dtype, "gradient of learned positions")
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, m.run("sum", (gradient,), *like)
+
+    output = m.run("add", (x, positions), x.count, x.dtype, "residual stream")
+    m.node((x.slot, positions.slot), (), backward).gives(output)
+    return output
 
 
 def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
@@ -35,14 +61,17 @@ def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor,
         return (m.run(_BACKWARD.get(name, name), (gradient, *kept), *like, f"gradient of {named}"),)
 
     output = m.run(name, (x, *(tensor for tensor in kept if tensor is not x)), *like, what)
+    output.heads_together = x.heads_together
     m.node((x.slot,), kept, backward).gives(output)
     return output
 
 
-def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str) -> Tensor:
-    """x W^T. Keeps both, in the format it multiplies them in."""
+def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None = None) -> Tensor:
+    """x W^T, or that and a bias. Keeps x and W, in the format it multiplies them in."""
     w = m.weight(weight)
     x = m.cast(x, m.autocast)
+    if bias is not None:
+        return _linear_with_bias(m, x, w, m.weight(bias), out, what, (weight.name, bias.name))
     named = x.what
     tokens = m.sizes.tokens.value
     k, n = x.count.value // tokens, out.value // tokens
@@ -52,11 +81,33 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str) -> T
         of_w, of_x = Product(m=n, n=k, k=tokens), Product(m=tokens, n=k, k=n)
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {weight.name}")
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
-        gradient_x.is_view = True  # of the matrix that the product gave
+        gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
         return gradient_x, gradient_w
 
     node = m.node((x.slot, w.slot), (x, w), backward)
     output = m.product("mm", (x, w), Product(m=tokens, n=n, k=k), out, what)
+    node.gives(output)
+    return output
+
+
+def _linear_with_bias(
+    m: Machine, x: Tensor, w: Tensor, b: Tensor, out: Count, what: str, names: tuple[str, str]
+) -> Tensor:
+    """torch's addmm. Its backward makes the gradient of x first, and that of the bias last."""
+    named = x.what
+    tokens = m.sizes.tokens.value
+    k, n = x.count.value // tokens, out.value // tokens
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w = kept
+        of_w, of_x = Product(m=n, n=k, k=tokens), Product(m=tokens, n=k, k=n)
+        gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
+        gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {names[0]}")
+        gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
+        return m.run("sum", (gradient,), b.count, b.dtype, f"gradient of {names[1]}"), gradient_x, gradient_w
+
+    node = m.node((b.slot, x.slot, w.slot), (x, w), backward)
+    output = m.product("addmm", (x, w), Product(m=tokens, n=n, k=k), out, what, added=(b,))
     node.gives(output)
     return output
 
@@ -81,6 +132,25 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     return output
 
 
+def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
+    """torch's kernel: keeps its input and two numbers a row. Autocast runs it in fp32, which casts nothing: the residual
+    stream and the weights are in fp32 there."""
+    like, named = (x.count, x.dtype), x.what
+    parameters = (weight,) if bias is None else (weight, bias)
+    tensors = tuple(parameter.tensor for parameter in parameters)
+    output = m.new(*like, what)
+    mean, reciprocal = (m.new(m.sizes.tokens, FP32, which) for which in ("means", "reciprocal standard deviations"))
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
+        gradients = (m.new(*like, f"gradient of {named}"), *(_gradient_of(m, p) for p in parameters))
+        m.ran("native_layer_norm_backward", (gradient, *kept, *tensors), gradients)
+        return gradients
+
+    m.ran("native_layer_norm", (x, *tensors), (output, mean, reciprocal))
+    m.node((x.slot, *(p.slot for p in parameters)), (x, mean, reciprocal), backward).gives(output)
+    return output
+
+
 def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
     """The residual stream with a branch added to it, in the wider format. Keeps nothing; both gradients are its own."""
     output = m.run("add", (x, y), x.count, x.dtype, "residual stream")
@@ -91,6 +161,11 @@ def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
 def silu(m: Machine, x: Tensor) -> Tensor:
     """x sigmoid(x). Keeps x."""
     return elementwise(m, "silu", x, "silu of the gate", kept=(x,))
+
+
+def gelu(m: Machine, x: Tensor) -> Tensor:
+    """x Phi(x). Keeps x."""
+    return elementwise(m, "gelu", x, "gelu of up", kept=(x,))
 
 
 def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:

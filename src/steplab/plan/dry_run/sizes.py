@@ -1,7 +1,7 @@
 """How many elements the tensors of a step have, as a number and in the symbols of docs/memory_formulas.md.
 
 B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block,
-h heads.
+h heads, k heads of keys and values where they are fewer, P learned positions.
 """
 
 from dataclasses import dataclass
@@ -43,25 +43,40 @@ class Count:
         return f"{dtype.num_bytes} {self.symbols}".rstrip()
 
 
+def half(count: Count) -> Count:
+    """Half as many elements."""
+    return Count(count.value // 2, f"{count.symbols} / 2")
+
+
 class Sizes:
     """Every number of elements that occurs in a step of the plain Transformer."""
 
     def __init__(self, shape: TransformerShape, batch: int, context: int) -> None:
         B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
+        P, grouped, keys = shape.learned_positions, shape.num_kv_heads is not None, shape.kv_width
         self.shape, self.batch, self.context = shape, batch, context
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
         self.residual = Count(B * T * d, "B T d")
-        self.half_residual = Count(B * T * d // 2, "B T d / 2")
+        self.keys = Count(B * T * keys, "B T d k / h") if grouped else self.residual
         self.inner = Count(B * T * f, "B T f")
         self.logits = Count(B * T * V, "B T V")
         self.scores = Count(B * h * T * T, "B h T²")
         self.square = Count(T * T, "T²")
         self.rows = Count(B * h * T, "B h T")
         self.width = Count(d, "d")
+        self.inner_width = Count(f, "f")
+        self.key_width = Count(keys, "d k / h") if grouped else self.width
         self.projection = Count(d * d, "d²")
+        self.key_projection = Count(d * keys, "d² k / h") if grouped else self.projection
         self.feed_forward = Count(d * f, "d f")
         self.vocabulary = Count(d * V, "d V")
         self.rotary = Count(T * d // h, "T d / h")
-        self.one_order = h == 1 or T == 1
-        """Whether [B, T, h, d / h] and [B, h, T, d / h] lie alike in memory, so that none is copied to the other."""
+        self.positions = Count(T, "T")
+        self.positions_width = Count(T * d, "T d")
+        self.position_table = Count(P * d, "P d")
+
+    def one_order(self, x: Count) -> bool:
+        """Whether [B, T, heads, d / h] and [B, heads, T, d / h] lie alike in memory, so that none is copied to the
+        other; x: elements of either."""
+        return self.context == 1 or x.value == self.tokens.value * self.shape.head_dim

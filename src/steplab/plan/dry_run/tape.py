@@ -3,7 +3,8 @@
 The engine runs nodes in the reverse order of their making. A node takes the gradients of its outputs, is given what it
 saved, makes the gradients of its inputs, and frees first the gradients it took, then what it saved. A gradient
 that arrives where one is already is added to it: in place, unless that one is a view (torch/csrc/autograd/engine.cpp,
-input_buffer.cpp).
+input_buffer.cpp). What comes to one parameter from several nodes is added up first, and then to the gradient that it
+has from an earlier pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,9 +90,15 @@ def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: Engine) -> Tensor
 
 
 def _gather(slot: Slot, gradient: Tensor, machine: Engine) -> None:
+    if slot.of_pass is not None:
+        _gather(slot.of_pass, gradient, machine)
+        slot.num_to_come -= 1
+        if slot.num_to_come:
+            return
+        gradient, slot.num_to_come = slot.of_pass.take(), slot.num_uses
     if slot.gradient is None:
         slot.gradient = gradient
-    elif slot.gradient.is_view:
+    elif slot.gradient.is_view and not slot.is_leaf:
         slot.gradient = machine.copy(gradient, slot.dtype, added_to=slot.gradient)
     else:
         machine.ran("add", (slot.gradient, gradient), (slot.gradient,))

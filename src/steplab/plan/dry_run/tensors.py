@@ -67,11 +67,16 @@ class Tensor:
 class Slot:
     """Where the gradient of a tensor is gathered: of one made by a node, or of a parameter, which keeps it."""
 
-    __slots__ = ("dtype", "gradient", "is_leaf")
+    __slots__ = ("dtype", "gradient", "is_leaf", "num_to_come", "num_uses", "of_pass")
 
-    def __init__(self, dtype: Dtype, is_leaf: bool = False) -> None:
+    def __init__(self, dtype: Dtype, is_leaf: bool = False, num_uses: int = 1) -> None:
         self.dtype, self.is_leaf = dtype, is_leaf
         self.gradient: Tensor | None = None
+        self.num_uses = self.num_to_come = num_uses
+        """How many operators of a forward pass take it, for a parameter: two, where the embedding is the head's weight
+        too. And how many of their gradients have still to come in the backward pass under way."""
+        self.of_pass = Slot(dtype) if num_uses > 1 else None
+        """Where those are added up."""
 
     def take(self) -> Tensor:
         """The gradient, which the slot no longer holds."""

@@ -2,27 +2,73 @@
 
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.operators import add, cross_entropy, embedding, linear, multiply, rms_norm, silu
-from steplab.plan.dry_run.sizes import FP32
+from steplab.plan.dry_run.operators import (
+    add,
+    add_positions,
+    cross_entropy,
+    embedding,
+    gelu,
+    layer_norm,
+    learned_positions,
+    linear,
+    multiply,
+    rms_norm,
+    silu,
+)
+from steplab.plan.dry_run.sizes import FP32, Count, Sizes
 from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import is_recomputed
+
+
+Named = dict[str, Parameter]
+"""Weights and biases of a block by their names within it: query.weight."""
 
 
 class Parameters:
     """The weights, made in the order in which the model makes them, and the rotary table."""
 
     def __init__(self, m: Machine) -> None:
-        sizes = m.sizes
-        attention = [(f"{name}.weight", sizes.projection) for name in ("query", "key", "value", "output")]
-        feed_forward = [(f"{name}.weight", sizes.feed_forward) for name in ("gate", "up", "down")]
-        norm = ("feed_forward_norm.weight", sizes.width)
-        block = [("attention_norm.weight", sizes.width), *attention, norm, *feed_forward]
-        self.of_embedding = [Parameter(m, "embedding.weight", sizes.vocabulary)]
-        self.of_blocks = [[Parameter(m, *which) for which in block] for _ in range(sizes.shape.num_layers)]
-        self.of_head = [Parameter(m, "norm.weight", sizes.width), Parameter(m, "head.weight", sizes.vocabulary)]
-        self.all = [p for part in (self.of_embedding, *self.of_blocks, self.of_head) for p in part]
+        sizes, shape = m.sizes, m.sizes.shape
+        tied = shape.head == "tied"
+        self.embedding = Parameter(m, "embedding.weight", sizes.vocabulary, num_uses=2 if tied else 1)
+        learned = shape.learned_positions
+        self.positions = Parameter(m, "positions.weight", sizes.position_table) if learned else None
+        self.of_blocks = [_made(m, _of_block(sizes)) for _ in range(shape.num_layers)]
+        self.norm = _made(m, _of_norm(sizes, "norm"))
+        self.head = self.embedding if tied else Parameter(m, "head.weight", sizes.vocabulary)
+        self.tables = [self.embedding, *([self.positions] if self.positions else [])]
+        """The embeddings."""
+        blocks = [parameter for block in self.of_blocks for parameter in block.values()]
+        self.all = [*self.tables, *blocks, *self.norm.values(), *([] if tied else [self.head])]
         """In that order."""
-        self._rotary = m.new(sizes.rotary, FP32, "rotary table", category="parameters")
+        self._rotary = None if learned else m.new(sizes.rotary, FP32, "rotary table", category="parameters")
+
+
+def _made(m: Machine, sizes: dict[str, Count]) -> Named:
+    return {name: Parameter(m, name, count) for name, count in sizes.items()}
+
+
+def _of_norm(sizes: Sizes, name: str) -> dict[str, Count]:
+    found = {f"{name}.weight": sizes.width}
+    return found | {f"{name}.bias": sizes.width} if sizes.shape.has_norm_biases else found
+
+
+def _of_block(sizes: Sizes) -> dict[str, Count]:
+    shape = sizes.shape
+    *wide, last = shape.feed_forward_layers
+
+    def linear(name: str, weight: Count, bias: Count, biased: bool = shape.biases == "all") -> dict[str, Count]:
+        return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if biased else {})
+
+    found = _of_norm(sizes, "attention_norm")
+    found |= linear("query", sizes.projection, sizes.width, shape.biases != "none")
+    for name in ("key", "value"):
+        found |= linear(name, sizes.key_projection, sizes.key_width, shape.biases != "none")
+    found |= linear("output", sizes.projection, sizes.width)
+    found |= _of_norm(sizes, "feed_forward_norm")
+    for name in wide:
+        found |= linear(name, sizes.feed_forward, sizes.inner_width)
+    return found | linear(last, sizes.feed_forward, sizes.width)
 
 
 class Transformer:
@@ -37,7 +83,7 @@ class Transformer:
         """The loss of one batch."""
         m = self._machine
         m.where = "embedding"
-        x = embedding(m, *self.parameters.of_embedding)
+        x = self._embedded()
         for index, block in enumerate(self._blocks):
             m.where = f"block {index}"
             if self._checkpointing == "selective" or is_recomputed(self._checkpointing, index):
@@ -45,9 +91,15 @@ class Transformer:
             else:
                 x = block.forward(x)
         m.where = "head and loss"
-        norm, head = self.parameters.of_head
-        logits = linear(m, rms_norm(m, x, norm, "final norm"), head, m.sizes.logits, "logits")
+        norm = self.parameters.norm
+        logits = linear(m, normalised(m, x, norm, "norm", "final norm"), self.parameters.head, m.sizes.logits, "logits")
         return cross_entropy(m, logits)
+
+    def _embedded(self) -> Tensor:
+        x = embedding(self._machine, self.parameters.embedding)
+        if self.parameters.positions is None:
+            return x
+        return add_positions(self._machine, x, learned_positions(self._machine, self.parameters.positions))
 
     def backward(self, loss: Tensor) -> None:
         """The gradients of all parameters."""
@@ -60,34 +112,46 @@ class Transformer:
         m.tape.run_backward(m)
 
 
+def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -> Tensor:
+    """The residual stream after the norm of that name."""
+    weight = parameters[f"{name}.weight"]
+    if m.sizes.shape.norm == "layernorm":
+        return layer_norm(m, x, weight, parameters.get(f"{name}.bias"), what)
+    return rms_norm(m, x, weight, what)
+
+
 class Block:
     """Attention, then feed-forward."""
 
-    def __init__(self, m: Machine, attend: Attend, parameters: list[Parameter]) -> None:
-        self._machine, self._attend = m, attend
-        self._attention_norm, *self._projections, self._output = parameters[:5]
-        self._feed_forward_norm, self._gate, self._up, self._down = parameters[5:]
+    def __init__(self, m: Machine, attend: Attend, parameters: Named) -> None:
+        self._machine, self._attend, self._parameters = m, attend, parameters
 
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream after the block."""
-        m = self._machine
-        x = add(m, x, self._attention(rms_norm(m, x, self._attention_norm, "attention norm")))
-        return add(m, x, self._feed_forward(rms_norm(m, x, self._feed_forward_norm, "feed-forward norm")))
+        m, parameters = self._machine, self._parameters
+        x = add(m, x, self._attention(normalised(m, x, parameters, "attention_norm", "attention norm")))
+        return add(m, x, self._feed_forward(normalised(m, x, parameters, "feed_forward_norm", "feed-forward norm")))
+
+    def _linear(self, name: str, x: Tensor, out: Count, what: str) -> Tensor:
+        weight, bias = self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias")
+        return linear(self._machine, x, weight, out, what, bias)
 
     def _attention(self, x: Tensor) -> Tensor:
-        m, residual = self._machine, self._machine.sizes.residual
+        m, sizes = self._machine, self._machine.sizes
         q, k, v = (
-            split_heads(m, linear(m, x, weight, residual, what))
-            for weight, what in zip(self._projections, ("query", "key", "value"), strict=True)
+            split_heads(m, self._linear(name, x, out, name))
+            for name, out in (("query", sizes.residual), ("key", sizes.keys), ("value", sizes.keys))
         )
         o = self._attend(m, rotate(m, q, "query"), rotate(m, k, "key"), v)
-        return linear(m, merge_heads(m, o), self._output, residual, "attention branch")
+        return self._linear("output", merge_heads(m, o), sizes.residual, "attention branch")
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        m, inner = self._machine, self._machine.sizes.inner
+        m, inner, residual = self._machine, self._machine.sizes.inner, self._machine.sizes.residual
 
         # Nested as in the model, where the factors have no names that would hold them.
+        if m.sizes.shape.feed_forward == "gelu":
+            return self._linear("down", gelu(m, self._linear("up", x, inner, "up")), residual, "feed-forward branch")
         product = multiply(
-            m, silu(m, linear(m, x, self._gate, inner, "gate")), linear(m, x, self._up, inner, "up"), "gated product"
+            m, silu(m, self._linear("gate", x, inner, "gate")), self._linear("up", x, inner, "up"), "gated product"
         )
-        return linear(m, product, self._down, m.sizes.residual, "feed-forward branch")
+        return self._linear("down", product, residual, "feed-forward branch")

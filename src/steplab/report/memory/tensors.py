@@ -84,7 +84,9 @@ def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
     of = {
         "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
         "a feed-forward weight": {(sizes.d_ff, sizes.d_model), (sizes.d_model, sizes.d_ff)},
-        "an attention projection": {(sizes.d_model, sizes.d_model)} if sizes.num_heads else set(),
+        "an attention projection": (
+            {(sizes.d_model, sizes.d_model), (sizes.kv_width, sizes.d_model)} if sizes.num_heads else set()
+        ),
     }
     fitting = [name for name, shapes in of.items() if made.shape in shapes]
     return whose.format(fitting[0]) if len(fitting) == 1 else None
@@ -160,7 +162,8 @@ def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None:
         return None
-    weights = [{sizes.d_model, other} for other in (sizes.d_ff, sizes.d_model, sizes.vocab_size)]
+    keys = (sizes.kv_width,) if sizes.num_heads else ()
+    weights = [{sizes.d_model, other} for other in (sizes.d_ff, sizes.d_model, sizes.vocab_size, *keys)]
     if len(shape) != 2 or set(shape) not in weights:
         return False
     return None if spec.tokens in shape else True

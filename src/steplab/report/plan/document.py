@@ -94,8 +94,8 @@ def _symbols(spec: StepSpec) -> str:
     shape = spec.model.shape
     assert shape is not None  # no other model is predicted
     sizes = {"B": spec.batch, "T": spec.context, "d": shape.d_model, "f": shape.d_ff, "h": shape.num_heads}
-    sizes |= {"L": shape.num_layers, "V": shape.vocab_size}
-    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if size)  # a planning size has no h, no V
+    sizes |= {"k": shape.num_kv_heads or 0, "L": shape.num_layers, "V": shape.vocab_size, "P": shape.learned_positions}
+    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if size)  # those that a model does not have
 
 
 def _cards(prediction: MemoryPrediction) -> Table:
