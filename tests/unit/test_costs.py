@@ -4,9 +4,8 @@ from typing import get_args
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
 from tests.shapes import VARIANTS
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, executed_flops_per_token, model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters

@@ -363,11 +363,12 @@ STEPS = st.fixed_dictionaries(
         "optimizer": st.sampled_from(CHOICES["optimizer"]),
         "parts": draw_parts(),
     }
-).map(lambda fields: _valid(**fields))
+).map(lambda fields: _valid(fields))
 
 
-def _valid(parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def _valid(drawn: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that have no effect, and with as many heads of keys as there can be."""
+    fields, parts = {name: value for name, value in drawn.items() if name != "parts"}, drawn["parts"]
     if fields["pass"] == "forward":
         del fields["accumulation"]
     heads = parts.get("model.num_kv_heads", 1)

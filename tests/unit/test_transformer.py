@@ -98,6 +98,7 @@ def llama(module: Transformer, shape: TransformerShape) -> Any:
                 setattr(parent, name, Float64Norm(child))
 
     def angles(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        assert module.rotary_2TD is not None
         cos, sin = module.rotary_2TD[:, position_ids]
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
@@ -194,11 +195,12 @@ def test_the_same_weights_give_gpt_2s_logits_and_gradients(length: int) -> None:
     torch.testing.assert_close(logits, expected)
     logits.square().mean().backward()
     expected.square().mean().backward()
-    torch.testing.assert_close(module.embedding.weight.grad, model.transformer.wte.weight.grad)
-    torch.testing.assert_close(module.positions.weight.grad, model.transformer.wpe.weight.grad)  # type: ignore[union-attr]
-    assert module.positions.weight.grad[length:].eq(0).all()  # type: ignore[union-attr,index]
-    queries = module.blocks[0].attention.query  # type: ignore[union-attr]
-    ours = torch.cat([queries.weight.grad.t(), queries.bias.grad[None]])  # type: ignore[union-attr,operator]
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    torch.testing.assert_close(gradients["embedding.weight"], model.transformer.wte.weight.grad)
+    torch.testing.assert_close(gradients["positions.weight"], model.transformer.wpe.weight.grad)
+    assert gradients["positions.weight"][length:].eq(0).all()
+    weight, bias = (gradients[f"blocks.0.attention.query.{kind}"] for kind in ("weight", "bias"))
+    ours = torch.cat([weight.t(), bias[None]])
     theirs = model.transformer.h[0].attn.c_attn
     whole = torch.cat([theirs.weight.grad, theirs.bias.grad[None]])
     torch.testing.assert_close(ours, whole[:, : LIKE_GPT_2.d_model])

@@ -73,10 +73,10 @@ def _good(width: int) -> tuple[int, ...]:
 
 def _whole_heads(case: Case, width: int) -> dict[str, str]:
     shape = case.spec.model.shape if case.spec else None
+    if shape is None:
+        return {}
     for good in _good(width):
-        if not shape or case.spec.model.kind != "transformer" or shape.d_model % good:
-            continue
-        if shape.d_model // good % (shape.num_kv_heads or 1) == 0:
+        if shape.d_model % good == 0 and shape.d_model // good % (shape.num_kv_heads or 1) == 0:
             return {"model.num_heads": str(shape.d_model // good)}
     return {}
 

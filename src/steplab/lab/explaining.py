@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 from steplab.errors import SteplabError, UserError
 from steplab.explain.api import explain as diagnose
@@ -123,7 +123,11 @@ def try_findings(
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value."""
-    sizes = {FIELDS[name].attribute: int(value) for name, value in fields.items() if name.startswith("model.")}
+    sizes: dict[str, Any] = {
+        FIELDS[name].attribute: FIELDS[name].parsed(value)
+        for name, value in fields.items()
+        if name.startswith("model.")
+    }
     others = {name: value for name, value in fields.items() if not name.startswith("model.")}
     valid = resolve_step(others)
     changes: dict[str, object] = {FIELDS[name].attribute: FIELDS[name].read(valid) for name in others}

@@ -1,9 +1,9 @@
 """The plain Transformer under test, to be read in one sitting.
 
 Pre-norm blocks without dropout. As TransformerShape says: RMSNorm or LayerNorm, rotary or learned positions, as many
-heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, and an output head of its own or the embedding's
-weight. How attention and the loss are computed is passed in, and how a block is called, so that the model stays the same
-while they are swapped and compared.
+heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, and an output head with a weight of its own or
+with the embedding's. How attention and the loss are computed is passed in, and how a block is called, so that the model
+stays the same while they are swapped and compared.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
 dimension, 2 cosine and sine.

@@ -54,5 +54,5 @@ def _built(fields: Mapping[str, object]) -> StepSpec:
     given = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes = {field.attribute: given[field.key] for field in SIZE_FIELDS if field.key in given}
     step = {field.attribute: given[field.key] for field in STEP_FIELDS if field.key in given}
-    step["model"] = model_spec(str(step.get("model", DEFAULT_MODEL)), sizes)  # type: ignore[arg-type]
+    step["model"] = model_spec(str(step.get("model", DEFAULT_MODEL)), sizes)
     return StepSpec(**step)  # type: ignore[arg-type]

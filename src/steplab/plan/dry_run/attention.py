@@ -130,7 +130,7 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def repeated(m: Machine, x: Tensor) -> Tensor:
-    """Keys or values for each head of queries, heads apart; backward the gradients of those that share one are summed."""
+    """Keys or values for each head of queries, heads apart; backward the gradients of a group are summed."""
     like = (x.count, x.dtype, f"gradient of {x.what}")
 
     output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")

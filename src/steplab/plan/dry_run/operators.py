@@ -133,8 +133,8 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
 
 
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
-    """torch's kernel: keeps its input and two numbers a row. Autocast runs it in fp32, which casts nothing: the residual
-    stream and the weights are in fp32 there."""
+    """torch's kernel: keeps its input and two numbers a row. Autocast runs it in fp32, which casts nothing: the
+    residual stream and the weights are in fp32 there."""
     like, named = (x.count, x.dtype), x.what
     parameters = (weight,) if bias is None else (weight, bias)
     tensors = tuple(parameter.tensor for parameter in parameters)

@@ -19,7 +19,6 @@ from steplab.plan.dry_run.sizes import FP32, Count, Sizes
 from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import is_recomputed
 
-
 Named = dict[str, Parameter]
 """Weights and biases of a block by their names within it: query.weight."""
 
