@@ -1,8 +1,9 @@
-"""FLOPs of an attention by itself, as papers count them: the same whoever computes it, and however.
+"""FLOPs of an attention by itself, as papers count them: independent of the implementation.
 
-forward 4 B H Sq Sk D (two products, a multiply-add is two), half of it if causal; backward 2.5 times as much, whose
-five products are for two forward (Dao 2023, "FlashAttention-2", section 4.1); both, 3.5 times. Heads are those of the
-queries. What an implementation really executes may be more (masked scores) or less (none recomputed).
+forward 4 B H Sq Sk D (two products, a multiply-add counts as two), half of it if causal; backward 2.5 times as much,
+because it has five products where forward has two (Dao 2023, "FlashAttention-2", section 4.1); both together 3.5 times.
+Heads are those of the queries. An implementation may execute more (masked scores are computed) or less (nothing is
+recomputed).
 """
 
 from steplab.costs.attention_operators import BACKWARD_FLOPS

@@ -1,8 +1,9 @@
 """FLOPs and bytes of fused attention operators, torch's and steplab's own.
 
-FLOPs as for an attention that skips what its mask hides: 4 B H S K D forward for S queries and K keys, half of it if
-causal, and 2.5 times as much backward, whose five products are for two forward (Dao 2023, "FlashAttention-2", section
-4.1). Bytes: queries, keys, values and output, and backward their gradients, each once.
+FLOPs are those of an attention that skips what its mask hides: 4 B H S K D forward for S queries and K keys, half of it
+if causal, and 2.5 times as much backward, because it has five products where forward has two (Dao 2023,
+"FlashAttention-2", section 4.1). Bytes: queries, keys, values and output once, and in the backward pass their gradients
+once.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,12 @@ from steplab.costs.operators import Cost, Tensor
 from steplab.ops.attention.implementations import TABLE
 
 BACKWARD_FLOPS = 2.5
-"""Times the forward pass's."""
+"""FLOPs of the backward pass as a multiple of the forward pass's."""
 
 
 _FUSED = {operator.name: operator for row in TABLE for operator in row.operators}
 FUSED_ATTENTION = frozenset(_FUSED)
-"""Names of the operators whose cost depends on an argument that is no tensor."""
+"""Names of the operators whose cost depends on an argument that is not a tensor."""
 _YES, _NO = ("True", "1", "2"), ("False", "0")
 """The efficient kernel's mask is a number: 0 none, 1 and 2 causal, aligned to the first or to the last key."""
 
@@ -24,7 +25,7 @@ _YES, _NO = ("True", "1", "2"), ("False", "0")
 def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence[str]) -> Cost | None:
     """Cost of a call; `scalars` has the text of each argument, '' for a tensor.
 
-    None where the tensors are not those of an attention; no FLOPs where the causal flag is not told.
+    Returns None if the tensors are not those of an attention; a cost without FLOPs if the causal flag is unknown.
     """
     known = _FUSED[name]
     try:
@@ -37,6 +38,6 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
     flops = 4.0 * batch * heads * queries * keys * width * (BACKWARD_FLOPS if known.backward else 1)
     flag = scalars[known.causal] if known.causal < len(scalars) else ""
     share = 0.5 if flag in _YES else 1.0 if flag in _NO else None
-    written = 3 if known.backward else 1  # as large as the queries, keys and values each; no more is known of them
+    written = 3 if known.backward else 1  # as large as queries, keys and values; no more is known of them
     moved = sum(tensor.size_bytes for tensor in tensors) + written * q.size_bytes
     return Cost(flops=None if share is None else share * flops, moved_bytes=moved)

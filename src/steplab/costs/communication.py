@@ -1,13 +1,12 @@
 """Bytes on the wire, bus bandwidth, and a line through measured times.
 
-Bus bandwidth is that of nccl-tests (its document PERFORMANCE.md): algorithm bandwidth S / t times the factor by which
-the bytes each rank has to send, at the least, exceed or fall short of the message's S. It can so be compared with the
-links' own, whatever the collective and however many ranks. The factor is what a ring moves; who sends otherwise (a
-tree, a switch that adds up) may send less.
+Bus bandwidth is that of nccl-tests (its document PERFORMANCE.md): algorithm bandwidth S / t, times the ratio of the
+least bytes that each rank has to send to the message's S. It can be compared with the bandwidth of the links for any
+collective and any number of ranks. The ratio is that of a ring; a tree, or a switch that adds, may send less.
 
-A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, or with a term more for each of
-n ranks, t = alpha + beta · w + gamma · n. The fit is least squares of the *relative* differences, so that messages of
-all lengths count alike; no term is negative.
+A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, or with another term for n
+ranks, t = alpha + beta · w + gamma · n. The fit is least squares of the *relative* differences, so that messages of all
+lengths have equal weight; no term is negative.
 """
 
 import itertools
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from steplab.specs.comm import CommSpec
 
 FEWEST_SIZES = 3
-"""For a line: through two it goes exactly, however far noise has moved them, and nothing tells by how much."""
+"""The fewest message sizes for a fit: two points always lie on a line, and do not show its error."""
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: bytes that each rank sends at the least over those of the message."""
+    """Bus bandwidth over algorithm bandwidth: the least bytes that each rank sends, over those of the message."""
     if collective == "all_reduce":
         return 2 * (world_size - 1) / world_size
     if collective in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -30,7 +29,7 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 
 def wire_bytes(spec: CommSpec) -> float:
-    """Bytes that each rank sends at the least."""
+    """The least bytes that each rank sends."""
     return spec.message_bytes * bus_factor(spec.collective, spec.world_size)
 
 
@@ -41,7 +40,7 @@ class Point:
     wire_bytes: float
     """Bytes on the wire."""
     world_size: int
-    """Ranks."""
+    """Number of ranks."""
     time_s: float
     """Median time of a call; above zero."""
 
@@ -53,15 +52,15 @@ class Line:
     alpha_s: float
     """Seconds of a call that moves nothing."""
     beta_s_per_byte: float
-    """Seconds a byte on the wire."""
+    """Seconds per byte on the wire."""
     gamma_s_per_rank: float | None = None
-    """Seconds a rank; None: the model has no such term."""
+    """Seconds per rank; None if the model has no such term."""
     num_points: int
-    """How many times it was fitted to."""
+    """The number of fitted times."""
     rms_relative: float
     """Root mean square of (fitted - measured) / measured."""
     worst_relative: float
-    """The largest of them in size, with its sign."""
+    """The relative difference of largest magnitude, with its sign."""
 
 
 def predicted_s(
@@ -72,9 +71,9 @@ def predicted_s(
 
 
 def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
-    """The model nearest to the points, `by_rank` with a term for the number of ranks.
+    """The model that fits the points best, `by_rank` with a term for the number of ranks.
 
-    None where they are too few to tell: FEWEST_SIZES are needed, and `by_rank` two world sizes and a fourth point.
+    Returns None for too few points: FEWEST_SIZES sizes are needed, and `by_rank` two world sizes and a fourth point.
     """
     sizes = {point.wire_bytes for point in points}
     worlds = {point.world_size for point in points}
@@ -85,10 +84,10 @@ def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
     times = np.array([point.time_s for point in points])
     columns = [np.ones(len(points)), np.array([point.wire_bytes for point in points])]
     columns += [np.array([float(point.world_size) for point in points])] if by_rank else []
-    matrix = np.stack(columns, axis=1) / times[:, None]  # of relative differences: each row is to come to 1
+    matrix = np.stack(columns, axis=1) / times[:, None]  # relative differences: each row should give 1
     scale = np.linalg.norm(matrix, axis=0)
     best: tuple[float, np.ndarray] | None = None
-    # Of all choices of terms, the best whose terms are not negative: exact, with at most three of them.
+    # The best of all choices of terms without a negative one: exact for at most three terms.
     for count in range(1, len(columns) + 1):
         for chosen in map(list, itertools.combinations(range(len(columns)), count)):
             found = np.linalg.lstsq(matrix[:, chosen] / scale[chosen], np.ones(len(points)), rcond=None)[0]

@@ -41,12 +41,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What a call of one collective takes: o + bytes / w. Both are above zero, else ValueError."""
+    """The time of a call of one collective: o + bytes / w. Raises ValueError unless both are above zero."""
 
     bytes_per_s: float
-    """w: gradient bytes a second, not counting that an all-reduce moves each of them twice."""
+    """w: gradient bytes per second, not counting that an all-reduce moves each of them twice."""
     call_s: float
-    """o: of a call, whatever it carries."""
+    """o: the time of a call without any bytes."""
 
     def __post_init__(self) -> None:
         if not (self.bytes_per_s > 0 and self.call_s > 0):
@@ -61,12 +61,13 @@ class Link:
         return num_buckets * self.bucket_s(num_bytes, num_buckets)
 
     def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:
-        """What is left after a backward pass of `backward_s` in which gradients appear evenly, all calls overlapped."""
+        """The time left after a backward pass of `backward_s` in which gradients appear evenly and all calls
+        overlap."""
         bucket_s = self.bucket_s(num_bytes, num_buckets)
         return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
 
     def serial_s(self, num_bytes: float, num_buckets: float) -> float:
-        """The same where each call's o is exposed, and the link keeps up."""
+        """The time left after the backward pass if each call's o is exposed and the link keeps up."""
         return num_buckets * self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def best_bucket_bytes(self, num_bytes: float) -> float:
@@ -79,10 +80,10 @@ class Link:
 
 
 def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float]) -> Link | None:
-    """The link whose `alone_s` of `num_bytes` in so many calls comes closest to what was measured.
+    """The link whose `alone_s` of `num_bytes` in these numbers of calls is closest to the measurements.
 
-    Least squares of relative errors, since the times span orders of magnitude. None where fewer than two different
-    numbers of calls were measured, or where no such link has a bandwidth and an o above zero.
+    Least squares of relative errors, since the times span orders of magnitude. Returns None if fewer than two different
+    numbers of calls were measured, or if the best fit has no positive bandwidth and o.
     """
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
@@ -101,13 +102,14 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
 
 
 def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:
-    """How many equal buckets of about that size: at least one, and no more than gradients, which are not divided."""
+    """The number of equal buckets of about that size: at least one, and at most the number of gradients, which are
+    not divided."""
     return min(max(num_bytes / bucket_bytes, 1.0), float(num_tensors))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """What a rank keeps between two steps, and its gradients in between."""
+    """The bytes that a rank keeps between two steps, and those of its gradients."""
 
     parameters: float
     """Bytes of parameters."""
@@ -118,15 +120,15 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
-    """Bytes a rank of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3.
+    """Bytes that each of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3.
 
-    `parameter_bytes` are those of one parameter, `states` the values of as many bytes that an optimizer keeps for it.
-    Shares are of an even division.
+    `parameter_bytes` is the size of one parameter, `states` the number of values of that size that an optimizer keeps
+    for it. The division is taken to be even.
     """
     whole = num_parameters * parameter_bytes
     state = states * whole

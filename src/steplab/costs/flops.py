@@ -25,7 +25,7 @@ DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp1
 
 
 class ModelSizes(TypedDict):
-    """The sizes of a model that its FLOPs follow from; None: not known."""
+    """The sizes of a model that determine its FLOPs; None for an unknown size."""
 
     num_parameters: int
     num_embedding_parameters: int | None
@@ -43,7 +43,7 @@ def model_flops_per_token(
     context: int,
     backward: bool,
 ) -> float | None:
-    """FLOPs a token needs under a convention; None where the model's sizes it takes are not known."""
+    """FLOPs that a token needs under a convention; None if a size that the convention uses is unknown."""
     passes = 3 if backward else 1
     if convention == "params":
         return passes * 2.0 * num_parameters
@@ -62,12 +62,12 @@ def executed_flops_per_token(
     num_layers: int | None,
     attention_width: int | None,
 ) -> float | None:
-    """Matmul FLOPs the implementation executes for a token, recomputation included: the numerator of HFU.
+    """Matmul FLOPs that the implementation executes per token, recomputation included: the numerator of HFU.
 
-    Materialised scores: two products forward and four backward, each over the whole square. A fused kernel
-    skips the masked half but recomputes the scores in its backward: two products forward, five backward
-    (Dao 2023, section 3.1). `sdpa` is taken to choose a fused kernel. Checkpointing adds what backward recomputes;
-    None where that is not known: of another library's blocks.
+    Materialised scores take two products forward and four backward, each over the whole square. A fused kernel skips
+    the masked half but recomputes the scores in its backward pass: two products forward, five backward (Dao 2023,
+    section 3.1). `sdpa` is taken to choose a fused kernel. Checkpointing adds what backward recomputes; None if that is
+    unknown, as for another library's blocks.
     """
     if num_embedding_parameters is None or num_layers is None or attention_width is None:
         return None
@@ -88,7 +88,7 @@ def executed_flops_per_token(
 
 
 def _recomputed_linear(shape: TransformerShape) -> float:
-    """FLOPs a token of the linear layers that a checkpointed block runs again: all but the last, whose output
+    """FLOPs per token of the linear layers that a checkpointed block runs again: all but the last, whose output
     backward does not need, so that torch stops before it (and a compiler leaves it out)."""
     last = shape.d_model * shape.d_ff
     return 2.0 * (num_attention_weights(shape) + num_feed_forward_weights(shape) - last)

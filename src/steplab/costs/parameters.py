@@ -1,10 +1,10 @@
-"""How many parameters the plain Transformer has, by closed form."""
+"""The number of parameters of the plain Transformer, by closed form."""
 
 from steplab.specs.model import TransformerShape
 
 
 def num_parameters(shape: TransformerShape) -> int:
-    """All parameters, a weight that is tied once: the blocks', the final norm, embeddings and head.
+    """All parameters, a tied weight counted once: the blocks', the final norm's, the embeddings' and the head's.
 
     Without heads (planning only): the matrices of the feed-forward blocks, nothing else.
     """
@@ -36,7 +36,7 @@ def num_feed_forward_weights(shape: TransformerShape) -> int:
 
 
 def _num_biases(shape: TransformerShape) -> int:
-    """Of the linear layers of a block."""
+    """Biases of a block's linear layers."""
     if shape.biases == "none":
         return 0
     projections = shape.d_model + 2 * shape.kv_width

@@ -13,9 +13,9 @@ from steplab.specs.hardware import HardwareSpec
 from steplab.units import format_rate
 
 STREAMING_SHARE = 0.72
-"""Share of the stated memory bandwidth that a kernel reaches which only streams. torch's fused AdamW moved 28 bytes a
-parameter at 3.46e12 of 4.8e12 B/s in every golden H200 record from 0.13e9 to 3.4e9 parameters; a plain copy reaches
-0.9, so a fused kernel will rarely do worse than predicted."""
+"""Share of the stated memory bandwidth that a purely streaming kernel reaches. torch's fused AdamW moved 28 bytes
+per parameter at 3.46e12 of 4.8e12 B/s in every golden H200 record from 0.13e9 to 3.4e9 parameters; a plain copy
+reaches 0.9, so a fused kernel will rarely do worse than predicted."""
 
 FUSED_ATTENTION_SHARE = 0.2
 """Share of the dense peak that fused attention reaches in bf16 and fp16, forward and backward together. Measured on an
@@ -23,33 +23,33 @@ H200 with torch's FlashAttention-2, causal: 0.19 at 1024 tokens and head dimensi
 reaches up to 0.34, so the estimate is a low one."""
 
 FUSED_ATTENTION_SHARE_FP32 = 0.5
-"""The same in fp32, of the peak outside the tensor cores. There is no FlashAttention in fp32; torch's memory-efficient
-kernel serves. An assumption: no measurement stands behind it yet."""
+"""Share of the peak outside the tensor cores that fused attention reaches in fp32. There is no FlashAttention in
+fp32; torch's memory-efficient kernel is used. An assumption: it has not been measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """A rate, and where it comes from."""
+    """A rate with its source."""
 
     per_s: float
-    """FLOP/s or B/s."""
+    """The rate in FLOP/s or B/s."""
     source: str
-    """'989 TFLOP/s stated for H200 SXM in bf16'."""
+    """The source in words, such as '989 TFLOP/s stated for H200 SXM in bf16'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """What one device can do, as far as it is known."""
+    """The known limits of one device."""
 
     hardware: HardwareSpec | None
-    """Its entry in the catalogue; None: not listed."""
+    """The device's entry in the catalogue; None if it is not listed."""
     measured_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s of matrix products that were measured on it, by number format."""
+    """Measured FLOP/s of matrix products, by number format."""
     measured_bytes_per_s: float | None = None
-    """B/s of a copy that was measured on it, reads and writes together."""
+    """Measured B/s of a copy, reads and writes together."""
 
     def peak(self, dtype: str) -> Rate | None:
-        """Dense FLOP/s of matrix products in a number format; None where it is neither stated nor measured."""
+        """Dense FLOP/s of matrix products in a number format; None if neither stated nor measured."""
         stated = self.hardware.peak_flops(dtype) if self.hardware else None
         if stated and self.hardware:
             rate = format_rate(stated.flops_per_s, "FLOP/s")
@@ -60,7 +60,7 @@ class Roofline:
         return Rate(per_s=measured, source=f"{format_rate(measured, 'FLOP/s')} measured by steplab doctor in {dtype}")
 
     def bandwidth(self) -> Rate | None:
-        """Bytes a second of the device's memory: stated, else those of a copy that was measured."""
+        """B/s of the device's memory: the stated figure, else that of a measured copy."""
         if self.hardware:
             stated = self.hardware.memory_bandwidth_bytes_per_s
             return Rate(per_s=stated, source=f"the {format_rate(stated, 'B/s')} stated for {self.hardware.name}")
@@ -70,14 +70,14 @@ class Roofline:
         return Rate(per_s=self.measured_bytes_per_s, source=f"the {rate} of a copy measured by steplab doctor")
 
     def streaming(self) -> Rate | None:
-        """Bytes a second that a kernel which only streams will reach, reads and writes together."""
+        """B/s that a purely streaming kernel is expected to reach, reads and writes together."""
         bandwidth = self.bandwidth()
         if bandwidth is None or self.hardware is None:
             return bandwidth
         return Rate(per_s=STREAMING_SHARE * bandwidth.per_s, source=f"{STREAMING_SHARE:g} of {bandwidth.source}")
 
     def fused_attention(self, dtype: str) -> Rate | None:
-        """FLOP/s that fused attention will reach, forward and backward together."""
+        """FLOP/s that fused attention is expected to reach, forward and backward together."""
         peak = self.peak(dtype)
         if peak is None:
             return None
@@ -85,17 +85,17 @@ class Roofline:
         return Rate(per_s=share * peak.per_s, source=f"{share:g} of {peak.source}")
 
     def ridge(self, dtype: str) -> float | None:
-        """FLOPs a byte from which on the peak bounds an operator, and not the bandwidth."""
+        """FLOPs per byte above which the peak bounds an operator instead of the bandwidth."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return peak.per_s / bandwidth.per_s if peak and bandwidth else None
 
     def least_time_s(self, flops: float, moved_bytes: float, dtype: str) -> float | None:
-        """The least time the roofline allows; None where a roof it needs is not known."""
+        """The least time that the roofline allows; None if the peak or the bandwidth is unknown."""
         peak, bandwidth = self.peak(dtype), self.bandwidth()
         return max(flops / peak.per_s, moved_bytes / bandwidth.per_s) if peak and bandwidth else None
 
     def citations(self, dtypes: Sequence[str]) -> list[str]:
-        """Where the bandwidth and these peaks are stated, each text once."""
+        """The sources of the bandwidth and of these peaks, each text once."""
         if self.hardware is None:
             return []
         figures = ["memory_bandwidth_bytes_per_s", *(dtype for dtype in dtypes if dtype in self.hardware.peaks)]

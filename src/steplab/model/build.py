@@ -1,4 +1,4 @@
-"""From a ModelSpec to a Workload: the one place that knows the three kinds of model."""
+"""Builds a Workload from a ModelSpec; the only place that knows the three kinds of model."""
 
 from functools import partial
 
@@ -14,15 +14,15 @@ from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import StepSpec
 
 _ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
-"""Type of queries, keys and values at a precision; float32 at any other."""
+"""The type of queries, keys and values in a precision; float32 in any other."""
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
     """Build the spec's model on the device, with random weights from the spec's seed.
 
-    `span` marks, for a profiler, what a built-in model computes outside of any module: the parts of plain attention,
-    and the loss. Raises Unsupported for a planning-only size, UserError for a factory or configuration that does not
-    serve.
+    `span` marks for a profiler what a built-in model computes outside of any module: the parts of plain attention, and
+    the loss. Raises Unsupported for a planning-only size, and UserError for a factory or configuration that cannot be
+    used.
     """
     torch.manual_seed(spec.seed)
     if spec.model.kind == "hf":
@@ -63,7 +63,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
 
 
 def _choose_attention(spec: StepSpec, shape: TransformerShape, device: torch.device) -> Choice:
-    """Before anything runs, so that the record can say it, and a compiled model is built on the choice."""
+    """Choose before anything runs, so that the record can say it and the choice is compiled into the model."""
     return choose(
         device=device_name(device),
         dtype=_ATTENTION_DTYPE.get(spec.precision, "float32"),

@@ -1,8 +1,8 @@
-"""How the blocks of the plain Transformer are called: as they are, or so that backward recomputes their activations.
+"""Calls the blocks of the plain Transformer: unchanged, or with their activations recomputed in the backward pass.
 
-A checkpointed block keeps its input alone; its backward pass first runs its forward pass again, up to the last tensor
-that it needs (torch's early stop), which spares the last matmul. The variant that needs no reentrant autograd is used:
-it works under torch.compile and gives the same gradients, bit for bit. No random state is kept, as there is no dropout.
+A checkpointed block keeps only its input; its backward pass first runs its forward pass again, up to the last tensor
+that it needs (torch's early stop), which skips the last matmul. The non-reentrant variant is used: it works under
+torch.compile and gives the same gradients, bit for bit. No random state is kept, as there is no dropout.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ KEPT_BY_SELECTIVE = [
     REFERENCE.forward,
     TRITON.forward,
 ]
-"""Operators whose outputs selective checkpointing keeps: what is dear to compute for the bytes it yields."""
+"""Operators whose outputs selective checkpointing keeps: those that are expensive to compute for their size."""
 
 
 Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
@@ -38,7 +38,7 @@ Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
 
 
 def block_caller(checkpointing: str) -> BlockCaller:
-    """How to call a block under a StepSpec's `checkpointing`."""
+    """The function that calls a block under a StepSpec's `checkpointing`."""
     if checkpointing == "none":
         return call_plainly
     recompute = _recompute(checkpointing)
@@ -52,19 +52,15 @@ def block_caller(checkpointing: str) -> BlockCaller:
 
 
 def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
-    """Change what a block does when called, in place: it is recomputed, compiled, or both.
+    """Change a block's forward pass in place: it is recomputed, compiled, or both.
 
-    No name changes, and hooks on the block itself stay outside.
+    No parameter is renamed, and hooks on the block itself stay outside.
 
-    The compiler is given the recomputation as well, and then decides what to keep. Not so a whole block that is split
-    over ranks: torch 2.13 fails to keep what it would need of the mesh, and its compiled forward pass runs again.
+    The compiler also sees the recomputation, and decides what to keep. The exception is a fully recomputed block that
+    is split over ranks: torch 2.13 fails to keep what it needs of the mesh, so its compiled forward pass is run again.
 
-    Args:
-        block: whose forward pass it is.
-        index: its place, from 0.
-        checkpointing: as StepSpec has it.
-        compile_mode: as StepSpec's `compile` has it.
-        split: whether the block's parameters are DTensors.
+    `index` is the block's place, from 0; `checkpointing` and `compile_mode` are StepSpec's; `split` says whether the
+    block's parameters are DTensors.
     """
     forward: Callable[..., Tensor] = block.forward
     recomputed = is_checkpointed(checkpointing, index)

@@ -1,4 +1,4 @@
-"""What torch.compile is given: a model as a whole, or each of its repeated blocks by itself."""
+"""Compiles a model as a whole, or each of its repeated blocks by itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def compile_blocks(module: nn.Module) -> None:
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks: the modules of its largest nn.ModuleList.
 
-    Raises Unsupported where it has no such list.
+    Raises Unsupported if it has no such list.
     """
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     if not lists:

@@ -1,7 +1,7 @@
 """The user's own model, named as package.module:function.
 
-The function is called with those of `batch`, `context`, `device` and `seed` that it names, and returns either
-`(module, make_batch)` or a callable that runs one whole step.
+The function is called with those of `batch`, `context`, `device` and `seed` that it takes, and returns either `(module,
+make_batch)` or a callable that runs one whole step.
 """
 
 import importlib
@@ -18,9 +18,9 @@ from steplab.specs.step import FIELDS, StepSpec
 
 
 def build_factory(spec: StepSpec, device: torch.device) -> Workload:
-    """Call the user's factory; raises UserError if it cannot be found or returns something else.
+    """Call the user's factory. Raises UserError if it cannot be found or returns something else.
 
-    What the factory itself raises passes through: it is the user's to see.
+    Exceptions of the factory itself pass through to the user.
     """
     factory = _find(spec.model.name)
     offered = {"batch": spec.batch, "context": spec.context, "device": device, "seed": spec.seed}
@@ -56,7 +56,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
-    """An option that steplab could not apply is refused rather than recorded as if it had been."""
+    """Raise Unsupported for an option that steplab cannot apply, so that no record claims it was applied."""
     for option in options:
         value = FIELDS[option].read(spec)
         if value != FIELDS[option].default:

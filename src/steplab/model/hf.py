@@ -14,9 +14,9 @@ from steplab.ops.attention.sdpa import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
-"""StepSpec's attention, as far as transformers has it: as written, or through torch's."""
+"""The values of StepSpec's attention that transformers supports: its own code, or torch's kernels."""
 _LONGEST_REASON = 300
-"""Characters: for an unknown model_type transformers lists every one it knows."""
+"""The longest error in characters: for an unknown model_type transformers lists all that it knows."""
 
 
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
@@ -59,14 +59,14 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
 
 
 def _checkpoint(model: Any, spec: StepSpec) -> None:
-    """Switch on transformers' own checkpointing, which takes every layer or none."""
+    """Switch on transformers' own checkpointing, which covers every layer or none."""
     if spec.checkpointing == "none":
         return
     what = f"checkpointing {spec.checkpointing} for {spec.model.name}"
     if spec.checkpointing != "full":
         why = "of transformers steplab asks for every layer, or none"
         raise Unsupported(what, why, "use --checkpointing full or none")
-    # Called so since transformers 5.23.
+    # the name since transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -75,7 +75,7 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
 
 
 class WithSdpaBackend(nn.Module):
-    """A model whose scaled_dot_product_attention calls may use one kernel alone."""
+    """A model whose scaled_dot_product_attention calls use one kernel only."""
 
     def __init__(self, model: nn.Module, backend: str) -> None:
         super().__init__()

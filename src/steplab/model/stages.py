@@ -18,7 +18,8 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """Which blocks a stage has: as many as any other, the first ones one more where it does not come out even."""
+    """The blocks of a stage: all stages have equally many, and the first ones one more if the division leaves a
+    rest."""
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
@@ -35,7 +36,7 @@ class TransformerStage(nn.Module):
     rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)
 
     def __init__(self, whole: Transformer, number: int, num_stages: int, around: Around = nullcontext) -> None:
-        """Shares its parameters with `whole`; `around` is entered for each forward pass."""
+        """Build a stage that shares its parameters with `whole`; `around` is entered for each forward pass."""
         super().__init__()
         self.around = around
         self.embedding = whole.embedding if number == 0 else None
@@ -60,7 +61,7 @@ class TransformerStage(nn.Module):
 
 
 def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
-    """The stages of these numbers; `whole` is emptied, so that what is in none of them is freed."""
+    """The stages of these numbers; `whole` is emptied, so that parameters of no stage are freed."""
     stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
     del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
     return stages

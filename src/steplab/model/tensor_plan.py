@@ -28,11 +28,11 @@ from steplab.model.transformer import LossFn
 from steplab.specs.model import TransformerShape
 
 _TOKENS = Shard(1)
-"""Of [B, T, ...]: each rank has T / tp tokens."""
+"""The layout of a tensor [B, T, ...] of which each rank has T / tp tokens."""
 
 
 def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
-    """Style by the name of a submodule of Transformer or of TransformerStage."""
+    """The parallel style of each submodule of Transformer or of TransformerStage, by name."""
     *wide, last = shape.feed_forward_layers
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS),
@@ -52,21 +52,21 @@ def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
 
 
 def _positions() -> ParallelStyle:
-    """[T, C], without a batch: each rank has T / tp rows."""
+    """The style of learned positions [T, C], without a batch: each rank has T / tp rows."""
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
 
 
 def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
-    """Tokens are gathered where a part begins, rather than by each of its products; other inputs stay as they are."""
+    """Gather tokens where a part begins instead of before each of its products; other inputs are unchanged."""
     others = (None,) * (num_inputs - 1)
     return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
 
 
 def arrive_whole(embedding: nn.Module) -> None:
-    """Have the embedding's output copied, for blocks that are compiled.
+    """Copy the embedding's output for compiled blocks.
 
-    Else what they are given may be a collective under way, which torch wraps in a tensor of its own kind; a compiled
-    block would then hand back a gradient that the embedding cannot use.
+    Otherwise it may be a collective that is still running, wrapped in a tensor class of torch's, for which a compiled
+    block returns a gradient that the embedding cannot use.
     """
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
 
@@ -87,6 +87,6 @@ def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
 
 @contextmanager
 def ready_for_loss() -> Iterator[None]:
-    """Within it torch's cross_entropy, forward and backward, takes logits split by their vocabulary."""
+    """A context in which torch's cross_entropy, forward and backward, takes logits split by their vocabulary."""
     with loss_parallel():
         yield

@@ -1,9 +1,9 @@
 """The plain Transformer under test, to be read in one sitting.
 
-Pre-norm blocks without dropout. As TransformerShape says: RMSNorm or LayerNorm, rotary or learned positions, as many
-heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, and an output head with a weight of its own or
-with the embedding's. How attention and the loss are computed is passed in, and how a block is called, so that the model
-stays the same while they are swapped and compared.
+Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, as many
+heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, and an output head with its own weight or the
+embedding's. The functions that compute attention and loss and that call a block are passed in, so that the model stays
+the same while they are exchanged and compared.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
 dimension, 2 cosine and sine.
@@ -30,7 +30,7 @@ NORM_EPS = 1e-5
 
 
 def call_plainly(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-    """Keeps whatever autograd wants to keep."""
+    """Call the block unchanged; autograd saves what it needs."""
     output: Tensor = block(x_BTC, rotary_2TD)
     return output
 
@@ -99,7 +99,7 @@ class Block(nn.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream and added to it."""
 
     compiled_within: bool = False
-    """Whether its forward pass is compiled: then hooks on what is inside it would compile it anew."""
+    """Whether its forward pass is compiled; hooks on its submodules would then cause another compilation."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
@@ -172,8 +172,8 @@ def rotary_table(context: int, head_dim: int) -> Tensor:
 
 
 def rotate(x_BHTD: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision; without a table, where
-    positions are learned, nothing."""
+    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision; without a table,
+    where positions are learned, x is returned unchanged."""
     if rotary_2TD is None:
         return x_BHTD
     cos_TD, sin_TD = rotary_2TD

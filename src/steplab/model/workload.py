@@ -1,4 +1,4 @@
-"""What the measuring loop needs to know of a model, whoever made it: a module and batches, or a whole step."""
+"""A model as the measuring loop sees it: a module and batches, or a whole step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ class Workload:
     """A model ready to be stepped: either `module` with `make_batch`, or `step` alone."""
 
     module: nn.Module | None = None
-    """Called with a batch; gives a scalar loss, or an object whose `.loss` is one."""
+    """The module, called with a batch; it returns a scalar loss, or an object with `.loss`."""
     make_batch: Callable[[], Any] | None = None
-    """Gives one batch on the device: a tensor, a tuple (positional) or a dict (by keyword)."""
+    """Returns one batch on the device: a tensor, a tuple (positional) or a dict (by keyword)."""
     step: Callable[[], object] | None = None
-    """A whole step of the user's own, which steplab times as a single phase."""
+    """A user's whole step, which steplab times as a single phase."""
     num_layers: int | None = None
-    """Attention layers, for the FLOP count; None: not known."""
+    """The number of attention layers, for the FLOP count; None if unknown."""
     attention_width: int | None = None
-    """Query heads x head dimension; None: not known."""
+    """Query heads x head dimension; None if unknown."""
     notes: tuple[str, ...] = ()
-    """What was chosen while it was built, in words for the record."""
+    """The choices made while it was built, in words for the record."""
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
@@ -38,7 +38,7 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar to differentiate; raises UserError where the module gives none."""
+    """The scalar to differentiate. Raises UserError if the module returns none."""
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -49,17 +49,17 @@ def loss_of(output: Any) -> Tensor:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """All parameters, each tied one once (as nn.Module.parameters gives them)."""
+    """The number of parameters, each tied one counted once (as by nn.Module.parameters)."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def num_lookup_parameters(module: nn.Module) -> int | None:
-    """Parameters of embeddings that do no matmul: those not also used as a linear layer's weight."""
+    """Parameters of embeddings that are only looked up, and are not also a linear layer's weight."""
     linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
     embeddings = {id(m.weight): m.weight for m in module.modules() if isinstance(m, nn.Embedding)}
     return sum(weight.numel() for key, weight in embeddings.items() if key not in linear)
 
 
 def random_tokens(vocab_size: int, batch: int, context: int, device: torch.device) -> Tensor:
-    """Uniform token ids, [batch, context]: the values do not change the work, but zeros would flatter it."""
+    """Uniform token ids, [batch, context]: the values do not change the work, but zeros would run faster."""
     return torch.randint(vocab_size, (batch, context), device=device)

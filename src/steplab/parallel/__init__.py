@@ -1,6 +1,6 @@
 """Training on many GPUs: gradients averaged over ranks, optimizer state spread over them.
 
-Knows nothing of steplab but its errors.
+It imports nothing of steplab but its errors.
 """
 
 from steplab.parallel.data_parallel import DataParallel

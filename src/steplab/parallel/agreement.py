@@ -1,4 +1,4 @@
-"""What the ranks have to agree on, once at the start and then every step; all of it from CPU to CPU."""
+"""What the ranks have to agree on, once at the start and then at every step, exchanged from CPU to CPU."""
 
 import warnings
 import zlib
@@ -14,12 +14,9 @@ from steplab.parallel.collectives import Collectives
 
 
 def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
-    """Raise UserError, on all ranks, where they differ in a setting, in which tensors they have, or in their form.
+    """Raise UserError, on all ranks, if they differ in a setting, in their tensors, or in the form of a tensor.
 
-    Args:
-        collectives: those of the group.
-        settings: what the user chose, by name.
-        tensors: for each parameter and buffer, by name, its form in words.
+    `settings` are the user's, by name; `tensors` has the form of each parameter and buffer in words, by name.
     """
     everyone = collectives.host_gather((dict(settings), dict(tensors)))
     first_settings, first_tensors = everyone[0]
@@ -54,10 +51,10 @@ class Agreed:
 
 
 class StepAgreement:
-    """One exchange a step, and the comparison of the order in which gradients became ready.
+    """One exchange per step, which also compares the order in which gradients became ready.
 
-    Orders are compared by a checksum that rides along; only where that differs do the ranks send each other the orders.
-    The first difference is kept and warned of; after that orders are compared no more.
+    Orders are compared by a checksum in that exchange; the ranks send each other the orders only if it differs. The
+    first difference is kept and warned of; after that orders are no longer compared.
     """
 
     def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
@@ -66,7 +63,7 @@ class StepAgreement:
         self.difference: str | None = None
 
     def exchange(self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]) -> Agreed:
-        """Give what holds on this rank, a flag a parameter and the order of readiness; get what holds on any."""
+        """Give a flag per parameter and the order of readiness on this rank; get the flags that hold on any rank."""
         checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
         values = torch.tensor([*present, *late, checksum, -checksum], dtype=torch.int64)
         *flags, largest, smallest_negated = self._collectives.host_maximum(values).tolist()
@@ -76,7 +73,7 @@ class StepAgreement:
         return Agreed(present=[bool(flag) for flag in flags[:count]], late=[bool(flag) for flag in flags[count:]])
 
     def _compare(self, orders: list[list[int]]) -> None:
-        common = set(orders[0]).intersection(*orders)  # what a rank has no gradient of is no matter of order
+        common = set(orders[0]).intersection(*orders)  # a parameter without a gradient has no place in the order
         alike = [[index for index in order if index in common] for order in orders]
         for rank, order in enumerate(alike):
             for place, (expected, found) in enumerate(zip(alike[0], order, strict=True), start=1):

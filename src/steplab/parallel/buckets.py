@@ -1,7 +1,7 @@
-"""Which gradients travel together, and how they lie in a bucket's memory.
+"""The gradients that are sent together, and how they lie in a bucket's memory.
 
 In a buffer each gradient begins at a multiple of 16 bytes, so that vectorised optimizers can read it; the gaps are zero
-and travel along.
+and are sent too.
 """
 
 from collections.abc import Sequence
@@ -35,33 +35,33 @@ def grouped(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[lis
 
 
 def aligned(parameter: Tensor) -> int:
-    """How many elements a gradient takes in a buffer, with the gap behind it."""
+    """The number of elements that a gradient takes in a buffer, with the gap behind it."""
     unit = max(ALIGNMENT_BYTES // parameter.element_size(), 1)
     return -(-parameter.numel() // unit) * unit
 
 
 class Bucket(Protocol):
-    """Gradients that travel together.
+    """Gradients that are sent together.
 
-    `launch`, then `wait`, which gives the averages; before the next launch all may be done to the averages that is done
-    to gradients, as they are the parameters' own.
+    Call `launch`, then `wait`, which returns the averages. Until the next launch the averages may be changed like any
+    gradients, as they are the parameters' own.
     """
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator that this rank's buckets of the module hold, all of them together."""
+        """Memory outside of torch's allocator that all of this rank's buckets of the module hold together."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
+        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
 
     def wait(self) -> list[Tensor]:
-        """The averages, each shaped as its parameter; of what was launched last."""
+        """The averages of the last launch, each shaped as its parameter."""
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The averages, with gradients that came too late for the launch added: what to launch next."""
+        """The averages plus gradients that came too late for the launch: what to launch next."""
 
     def release(self) -> None:
-        """Hold on to no gradient that is not in the bucket's own memory."""
+        """Drop references to gradients that are not in the bucket's own memory."""
 
 
 def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -74,14 +74,15 @@ def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same numbers in the same memory."""
+    """Whether two tensors are the same elements of the same memory."""
     return a is b or (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride())
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
-    """Strides of its gradient: its own where it fills its memory without gaps, as optimizers are fastest on equal ones.
+    """The strides of its gradient: its own if it fills its memory without gaps, as optimizers are fastest on equal
+    strides.
 
-    To be asked once, and not in the middle of backward: it takes longer than to start a copy.
+    To be computed once, outside of the backward pass: it takes longer than launching a copy.
     """
     if fills_its_memory(parameter):
         return parameter.stride()
@@ -89,7 +90,7 @@ def layout_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """Whether its elements are all of a stretch of memory, each once, in whatever order."""
+    """Whether its elements fill a stretch of memory, each once, in any order."""
     if not tensor.numel():
         return True
     expected = 1
@@ -101,10 +102,10 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """Whether a gradient that autograd has just left may lie in memory that others use.
+    """Whether a gradient that autograd has just made may lie in memory with other users.
 
     Autograd does not copy a gradient that is a view: with `h + p[None]`, p's gradient lies in the memory of h's, which
-    the backward pass has still to read. Nothing tells so but the number of references to the memory.
+    the backward pass has still to read. Only the number of references to the memory shows that.
     """
     return _references(gradient) > references_of_its_own()
 
@@ -115,9 +116,9 @@ def _references(tensor: Tensor) -> int:
 
 @cache
 def references_of_its_own() -> int:
-    """Those to the memory of a gradient that nobody else uses, when the hooks for it run: torch's own business.
+    """The number of references to the memory of an unshared gradient when its hooks run, which depends on torch.
 
-    To be asked first outside of a backward pass: it runs one.
+    The first call has to be outside of a backward pass, because it runs one.
     """
     found: list[int] = []
     with torch.enable_grad():
@@ -128,7 +129,7 @@ def references_of_its_own() -> int:
 
 
 def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The gradient itself where it has these strides and the parameter's dtype, else a copy that has them."""
+    """The gradient itself if it has these strides and the parameter's dtype, else a copy that has them."""
     if gradient is not None and gradient.stride() == strides and gradient.dtype == parameter.dtype:
         return gradient
     made = torch.empty_strided(parameter.size(), strides, dtype=parameter.dtype, device=parameter.device)

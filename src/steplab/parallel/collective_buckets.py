@@ -1,14 +1,14 @@
-"""Buckets that travel by a collective: one all-reduce of the memory they lie in.
+"""Buckets that are averaged by a collective: one all-reduce of their memory.
 
-A bucket of several gradients is one flat buffer, of which they are views: what the collective reduces is what the
-optimizer reads, and nothing is copied out. A gradient that autograd made elsewhere is copied in once, all of a bucket
-in one call; one that already lives there, because it was zeroed and not dropped, is not copied at all.
+A bucket of several gradients is one flat buffer, of which they are views: the collective reduces what the optimizer
+reads, and nothing is copied out. A gradient that autograd made elsewhere is copied in once, all of a bucket in one
+call; one that already lies there, because it was zeroed and not dropped, is not copied.
 
-A bucket of one gradient needs no buffer: the tensor that autograd made is reduced where it was born. So every gradient
-larger than the bucket size, which in a Transformer is most of the bytes, is never copied, unless autograd uses that
-memory for something else besides.
+A bucket of one gradient needs no buffer: the tensor that autograd made is reduced in place. So a gradient larger than
+the bucket size, which in a Transformer is most of the bytes, is never copied, unless autograd uses its memory for
+something else as well.
 
-With compression a bucket has a second buffer, of the smaller dtype, which travels instead: gradients are cast on their
+With compression a bucket has a second buffer, of the smaller dtype, which is sent instead: gradients are cast on their
 way in, and the averages on their way back into the first.
 """
 
@@ -54,7 +54,7 @@ class CollectiveBucket:
         self._pending: Pending | None = None
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
+        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
         buffer = self._buffer
         if buffer is None:
             (gradient,) = gradients
@@ -71,27 +71,27 @@ class CollectiveBucket:
             self._pending = self._collectives.all_reduce(self._wire, average=True, into=buffer)
 
     def wait(self) -> list[Tensor]:
-        """The averages, each shaped as its parameter; of what was launched last."""
+        """The averages of the last launch, each shaped as its parameter."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The averages, with gradients that came too late for the launch added: what to launch next."""
+        """The averages plus gradients that came too late for the launch: what to launch next."""
         for average, gradient in zip(self.wait(), gradients, strict=True):
             if gradient is not None:
                 average.add_(gradient)
         return self._averages
 
     def release(self) -> None:
-        """Hold on to no gradient that is not in the bucket's own memory."""
+        """Drop references to gradients that are not in the bucket's own memory."""
         if self._buffer is None:
             self._averages = []
 
 
 def _fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their targets, where they are not there yet."""
+    """Copy gradients to their targets, unless they are there already."""
     moved = [
         (target, gradient)
         for target, gradient in zip(targets, gradients, strict=True)

@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that peer copies are made of; addresses, streams and events are numbers.
+"""The calls of the CUDA driver that peer copies use; addresses, streams and events are numbers.
 
-They are made in the middle of a backward pass, where the host has to keep ahead of the GPU: directly, as torch's own
-copy takes several times as long, and each for as much as it can do at once.
+They are made in the middle of a backward pass, where the host has to keep ahead of the GPU. So they are made directly,
+because torch's own copy takes several times as long, and each does as much as it can at once.
 """
 
 import ctypes
@@ -52,17 +52,18 @@ class MemoryOperations:
             item.operation, item.address, item.flags = operation, address, flags
 
     def start(self, stream: int, value: int) -> None:
-        """Give them to a stream."""
+        """Add them to a stream."""
         for item in self._items:
             item.value = value & 0xFFFFFFFF
         self._start(stream, len(self._items), self._items, 0)
 
 
 class CudaDriver:
-    """The driver's functions, found once. What they do is done on the current device."""
+    """The driver's functions, looked up once. They act on the current device."""
 
     def __init__(self, device: int) -> None:
-        """For the device of that number. Raises Unsupported where the driver is older than one of the functions."""
+        """Look the functions up for the device of that number. Raises Unsupported if the driver is older than one of
+        them."""
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         self._copy = _function(
             "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -76,29 +77,29 @@ class CudaDriver:
         self._how = ctypes.byref(self._attributes), ctypes.byref(from_the_first), 1, ctypes.byref(failed)
 
     def writes(self, addresses: Sequence[int]) -> MemoryOperations:
-        """When the stream is done with all before, a value is written to each address."""
+        """Writes of a value to each address, when the stream has done all work before."""
         return MemoryOperations(self._operate, _WRITE, addresses)
 
     def waits(self, addresses: Sequence[int]) -> MemoryOperations:
-        """The stream goes on when the number at each address is at least a value; it sees what was written before."""
+        """Waits until the number at each address is at least a value; the stream then sees what was written before."""
         return MemoryOperations(self._operate, _WAIT, addresses, self._wait_flags)
 
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """Copy between addresses of any GPUs that reach each other; in any order, as one piece of the stream's work."""
+        """Copy between addresses of any GPUs that reach each other, in any order, as one piece of the stream's work."""
         numbers = ctypes.c_uint64 * len(sizes_bytes)
         self._copy(numbers(*targets), numbers(*sources), numbers(*sizes_bytes), len(sizes_bytes), *self._how, stream)
 
     def record(self, event: int, stream: int) -> None:
-        """The event is what the stream was given so far."""
+        """Record the work that the stream was given so far."""
         self._record(event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """What the stream is given next comes after what the event was recorded for."""
+        """Have the stream's next work wait for the event."""
         self._wait(stream, event, 0)
 
 
 def _attribute(device: int, number: int) -> int:
-    """One of the driver's numbers about the device that is counted so."""
+    """A device attribute of the driver, by its number."""
     found, handle = ctypes.c_int(0), ctypes.c_int(0)
     _function("cuDeviceGet", ctypes.c_void_p, ctypes.c_int)(ctypes.byref(handle), device)
     _function("cuDeviceGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(

@@ -34,7 +34,7 @@ def mean_kernel(target_ptr, others_ptr, distance, own_ptrs, starts, counts, OTHE
 
 @triton.jit
 def _mean(target_ptr, own_ptr, others_ptr, distance, count, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one block's first `count` numbers; where that is a constant, the compiler sees that none is left out."""
+    """Write the mean of one block's first `count` numbers; with a constant count the compiler removes the mask."""
     places = tl.arange(0, BLOCK)
     inside = places < count
     total = tl.load(own_ptr + places, mask=inside, other=0.0)

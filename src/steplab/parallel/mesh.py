@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from steplab.errors import UserError
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""From the outermost to the innermost."""
+"""The names of the axes, from the outermost to the innermost."""
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
@@ -46,6 +46,6 @@ def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
 
 
 def data_share(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of the batch this rank has, from 0, and how many parts there are: along dp and fsdp together."""
+    """This rank's part of the batch, from 0, and the number of parts: along dp and fsdp together."""
     place, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
     return place * mesh["fsdp"].size() + mesh.get_local_rank("fsdp"), parts * mesh["fsdp"].size()

@@ -32,7 +32,7 @@ def largest_share_bound(elements: Sequence[int], size: int) -> float:
 
 
 def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
-    """Runs of neighbours, by index; each is closed once it has `bucket_bytes` or more."""
+    """Runs of neighbours, by index; each ends once it has `bucket_bytes` or more."""
     found: list[list[int]] = []
     filled: float = bucket_bytes
     for index, size_bytes in enumerate(sizes_bytes):

@@ -34,31 +34,31 @@ from steplab.parallel.buckets import aligned, dense, views_of
 from steplab.parallel.peer_memory import PeerMemory, Piece
 
 OUTWARD, HOMEWARD = range(2)
-"""Lines."""
+"""The two lines."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
 whose gradients come in bursts need not wait. At least three of the largest bucket, two on their way and one to come."""
 _PAGE = 256
-"""Bytes at whose multiples buckets and landing places begin."""
+"""Buckets and landing places begin at multiples of so many bytes."""
 
 
 class _Overlap(NamedTuple):
     """Where a rank's part of a bucket and a gradient overlap, in bytes."""
 
     gradient: int
-    """Its number in the bucket."""
+    """The gradient's number in the bucket."""
     in_gradient: int
-    """Where it begins there."""
+    """The beginning of the overlap in the gradient."""
     in_part: int
-    """Where it begins there."""
+    """The beginning of the overlap in the part."""
     num_bytes: int
-    """How long it is."""
+    """The length of the overlap."""
 
 
 def peer_buckets(groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory) -> list["PeerBucket"]:
-    """The buckets of one module, a group of parameters each; a collective call.
+    """The buckets of one module, one for each group of parameters; a collective call.
 
-    They share `memory`, which goes when the last of them does.
+    They share `memory`, which is freed with the last of them.
     """
     sizes = [sum(map(aligned, group)) * group[0].element_size() for group in groups]
     starts = [0, *accumulate(map(_pages, sizes))]
@@ -70,11 +70,14 @@ def peer_buckets(groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory) -
 
 
 class PeerCopies:
-    """What the buckets of one module share: memory, and which of them are under way. It does not keep the buckets, or
-    that memory, outside of Python's, would stay until its garbage collector comes by."""
+    """The memory that the buckets of one module share, and which of them are under way.
+
+    It holds no reference to the buckets: otherwise the memory, which is not Python's, would stay until the garbage
+    collector runs.
+    """
 
     def __init__(self, memory: PeerMemory, sizes: Sequence[int], rings_start: int) -> None:
-        """`sizes` are the buckets' in bytes; they lie before `rings_start`."""
+        """Take the buckets' `sizes` in bytes; they lie before `rings_start`."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.num_launched = 0
@@ -91,12 +94,12 @@ class PeerCopies:
         self.tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
 
     def landing(self, on_rank: int, of_rank: int) -> int:
-        """The address where the ring on one rank begins in which another's gradients land; rings lie side by side."""
+        """The address of the ring on one rank in which another's gradients land; rings lie side by side."""
         ring = (of_rank - on_rank - 1) % self.memory.size
         return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
     def make_room(self, num_bytes: int) -> int:
-        """A start in the rings for so many bytes, where nothing is under way any longer: the same on all ranks."""
+        """The start of so many bytes in the rings where nothing is under way any longer; equal on all ranks."""
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
@@ -115,18 +118,18 @@ class PeerCopies:
         return False
 
     def await_all(self) -> None:
-        """What the current stream is given next comes when all that was launched has come home."""
+        """The current stream's next work waits until all launches have come home."""
         if self._num_awaited < self.num_launched:
             self._await(self.num_launched)
         self._num_awaited = self.num_launched
 
     def _await(self, launch: int) -> None:
-        """Counters grow in the order of launches, so that what was launched earlier has come home too."""
+        """Wait for one launch; counters grow in the order of launches, so earlier launches have come home too."""
         self.memory.current_awaits(self.means_told, launch)
 
 
 class PeerBucket:
-    """Gradients that travel together; see buckets.Bucket."""
+    """Gradients that are sent together; see buckets.Bucket."""
 
     def __init__(self, copies: PeerCopies, parameters: Sequence[nn.Parameter], buffer: Tensor, start: int) -> None:
         self._copies = copies
@@ -139,12 +142,12 @@ class PeerBucket:
         self._sources: list[Tensor] = []
         self._addresses: list[int] = []
         self.number = 0
-        """Of the last launch, from 1; 0: there was none."""
+        """The number of the last launch, from 1; 0 for none."""
         self.landing = (0, 0)
         """Its place in the rings."""
 
     def _plan(self, start: int, num_bytes: int) -> None:
-        """What is the same in every launch, when the host has no time: of a bucket that begins there on all ranks."""
+        """Compute what is the same in every launch, when the host has no time, for a bucket at `start` on all ranks."""
         copies, rank = self._copies, self._copies.memory.rank
         begins = [min(owner * self._part_bytes, num_bytes) for owner in range(copies.memory.size + 1)]
         overlaps = [_overlaps(self._parameters, *bounds) for bounds in pairwise(begins)]
@@ -161,11 +164,11 @@ class PeerBucket:
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator that this rank's buckets of the module hold, all of them together."""
+        """Memory outside of torch's allocator that all of this rank's buckets of the module hold together."""
         return self._copies.own.untyped_storage().nbytes()  # buckets and rings, and counters if they lie there too
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these over ranks; None counts as zero. The gradients are the bucket's from here on."""
+        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
         copies = self._copies
         room = copies.make_room(self._part_bytes)
         self.landing = room, room + self._part_bytes
@@ -180,26 +183,26 @@ class PeerBucket:
         copies.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
-        """The averages, each shaped as its parameter; of what was launched last."""
+        """The averages of the last launch, each shaped as its parameter."""
         if self.number:
             self._copies.await_all()
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The averages, with gradients that came too late for the launch added: what to launch next."""
+        """The averages plus gradients that came too late for the launch: what to launch next."""
         for average, gradient in zip(self.wait(), gradients, strict=True):
             if gradient is not None:
                 average.add_(gradient)
         return self._averages
 
     def release(self) -> None:
-        """Hold on to no gradient that is not in the bucket's own memory; after `wait`."""
+        """Drop references to gradients that are not in the bucket's own memory; to be called after `wait`."""
         while self in self._copies.under_way:
             self._copies.under_way.remove(self)
         self.drop()
 
     def drop(self) -> None:
-        """Forget the gradients, which the current stream may overwrite."""
+        """Drop the gradients, which the current stream may then overwrite."""
         self._sources = []
 
     def _send(self) -> None:
@@ -226,27 +229,28 @@ class PeerBucket:
 
 
 def _gradients_told_by(rank: int) -> int:
-    """The counter of launches whose gradients of this rank's have landed."""
+    """The counter of launches whose gradients from this rank have landed."""
     return 2 * rank
 
 
 def _means_told_by(rank: int) -> int:
-    """The counter of launches whose means of this rank's are in the bucket."""
+    """The counter of launches whose means from this rank are in the bucket."""
     return 2 * rank + 1
 
 
 def _pages(num_bytes: int) -> int:
-    """Rounded up to whole pages."""
+    """The size rounded up to whole pages."""
     return -(-num_bytes // _PAGE) * _PAGE
 
 
 def _part(num_bytes: int, size: int) -> int:
-    """Bytes of a rank's part of a bucket, whole pages; the last rank's may be less, and of a small bucket nothing."""
+    """Bytes of a rank's part of a bucket, in whole pages; the last rank's may be less, and of a small bucket
+    nothing."""
     return _pages(-(-num_bytes // size))
 
 
 def _overlaps(parameters: Sequence[nn.Parameter], begin: int, end: int) -> list[_Overlap]:
-    """Those of gradients with what lies between two places of a bucket."""
+    """The overlaps of gradients with the bytes between two places of a bucket."""
     found, start = [], 0
     for index, parameter in enumerate(parameters):
         size = parameter.element_size()

@@ -1,4 +1,4 @@
-"""Means of this rank's gradients and those that landed beside its bucket: one launch of a kernel for several."""
+"""Means of this rank's gradients and those that landed beside its bucket: one kernel launch for several."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,17 +8,17 @@ import torch
 from steplab.parallel.peer_memory import Piece
 
 BLOCK = 4096
-"""Numbers of a program."""
+"""The numbers that one program averages."""
 PIECES = 8
-"""Of a launch."""
+"""The most pieces of a launch."""
 UNIT_BYTES = 16
-"""Pieces begin at multiples of it; they are told in these units, so that the compiler knows."""
+"""Pieces begin at multiples of this; they are given in these units, so that the compiler knows the alignment."""
 _WIDE = (1 << 40) + 3
-"""A number that 32 bits do not hold."""
+"""A number that does not fit into 32 bits."""
 
 
 class Means:
-    """The kernel, compiled for what it is given."""
+    """The kernel, compiled for its arguments."""
 
     def __init__(self, device: torch.device, num_others: int) -> None:
         self._device, self._num_others = device, num_others
@@ -37,7 +37,7 @@ class Means:
             compiled[(programs, 1, 1)](target, others, distance, *arguments, self._num_others, BLOCK, stream=stream)
 
     def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
-        """The kernel for numbers of a type, which all begin at multiples of 16 bytes or not all do."""
+        """The kernel for numbers of a type; `aligned` says whether all of them begin at multiples of 16 bytes."""
         from steplab.parallel.mean_kernel import mean_kernel
 
         # A launch through Triton's own way finds out what to compile for: places and sizes of 64 bits, and numbers that
@@ -50,7 +50,7 @@ class Means:
 
 
 def mean_arguments(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """What the kernel takes of up to PIECES pieces, and how many programs they need."""
+    """The kernel's arguments for up to PIECES pieces, and the number of programs that they need."""
     missing = [0] * (PIECES - len(pieces))
     owns = (*[piece.own for piece in pieces], *missing)
     starts = (*[piece.start_bytes // UNIT_BYTES for piece in pieces], *missing)

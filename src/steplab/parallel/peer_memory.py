@@ -14,58 +14,59 @@ from torch import Tensor
 
 
 class Piece(NamedTuple):
-    """Numbers of which a mean is made."""
+    """Numbers that are averaged."""
 
     own: int
-    """Address of this rank's."""
+    """The address of this rank's numbers."""
     start_bytes: int
-    """Where they begin in the target and in the others'; a multiple of 16."""
+    """Where they begin in the target and in those of the others; a multiple of 16."""
     num_bytes: int
-    """How long they are."""
+    """Their length."""
 
 
 class PeerMemory(Protocol):
-    """What ranks that reach each other's memory can do; places in memory are addresses. Lines are 0 and 1.
+    """Operations of ranks that reach each other's memory; places in memory are addresses. Lines are 0 and 1.
 
-    What is given to it together is started together: the host is busy with a backward pass meanwhile, and has no time
-    for many small calls.
+    One call starts several operations together: the host is busy with a backward pass, and has no time for many small
+    calls.
     """
 
     rank: int
-    """This process's place, from 0."""
+    """This process's number, from 0."""
     size: int
-    """How many ranks there are."""
+    """The number of ranks."""
     device: torch.device
-    """Where the memory is."""
+    """The device that has the memory."""
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        """As many bytes on every rank: this rank's (uint8, zero), and where each rank's begin. Every rank calls it.
+        """Allocate as many bytes on every rank; returns this rank's (uint8, zero) and the address of each rank's.
 
-        Also so many counters, all zero, on every rank. It is called once.
+        Also allocates so many counters, all zero, on every rank. Every rank calls it, once.
         """
 
     def follow_current(self, line: int) -> None:
-        """What the line is given next comes after all that the current stream was given so far."""
+        """The line's next work waits for everything that the current stream was given so far."""
 
     def follow_line(self, line: int, other: int) -> None:
-        """What the line is given next comes after all that another line of this rank's was given so far."""
+        """The line's next work waits for everything that another line of this rank was given so far."""
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
-        """What the current stream is given next comes when these counters of this rank's are at least that."""
+        """The current stream's next work waits until these counters of this rank are at least `value`."""
 
     def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
-        """From address to address, of whichever ranks, in any order; at least one byte each."""
+        """Copy from address to address of any ranks, in any order; at least one byte each."""
 
     def mean(
         self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
-        """target + start = (own + (others + start)) / size, for each piece; own may be where its mean goes.
+        """Write target + start = (own + (others + start)) / size for each piece; own may be where its mean goes.
 
-        The others' begin at `others`, `distance_bytes` apart. Summed in float32 (float64 of float64), in this order.
+        The numbers of the others begin at `others`, `distance_bytes` apart. They are summed in float32 (float64 for
+        float64), in this order.
         """
 
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
-        """When all that the line was given is done and can be seen, these counters, each of a rank, are set."""
+        """Set these counters, each of a rank, when everything that the line was given is done and visible."""
 
     def await_signals(self, line: int, counters: tuple[int, ...], value: int) -> None:
-        """What the line is given next comes when these counters of this rank's are at least that."""
+        """The line's next work waits until these counters of this rank are at least `value`."""

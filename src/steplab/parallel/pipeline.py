@@ -23,7 +23,7 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "inte
 
 
 def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
-    """Which stages this rank has, from 0: stages go round the ranks of pp."""
+    """The stages of this rank, from 0: stages go round the ranks of pp."""
     rank, ranks = mesh.get_local_rank("pp"), mesh["pp"].size()
     return [rank + ranks * turn for turn in range(stages_a_rank)]
 

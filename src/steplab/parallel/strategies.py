@@ -9,22 +9,22 @@ BYTES_PER_MB = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """What tells the ways of synchronising gradients apart; all else is the same code."""
+    """The difference between the ways of synchronising gradients; all other code is shared."""
 
     name: str
-    """What users call it."""
+    """The name that users give."""
     bucket_bytes: float
-    """A bucket takes no further gradient when it would grow past this; 0: each gradient is alone."""
+    """The size that a bucket must not exceed by another gradient; 0 puts each gradient into its own bucket."""
     during_backward: bool
-    """Whether a bucket is launched as soon as its gradients are there, or after backward."""
+    """Whether a bucket is launched as soon as its gradients are ready, or after backward."""
     one_at_a_time: bool
     """Whether each collective is waited for before the next is launched."""
 
 
 def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
-    """The strategy of that name; the size, in MB of 1e6 bytes, matters to `bucketed` alone.
+    """The strategy of that name; the size, in MB of 1e6 bytes, affects `bucketed` only.
 
-    Raises UserError for a name that is none, and for a size that is not positive.
+    Raises UserError for an unknown name, and for a size that is not positive.
     """
     if not bucket_size_mb > 0:
         raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")

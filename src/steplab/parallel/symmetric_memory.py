@@ -24,16 +24,17 @@ from steplab.parallel.peer_means import Means
 from steplab.parallel.peer_memory import Piece
 
 _COUNTER_BYTES = 64
-"""Each has a line of the cache to itself."""
+"""The size of a counter: each has its own cache line."""
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
 """Pairs of streams that are tried, how often, and how many kernels each time."""
 _HELD_CYCLES = 20_000_000
-"""Of the GPU's clock, for which it is held so that those kernels are queued: some ten milliseconds."""
+"""How long the GPU is held so that those kernels are queued, in cycles of its clock: some ten milliseconds."""
 
 
 class SymmetricMemory:
-    """See peer_memory.PeerMemory. `device` is the current device wherever this is built and used."""
+    """The peer memory of GPUs of one host (peer_memory.PeerMemory). `device` is the current device wherever this is
+    built and used."""
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Raises Unsupported, on all ranks, where one cannot reach another's memory."""

@@ -1,4 +1,4 @@
-"""How gradients travel, by name: by collectives, or by copies between GPUs of one host."""
+"""The ways in which gradients are sent, by name: collectives, or copies between GPUs of one host."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ _PEER_COPY, _INSTEAD = "the transport peer_copy", "use transport='collectives'"
 
 
 def check_transport(transport: str | PeerMemory, compress: str | None) -> None:
-    """Raise UserError for a name that is none, Unsupported for a pair that does not go together."""
+    """Raise UserError for an unknown name, and Unsupported for a combination that does not work."""
     if isinstance(transport, str) and transport not in TRANSPORTS:
         raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
     if compress not in WIRE_DTYPES:
@@ -38,9 +38,9 @@ def bucket_maker(
     collectives: Collectives,
     group: dist.ProcessGroup | Collectives | None,
 ) -> Callable[[Groups], Sequence[Bucket]]:
-    """What makes the buckets of groups of parameters; a collective call where the transport is peer_copy.
+    """The function that makes the buckets of groups of parameters; a collective call if the transport is peer_copy.
 
-    With a PeerMemory for a transport, gradients are copied through that.
+    With a PeerMemory as the transport, gradients are copied through that.
     """
 
     def by_collectives(groups: Groups) -> Sequence[Bucket]:

@@ -1,1 +1,1 @@
-"""Histories of an allocator are read safely, replayed, and broken down by category. This package does not use torch."""
+"""Histories of an allocator: read safely, replayed, and broken down by category. This package does not use torch."""

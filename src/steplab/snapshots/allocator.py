@@ -1,9 +1,9 @@
-"""How much CUDA's caching allocator sets aside for what is asked of it.
+"""The sizes of the blocks that CUDA's caching allocator sets aside for the requested sizes.
 
 Sizes are rounded up to 512 B. A block of the small pool, or of a segment that grows, is cut to that size. In the large
-pool the rest of a free block is cut off only if it is more than 1 MiB: otherwise the piece gets it as well, and what
-that is depends on how the segment was divided at that moment. So its blocks are followed here from event to event: the
-history tells where each piece begins, and that is always where a free block does (CUDACachingAllocator.cpp:
+pool the rest of a free block is cut off only if it is more than 1 MiB: otherwise the piece gets it as well, and its
+size depends on how the segment was divided at that moment. So the blocks of the large pool are followed from event to
+event: the history says where each piece begins, which is always where a free block begins (CUDACachingAllocator.cpp:
 `round_size`, `should_split`, `alloc_found_block`, `free_block`, `try_merge_blocks`).
 """
 
@@ -15,17 +15,18 @@ from steplab.snapshots.history import AllocatorSettings, Integers
 from steplab.units import KIB, MIB
 
 SMALLEST_BYTES = KIB // 2
-"""Every size is a multiple of it."""
+"""Every size is a multiple of this."""
 SMALL_POOL_BYTES = MIB
-"""Sizes up to this one, rounded, come from the small pool; and so much the large pool does not cut off."""
+"""Sizes up to this, after rounding, come from the small pool; in the large pool, a rest up to this size is not cut
+off."""
 SEGMENT_BYTES = 2 * MIB
-"""No segment is smaller."""
+"""The smallest segment."""
 OVERSIZE_BYTES = 20 * MIB
-"""How much more than asked for a block may have that is never to be split."""
+"""How much larger than the request a block may be that is never split."""
 
 
 def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Integers:
-    """Sizes as the allocator rounds them before it looks for a block."""
+    """The sizes to which the allocator rounds requests before it looks for a block."""
     rounded = np.maximum(-(-requested_bytes // SMALLEST_BYTES), 1) * SMALLEST_BYTES
     if not any(settings.roundup_divisions):
         return rounded
@@ -38,35 +39,35 @@ def rounded_sizes(requested_bytes: Integers, settings: AllocatorSettings) -> Int
 
 
 class LargePool:
-    """The division of large segments into blocks, as events change it."""
+    """The division of large segments into blocks, followed through the events."""
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self._most_split = settings.max_split_bytes
         self._free: dict[int, int] = {}
-        """Start of each free block -> its end."""
+        """The end of each free block, by its start."""
         self._free_before: dict[int, int] = {}
-        """End of each free block -> its start."""
+        """The start of each free block, by its end."""
         self._used: dict[int, tuple[int, int]] = {}
-        """Start of each block in use -> its end, and the number of its piece."""
+        """The end of each block in use and the number of its piece, by its start."""
         self._borders: set[int] = set()
-        """Starts of segments, across which blocks do not merge."""
+        """The starts of segments, across which blocks do not merge."""
         self.corrected: dict[int, int] = {}
-        """Number of a piece -> the size that its block turned out to have."""
+        """The corrected size of a piece's block, by the piece's number."""
         self._searches_left = 10_000
 
     def add_segment(self, start: int, size_bytes: int) -> None:
-        """A segment, all of it free."""
+        """Add a segment that is entirely free."""
         self._borders.add(start)
         self._set_free(start, start + size_bytes)
 
     def remove_segment(self, start: int) -> None:
-        """Give a free segment back to the device."""
+        """Return a free segment to the device."""
         if start in self._free:
             self._take_free(start)
         self._borders.discard(start)
 
     def divide(self, start: int, size_bytes: int, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """A segment as it was found: (start, end, number) of the pieces in it, by address; all else is free."""
+        """Divide a segment as it was found: (start, end, number) of the pieces in it, by address; the rest is free."""
         self._borders.add(start)
         end = start + size_bytes
         for piece_start, piece_end, number in pieces:
@@ -78,7 +79,7 @@ class LargePool:
             self._set_free(start, end)
 
     def allocate(self, start: int, rounded_bytes: int, number: int) -> int | None:
-        """Size of the block that a piece gets; None where the division of the memory there is not known."""
+        """The size of the block that a piece gets; None if the division of the memory there is unknown."""
         if start not in self._free and not self._correct(start):
             return None
         end = self._take_free(start)
@@ -93,7 +94,7 @@ class LargePool:
         return end - start
 
     def release(self, start: int) -> None:
-        """Make a block free, and one with the free ones beside it."""
+        """Free a block, and merge it with the free blocks beside it."""
         if start not in self._used:
             return
         end, _ = self._used.pop(start)
@@ -105,7 +106,8 @@ class LargePool:
         self._set_free(start, end)
 
     def _correct(self, start: int) -> bool:
-        """Make `start` begin a free block, for it does: the piece before it then has more than was known, or less."""
+        """Let a free block begin at `start`, which it must: the piece before it is then larger or smaller than
+        assumed."""
         self._searches_left -= 1
         if self._searches_left < 0:
             return False
@@ -124,13 +126,13 @@ class LargePool:
         return False
 
     def _settle(self, begin: int, number: int, border: int, end: int) -> None:
-        """A piece has begin .. border, and border .. end is free."""
+        """Set a piece to begin .. border, and border .. end to free."""
         self._used[begin] = (border, number)
         self.corrected[number] = border - begin
         self._set_free(border, end)
 
     def _set_free(self, start: int, end: int) -> None:
-        if start in self._free:  # as where segments overlap, which no allocator's do
+        if start in self._free:  # segments overlap, which those of an allocator never do
             self._take_free(start)
         if end in self._free_before:
             self._take_free(self._free_before[end])

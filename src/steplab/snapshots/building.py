@@ -1,7 +1,7 @@
 """Makes columns from the objects of a snapshot's pickle.
 
-What torch writes is told in `torch.cuda.memory._snapshot`. Keys that are not known are passed over; what is known must
-be of the type that torch gives it. Lists that are read whole may not be there twice: a reference costs two bytes.
+`torch.cuda.memory._snapshot` documents what torch writes. Unknown keys are skipped; known ones must have the type that
+torch gives them. A list that is read in full may occur only once: a reference to it takes two bytes of a pickle.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ _STATES = {
     "inactive": INACTIVE,
     "active_allocated": ALLOCATED,
     "active_pending_free": AWAITING_FREE,
-    "active_awaiting_free": AWAITING_FREE,  # so torch's docstring calls it
+    "active_awaiting_free": AWAITING_FREE,  # the name in torch's docstring
 }
 _CODES = {name: code for code, name in enumerate(ACTIONS)}
 _DEEPEST = 24
@@ -43,9 +43,9 @@ _Dict = Mapping[Any, object]
 
 
 def build_history(snapshot: object, stacks: Stacks) -> History:
-    """The History in what a pickle held. Raises Refused if that is no memory snapshot."""
+    """The History in a pickle. Raises Refused if it is not a memory snapshot."""
     _check_nesting(snapshot)
-    if isinstance(snapshot, list):  # as torch.cuda.memory_snapshot() gave it before there was a history
+    if isinstance(snapshot, list):  # the form of torch.cuda.memory_snapshot() before there was a history
         snapshot = {"segments": snapshot}
     expect(isinstance(snapshot, dict) and "segments" in snapshot, "it is a pickle, but holds no memory snapshot")
     assert isinstance(snapshot, dict)
@@ -78,7 +78,7 @@ class _Builder:
         self._stack_of_list: dict[int, int] = {}
 
     def events(self, trace: list[object]) -> Events:
-        """One device's events; those taken in bulk are columns already."""
+        """One device's events; those that were read in bulk are columns already."""
         self._once(trace, "a device's trace")
         parts = list[Events]()
         rows = list[tuple[int, ...]]()
@@ -105,7 +105,7 @@ class _Builder:
         )
 
     def held(self, segments: list[object]) -> dict[int, tuple[Segments, Blocks]]:
-        """Segments and blocks of each device that has any."""
+        """The segments and blocks of each device that has any."""
         self._once(segments, "segments")
         of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
         for each in segments:
@@ -118,7 +118,7 @@ class _Builder:
             for block in blocks:
                 row = self._block(_dict(block, "a block"), len(segment_rows), address)
                 block_rows.append(row)
-                address = row[1] + row[2]  # older snapshots give no addresses of blocks
+                address = row[1] + row[2]  # older snapshots have no addresses of blocks
                 expect(address <= _HIGHEST, "the end of a block is no number of 64 bits")
             segment_rows.append((start, size, bool(segment.get("is_expandable"))))
         return {index: self.columns(*rows) for index, rows in of_device.items()}
@@ -130,7 +130,7 @@ class _Builder:
         requested = _int(block, "requested_size", NONE)
         history = block.get("history")
         if requested == NONE and isinstance(history, list) and history and isinstance(history[0], dict):
-            requested = _int(history[0], "real_size", size)  # as torch 1.12 to 2.0 wrote it
+            requested = _int(history[0], "real_size", size)  # the form of torch 1.12 to 2.0
             block = {**history[0], **block}
         return (
             segment,
@@ -172,7 +172,8 @@ class _Builder:
         return known
 
     def _once(self, item: object, what: str) -> None:
-        """Lists that are read whole must not come again: a short pickle could name a long one without end."""
+        """Refuse a list that occurs twice and is read in full: a short pickle could name a long one any number of
+        times."""
         expect(id(item) not in self._seen, f"{what} occurs twice in it: refused")
         self._seen[id(item)] = item
 
@@ -218,7 +219,7 @@ def _settings(settings: object) -> AllocatorSettings:
 
 
 def _check_nesting(root: object) -> None:
-    """Raises Refused for what is nested without end, or nearly."""
+    """Raise Refused for objects nested without end, or nearly so."""
     level: list[object] = [root]
     for _ in range(_DEEPEST):
         inner: dict[int, object] = {}

@@ -1,4 +1,4 @@
-"""To which category each piece of memory belongs, for as long as it lives."""
+"""The category of each piece of memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,13 +12,14 @@ from steplab.snapshots.replay import Lifetimes
 
 
 def unnamed_categories(lifetimes: Lifetimes) -> Codes:
-    """Places in UNNAMED_CATEGORIES: nobody says whose anything is."""
+    """Places in UNNAMED_CATEGORIES, for a snapshot without marks."""
     before, during = UNNAMED_CATEGORIES.index("before"), UNNAMED_CATEGORIES.index("during")
     return np.where(lifetimes.start == NONE, before, during).astype(np.int8)
 
 
 def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residents: Residents) -> Codes:
-    """Places in MEMORY_CATEGORIES, whose docstring says what each is. The first owner named of a piece has it."""
+    """Places in MEMORY_CATEGORIES, where each category is described. A piece belongs to the first owner that is
+    named for it."""
     codes: Codes = np.full(len(lifetimes), MEMORY_CATEGORIES.index("temporaries"), dtype=np.int8)
     always = (lifetimes.start == NONE) & (lifetimes.end == lifetimes.num_events)
     codes[always] = MEMORY_CATEGORIES.index("workspaces")
@@ -36,7 +37,8 @@ def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residen
 
 
 def _forward_stretches(marks: Marks) -> Iterator[Stretch]:
-    """The forward passes whose results a backward pass uses: of the step, and those that are run again within it."""
+    """The forward passes whose results a backward pass uses: those of the step, and those that are repeated within
+    it."""
     names = [phase.name for phase in marks.phases]
     if "forward" in names and "backward" in names:
         yield from (phase for phase in marks.phases if phase.name == "forward")

@@ -1,4 +1,4 @@
-"""Makes a MemoryProfile from a History: it replays the history, assigns categories and finds the peak."""
+"""Makes a MemoryProfile from a History: replays it, assigns categories and finds the peak."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +21,12 @@ from steplab.units import counted, format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Replayed:
-    """One device's history, replayed."""
+    """One device's history after its replay."""
 
     device: DeviceHistory
     lifetimes: Lifetimes
     allocated_bytes: Integers
-    """At each moment."""
+    """Allocated bytes at each moment."""
 
 
 def digest(
@@ -37,9 +37,9 @@ def digest(
     device_name: str | None = None,
     unwatched_peak_bytes: int | None = None,
 ) -> MemoryProfile:
-    """Sum a history up; file, device_name and unwatched_peak_bytes go into the record as they are.
+    """Sum a history up; `file`, `device_name` and `unwatched_peak_bytes` go into the record unchanged.
 
-    With marks, of their device, by MEMORY_CATEGORIES; without, of the device whose peak is highest, by
+    With marks, it sums the marks' device by MEMORY_CATEGORIES; without, the device with the highest peak by
     UNNAMED_CATEGORIES. Raises SteplabError for a history in which nothing was allocated.
     """
     replayed = _chosen(history, marks)
@@ -86,7 +86,7 @@ def digest(
 
 
 def _chosen(history: History, marks: Marks | None) -> _Replayed:
-    """The device that the marks are of; without marks, the one with the highest peak."""
+    """The device of the marks; without marks, the one with the highest peak."""
     devices = [device for device in history.devices if marks is None or device.index == marks.device_index]
     best: _Replayed | None = None
     for device in devices:
@@ -100,7 +100,7 @@ def _chosen(history: History, marks: Marks | None) -> _Replayed:
 
 
 def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
-    """The lifetimes with the blocks that the marks give them: they were seen, where a replay works them out."""
+    """The lifetimes with the marks' block sizes: these were recorded, while a replay computes them."""
     num_before = int((lifetimes.start < 0).sum())
     if marks is None or not marks.block_bytes or len(marks.block_bytes) != len(lifetimes) - num_before:
         return lifetimes
@@ -109,7 +109,7 @@ def _sized(lifetimes: Lifetimes, marks: Marks | None) -> Lifetimes:
 
 
 def _origin_at(moment: int, lifetimes: Lifetimes, origins: Origins) -> Origin:
-    """Where the allocation comes from that brought a moment about."""
+    """The origin of the allocation that led to a moment."""
     pieces = np.flatnonzero(lifetimes.start == moment - 1)
     return origins.of(int(pieces[0])) if moment and len(pieces) else Origin()
 

@@ -25,11 +25,11 @@ from steplab.snapshots.refusal import Refused
 from steplab.snapshots.stacks import Stacks
 
 MOST_EVENTS = 40_000_000
-"""A snapshot of 1 GB has 7 million."""
+"""The most events that are read; a snapshot of 1 GB has 7 million."""
 
 _MOST_SHAPES = 32
 _MOST_AT_ONCE = 512
-"""Events of a run: what follows one that cannot be resolved was looked at in vain."""
+"""The most events of a run: after one that cannot be resolved, the rest was compared in vain."""
 _COLUMNS = {"addr": "address", "size": "size_bytes", "stream": "stream", "time_us": "time_us"}
 _STACK_TEXT = re.compile(rb"\]\x94(?:\(((?:h.|j.{4})+)e|(h.|j.{4})a)?", re.DOTALL)
 _GET = re.compile(rb"h.|j.{4}", re.DOTALL)
@@ -37,20 +37,20 @@ _UNRESOLVED = -2
 
 
 class Skipped:
-    """Stands for an object whose bytes were passed over."""
+    """Stands for an object whose bytes were skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackRef:
-    """Stands for a list of frames that was passed over."""
+    """Stands for a list of frames that was skipped."""
 
     stack: int
-    """Number in Stacks."""
+    """The number of the stack in Stacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Consecutive events, and what the machine is to pass over."""
+    """Consecutive events, and the bytes that the machine is to skip."""
 
     events: Events
     size_bytes: int
@@ -58,30 +58,30 @@ class Run:
 
 
 class EventRuns:
-    """Knows the shapes of events, and where in the window there are any."""
+    """Knows the shapes of events, and where events lie in the window."""
 
     def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
         self._shapes: list[Shape] = []
         self._tried = set[tuple[tuple[int, type], ...]]()
-        """Identities of keys, and types of values, of the events that were shown."""
+        """The identities of keys and types of values of the events that were offered for learning."""
         self._given_up = False
         self._bytes = b""
         self._window: EventWindow | None = None
         self._stack_of_text: dict[bytes, int] = {}
         self._stack_of_place: dict[int, int] = {}
         self._stack_at: Numbers = np.full(1024, NONE, dtype=np.int32)
-        """Place of the memo -> number of the stack that a list of frames at that place is."""
+        """The number of the stack by the memo's place of its list of frames."""
         self._code_at: dict[int, int] = {}
-        """Place of the memo -> code of the action whose name is there."""
+        """The code of an action by the memo's place of its name."""
         self._num_events = 0
 
     def moved(self, window: bytes) -> None:
-        """The window has moved."""
+        """React to a new position of the window."""
         self._bytes, self._window = window, None
 
     def give_up(self) -> None:
-        """Take no more events in bulk: the memo's places are not in order."""
+        """Read no more events in bulk, because the memo's places are not in order."""
         self._given_up = True
 
     def learn(self, event: Mapping[Any, object], memo: Mapping[int, object]) -> None:
@@ -117,14 +117,14 @@ class EventRuns:
         return run
 
     def recall(self, place: int) -> StackRef | Skipped:
-        """What stands for an object of the memo that was passed over."""
+        """The stand-in for a skipped object of the memo."""
         stack = int(self._stack_at[place]) if place < len(self._stack_at) else NONE
         return Skipped() if stack == NONE else StackRef(stack)
 
     def _take(
         self, window: EventWindow, first: int, stop: int, num_memoized: int, memo: Mapping[int, object]
     ) -> Run | None:
-        """The events first .. stop - 1 as columns, or as many as can be resolved; None if not even the first."""
+        """The events first .. stop - 1 as columns, or as many as can be resolved; None if the first cannot."""
         num_new = self._num_resolved_texts(window, first, stop, memo)
         codes = self._codes(window.action[first : first + num_new], memo)
         places = num_memoized + np.cumsum(window.num_memoized[first : first + num_new]) - 1
@@ -154,7 +154,7 @@ class EventRuns:
         return codes
 
     def _num_resolved_texts(self, window: EventWindow, first: int, stop: int, memo: Mapping[int, object]) -> int:
-        """How many events come before the first whose list of frames is not understood."""
+        """The number of events before the first whose list of frames is not understood."""
         begins = window.text_begin[first:stop]
         new = np.flatnonzero(begins != NONE)
         ends = window.starts[first + 1 : stop + 1][new] - 1
@@ -165,7 +165,8 @@ class EventRuns:
         return stop - first
 
     def _stack_numbers(self, window: EventWindow, first: int, places: Integers, memo: Mapping[int, object]) -> Numbers:
-        """Number of each event's stack, by where the memo is after it. New lists first: references to them follow."""
+        """The number of each event's stack, by the memo's place of its list. New lists come first, because
+        references to them follow."""
         stop = first + len(places)
         numbers: Numbers = np.full(len(places), NONE, dtype=np.int32)
         begins = window.text_begin[first:stop]
@@ -185,7 +186,7 @@ class EventRuns:
         return numbers
 
     def _stack_built(self, place: int, memo: Mapping[int, object]) -> int:
-        """Number of the stack that a list at a place of the memo is, which the machine built."""
+        """The number of the stack in a list at a place of the memo that the machine built."""
         number = self._stack_of_place.get(place)
         if number is None:
             number = self._number_of(memo.get(place))
@@ -194,12 +195,12 @@ class EventRuns:
         return number
 
     def _understand(self, text: bytes, memo: Mapping[int, object]) -> bool:
-        """Whether the bytes make a list of frames that are in the memo already."""
+        """Learn a list of frames from its bytes; returns whether all of its frames are in the memo already."""
         gets = _STACK_TEXT.fullmatch(text)
         if gets is None:
             return False
         number = self._number_of([memo.get(_place(get)) for get in _GET.findall(gets[1] or gets[2] or b"")])
-        if number != _UNRESOLVED:  # what is not resolved may have frames that are yet to come
+        if number != _UNRESOLVED:  # a list that is not resolved may have frames that come later
             self._stack_of_text[text] = number
         return number != _UNRESOLVED
 
@@ -213,7 +214,7 @@ def _place(get: bytes) -> int:
 
 
 def _shape_of(event: Mapping[Any, object], memo: Mapping[int, object]) -> Shape | None:
-    """The shape that the next event with these keys will have; None if it is not to be taken in bulk."""
+    """The shape that the next event with these keys will have; None if such events cannot be read in bulk."""
     if next(iter(event)) != "action" or not all(isinstance(key, str) for key in event):
         return None
     place_of = {id(value): place for place, value in memo.items()}

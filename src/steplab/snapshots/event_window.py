@@ -1,7 +1,7 @@
-"""Where in a window of bytes there are events of known shapes, and what their numbers are: all at once, by numpy.
+"""Finds the events of known shapes in a window of bytes, and their numbers, all at once with numpy.
 
-All places of the window where an event may begin are walked along in step: after each key and value of the shape a
-cursor stands where that place's next key would be. A place whose bytes differ from the shape drops out.
+All places of the window where an event may begin are followed together: after each key and value of the shape, a cursor
+stands where that place's next key would be. A place whose bytes differ from the shape is dropped.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,16 @@ _Bytes = NDArray[np.uint8]
 _Words = NDArray[np.uint64]
 
 ABSENT = {"address": NONE, "size_bytes": NONE, "stream": 0, "time_us": NONE}
-"""The integer columns of Events, and what is in them for an event that lacks the key."""
+"""The integer columns of Events, and their values for an event without the key."""
 
 _OPENING = b"}\x94("
-"""EMPTY_DICT, MEMOIZE, MARK."""
+"""The opcodes EMPTY_DICT, MEMOIZE, MARK."""
 _FRAMES_OPENING = b"]\x94"
 _WORD_BYTES = 8
 
 _WIDTH = np.zeros(256, dtype=np.int64)
-"""Bytes of each instruction that fetches or makes a scalar; 0: of no other. Those of LONG1 and of texts come on top."""
+"""The bytes of each instruction that fetches or makes a scalar; 0 for any other. Those of LONG1 and of texts come on
+top."""
 for _code, _width in {b"K": 2, b"M": 3, b"J": 5, b"h": 2, b"j": 5, b"N": 1, b"G": 9, b"\x88": 1, b"\x89": 1}.items():
     _WIDTH[_code[0]] = _width
 _WIDTH[0x8A], _WIDTH[0x8C] = 2, 3
@@ -33,24 +34,24 @@ _LONG1, _TEXT, _MEMOIZE, _TUPLE2, _SET_ITEMS = 0x8A, 0x8C, 0x94, 0x86, ord("u")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The bytes of one kind of event, as far as they are alike."""
+    """The bytes that all events of one kind share."""
 
     keys: tuple[bytes, ...]
     """The instruction that fetches each key from the memo."""
     kinds: tuple[str, ...]
-    """What each value is: an integer column of Events by name; action (a text to be kept); frames; scalar (anything);
-    pair (a tuple of two scalars)."""
+    """The kind of each value: an integer column of Events by name; action (a stored text); frames; scalar
+    (anything); pair (a tuple of two scalars)."""
 
 
 class EventWindow:
-    """The events of one window, as far as they are of known shapes and whole.
+    """The complete events of known shapes in one window.
 
-    One element for each place where an event may begin; those at which none does, or none that was understood to its
-    last byte and is followed by the next, are marked.
+    Each array has one element for each place where an event may begin; places where none begins, or none that was
+    understood to its last byte and is followed by the next, are marked.
     """
 
     def __init__(self, window: bytes, shapes: Sequence[Shape]) -> None:
-        """The shapes begin with the same key."""
+        """Search for events; all shapes begin with the same key."""
         padded = window + bytes(2 * _WORD_BYTES)
         self._bytes: _Bytes = np.frombuffer(padded, dtype=np.uint8)
         self._words: _Words = np.ndarray(len(window) + _WORD_BYTES, dtype="<u8", buffer=padded, strides=(1,))
@@ -58,14 +59,14 @@ class EventWindow:
         self.starts = self._candidates(_OPENING + shapes[0].keys[0])
         count = len(self.starts)
         self.action: Integers = np.full(count, NONE)
-        """Place in the memo of the action's name."""
+        """The memo's place of the action's name."""
         self.columns: dict[str, Integers] = {
             name: np.full(count, absent, dtype=np.int64) for name, absent in ABSENT.items()
         }
         self.frames_at: Integers = np.full(count, NONE)
-        """Place in the memo of the list of frames, where that is fetched; NONE: it is not."""
+        """The memo's place of the list of frames, if it is fetched from there; NONE otherwise."""
         self.text_begin: Integers = np.full(count, NONE)
-        """Position at which a new list of frames begins; NONE: there is none."""
+        """The position at which a new list of frames begins; NONE for none."""
         self.num_memoized: Integers = np.zeros(count, dtype=np.int64)
         self._whole: Flags = np.zeros(count, dtype=bool)
         for shape in shapes:
@@ -75,31 +76,31 @@ class EventWindow:
         self._ends = np.flatnonzero(~self._whole)
 
     def find(self, position: int) -> tuple[int, int] | None:
-        """The events from a position on: first and one past the last; None where none begins."""
+        """The events from a position on: first and one past the last; None if none begins there."""
         first = int(np.searchsorted(self.starts, position))
         if first == len(self.starts) or self.starts[first] != position or not self._whole[first]:
             return None
         return first, int(self._ends[np.searchsorted(self._ends, first)])
 
     def forget(self, event: int) -> None:
-        """Take an event for none."""
+        """Mark a place as not being an event."""
         self._whole[event] = False
         self._ends = np.flatnonzero(~self._whole)
 
     def _candidates(self, opening: bytes) -> Integers:
-        """Positions of the bytes with which every event opens; at most eight of them are compared."""
+        """The positions of the bytes with which every event begins; at most eight bytes are compared."""
         opening = opening[:_WORD_BYTES]
         braces = np.flatnonzero(self._bytes == opening[0])
         return braces[self._is_at(braces, opening)]
 
     def _is_at(self, positions: Integers, wanted: bytes) -> Flags:
-        """Where up to eight bytes are the wanted ones."""
+        """Whether up to eight bytes at each position are the wanted ones."""
         mask = np.uint64((1 << 8 * len(wanted)) - 1)
         same: Flags = (self._words[positions] & mask) == np.uint64(int.from_bytes(wanted, "little"))
         return same
 
     def _walk(self, shape: Shape, events: Integers) -> None:
-        """Compare candidates to a shape, and take those that are of it."""
+        """Compare candidates with a shape, and keep those that match."""
         cursor, stop = self.starts[events] + len(_OPENING), self.starts[events + 1]
         fits = np.ones(len(events), dtype=bool)
         memoized: Integers = np.ones(len(events), dtype=np.int64)  # the dict itself
@@ -128,7 +129,7 @@ class EventWindow:
                     fits &= self._is_at(cursor, bytes((_TUPLE2, _MEMOIZE)))
                     memoized += 1
                     cursor = cursor + 2
-            cursor = np.minimum(cursor, stop)  # one that has gone astray stays inside of the window
+            cursor = np.minimum(cursor, stop)  # one that does not match stays inside the window
         fits &= (cursor == stop - 1) & (self._bytes[stop - 1] == _SET_ITEMS)
         taken = events[fits]
         self._whole[taken] = True
@@ -138,7 +139,7 @@ class EventWindow:
             target[taken] = values[fits]
 
     def _after_scalar(self, cursor: Integers, fits: Flags, memoized: Integers) -> Integers:
-        """Cursors moved past a scalar. Where there is none, `fits` is cleared; new texts are counted in `memoized`."""
+        """The cursors behind a scalar. Where there is none, `fits` is cleared; new texts are counted in `memoized`."""
         code = self._bytes[cursor]
         width = _WIDTH[code]
         fits &= width > 0
@@ -151,7 +152,7 @@ class EventWindow:
         return after
 
     def _places(self, cursor: Integers) -> tuple[Integers, Flags]:
-        """The places of the memo that are fetched, and whether one is; NONE where none is."""
+        """The memo's places that are fetched, and whether one is; NONE otherwise."""
         code, word = self._bytes[cursor], self._words[cursor + 1]
         short, long = code == ord("h"), code == ord("j")
         place = np.where(short, word & np.uint64(0xFF), word & np.uint64(0xFFFFFFFF)).astype(np.int64)

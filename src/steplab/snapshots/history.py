@@ -1,6 +1,6 @@
-"""The allocator's history as columns: what happened, in order, and what was held when the snapshot was taken.
+"""The allocator's history as columns: the events in order, and the memory held when the snapshot was taken.
 
-A snapshot of 1 GB has millions of events; their stacks are few and kept once. Addresses, sizes and times are int64.
+A snapshot of 1 GB has millions of events; their stacks are few and stored once. Addresses, sizes and times are int64.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Numbers = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 
 NONE = -1
-"""In a column: the snapshot does not say."""
+"""The value in a column for what the snapshot does not contain."""
 
 ACTIONS = (
     "alloc",
@@ -27,14 +27,14 @@ ACTIONS = (
     "oom",
     "snapshot",
 )
-"""What an event can be, by torch's names; its code is the place here."""
+"""The kinds of events, by torch's names; the code of a kind is its place here."""
 
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM = range(8)
 OTHER = len(ACTIONS)
-"""Code of an action that this version does not know."""
+"""The code of an action that this version does not know."""
 
 INACTIVE, ALLOCATED, AWAITING_FREE = range(3)
-"""States of a block: free; in use; given back, but another stream may still use it."""
+"""The states of a block: free; in use; released while another stream may still use it."""
 
 Frame = tuple[str, int, str]
 """File name, line, and name of the function."""
@@ -42,19 +42,19 @@ Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Events:
-    """What the allocator did, oldest first."""
+    """The allocator's events, oldest first."""
 
     action: Codes
-    """Place in ACTIONS, or OTHER."""
+    """The place in ACTIONS, or OTHER."""
     address: Integers
-    """Of the block, or of the segment; NONE for an event that is of neither."""
+    """The address of the block or the segment; NONE for an event without either."""
     size_bytes: Integers
-    """Of a block what was asked for; of a segment what was taken from the device; NONE for an event of neither."""
+    """The requested size of a block, or the size of a segment; NONE for an event without either."""
     stream: Integers
     time_us: Integers
-    """Microseconds since 1970; NONE where the snapshot has no times."""
+    """Microseconds since 1970; NONE if the snapshot has no times."""
     stack: Numbers
-    """Number in History.stacks."""
+    """The number of the stack in History.stacks."""
 
     def __len__(self) -> int:
         return len(self.action)
@@ -62,37 +62,37 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """Memory held from the device at the end."""
+    """The memory held from the device at the end."""
 
     address: Integers
     size_bytes: Integers
     is_expandable: Flags
-    """Whether it grows by mapping pages, instead of having been taken at once."""
+    """Whether a segment grows by mapping pages; otherwise it was allocated at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """Pieces of the segments at the end, free ones too."""
+    """The pieces of the segments at the end, free ones included."""
 
     segment: Integers
-    """Number of its segment."""
+    """The number of its segment."""
     address: Integers
     size_bytes: Integers
-    """What the allocator set aside."""
+    """The size that the allocator set aside."""
     requested_bytes: Integers
-    """What was asked for."""
+    """The requested size."""
     state: Codes
     """INACTIVE, ALLOCATED or AWAITING_FREE."""
     stack: Numbers
-    """Number in History.stacks."""
+    """The number of the stack in History.stacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceHistory:
-    """One device's allocator."""
+    """The history of one device's allocator."""
 
     index: int
-    """Of the device."""
+    """The index of the device."""
     events: Events
     segments: Segments
     blocks: Blocks
@@ -100,14 +100,15 @@ class DeviceHistory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorSettings:
-    """What decides how large a block is made."""
+    """The settings that decide the size of a block."""
 
     max_split_bytes: int | None = None
-    """Blocks of at least this size are never split; None: all may be."""
+    """Blocks of at least this size are never split; None if all may be."""
     expandable_segments: bool = False
     """Whether segments grow by mapping pages."""
     roundup_divisions: tuple[int, ...] = ()
-    """Into how many steps each power of two from 1 MiB on is divided, to which sizes are rounded up; 0: to none."""
+    """The number of steps into which each power of two from 1 MiB on is divided; sizes are rounded up to a step. 0
+    for no rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +116,8 @@ class History:
     """A snapshot."""
 
     devices: tuple[DeviceHistory, ...]
-    """Those that had any memory, by index."""
+    """The devices that had any memory, by index."""
     stacks: tuple[tuple[Frame, ...], ...]
     """Each different stack once, innermost frame first."""
     settings: AllocatorSettings = field(default=AllocatorSettings())
-    """As they were when the snapshot was taken."""
+    """The settings when the snapshot was taken."""

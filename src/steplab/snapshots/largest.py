@@ -1,4 +1,4 @@
-"""The largest allocations, those alike together."""
+"""The largest allocations, with equal ones in one group."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from steplab.snapshots.replay import Lifetimes
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10
 _Alike = tuple[int, int, Origin]
-"""Size as asked for, category, and origin with * for the numbers of layers."""
+"""The requested size, the category, and the origin with * for the numbers of layers."""
 _MOST_KINDS = 50_000
-"""Of the same size, stack and module; a step has hundreds."""
+"""The most kinds that are distinguished by size, stack and module; a step has hundreds."""
 
 
 def largest(
     lifetimes: Lifetimes, codes: Codes, names: Sequence[str], origins: Origins, peak_moment: int
 ) -> tuple[Allocation, ...]:
-    """Groups of allocations alike: first those alive at the peak, then others, each by their bytes together."""
+    """Groups of equal allocations: first those alive at the peak, then others, each by their total bytes."""
     alive = alive_at(lifetimes, peak_moment)
     at_peak = _groups(np.flatnonzero(alive), lifetimes, codes, names, origins, at_peak=True)
     others = _groups(np.flatnonzero(~alive), lifetimes, codes, names, origins, at_peak=False)
@@ -29,7 +29,7 @@ def largest(
 
 
 def _most(groups: list[Allocation], limit: int) -> list[Allocation]:
-    """The first so many, and among them the largest single allocation, which may be alone of its kind."""
+    """The first `limit` groups, including the group of the largest single allocation."""
     chosen = groups[:limit]
     widest = max(groups, key=lambda group: group.requested_bytes, default=None)
     return chosen if widest is None or widest in chosen else [*chosen[:-1], widest]
@@ -74,9 +74,9 @@ def _groups(
 
 
 def _kinds(pieces: Integers, lifetimes: Lifetimes, codes: Codes, origins: Origins) -> Iterator[tuple[int, int, int]]:
-    """The first of each kind of lifetimes, how many of it there are, and the bytes of their blocks together.
+    """The first lifetime of each kind, the number of its lifetimes, and the total bytes of their blocks.
 
-    In the order of the first ones.
+    Kinds are in the order of their first lifetimes.
     """
     if not len(pieces):
         return

@@ -1,11 +1,11 @@
 """A pickle machine that builds containers and scalars, and nothing else.
 
-A pickle is a program: `pickle.loads` runs it, and it may import and call whatever it likes. This machine has no
-instruction that imports, calls or subclasses anything; where one occurs, it stops and says what was wanted. It also
-bounds what Python's own does not: the length a string may claim, the places of the memo, the objects it keeps.
+A pickle is a program: `pickle.loads` runs it, and it may import and call anything. This machine has no instruction that
+imports, calls or subclasses; if one occurs, it stops and reports it. It also limits what Python's own does not: the
+claimed length of a string, the places of the memo, the objects that it keeps.
 
-The instructions are those of protocols 2 to 5 (PEP 307, PEP 3154, PEP 574; Lib/pickletools.py tells what each does).
-Long lists of events do not pass through here one by one: see event_runs.
+The instructions are those of protocols 2 to 5 (PEP 307, PEP 3154, PEP 574; Lib/pickletools.py documents each). Long
+lists of events do not pass through here one by one: see event_runs.
 """
 
 import struct
@@ -19,22 +19,22 @@ from steplab.snapshots.window import Window
 from steplab.units import MIB, format_bytes
 
 LONGEST_TEXT_BYTES = MIB
-"""Names, paths and settings are far shorter."""
+"""The longest text; names, paths and settings are far shorter."""
 LONGEST_INT_BYTES = 255
 DEEPEST = 64
-"""Containers under way at once; a snapshot has 7."""
+"""The deepest nesting of containers; a snapshot has 7."""
 MOST_ON_STACK = 1 << 20
-"""Objects that wait on the stack until an instruction takes them. Python's pickle has a thousand taken at a time,
-torch's own all events at once: as dicts so many would take more than is allowed."""
+"""The most objects on the stack. Python's pickle writes a thousand before an instruction takes them, torch's own all
+events at once: as dicts so many would need more memory than is allowed."""
 MOST_OBJECT_BYTES = 3 << 29
-"""About what all objects that are built may take: 1.5 GiB."""
+"""The approximate limit on the memory of all objects together: 1.5 GiB."""
 
 _CONTAINER_BYTES, _MEMO_BYTES, _ITEM_BYTES, _NUMBER_BYTES, _TEXT_BYTES = 100, 128, 16, 40, 64
 _DAMAGED = "it is no whole pickle: it is damaged, or ends early"
 _NO_SNAPSHOT = "which no memory snapshot does: refused"
 
 _REFUSED = {
-    b"c": "import something",  # told in more words by _global
+    b"c": "import something",  # _global gives more details
     b"\x93": "import something",
     b"i": "import something",
     b"\x82": "take a class out of the extension registry",
@@ -57,15 +57,15 @@ _REFUSED = {
 
 
 class Machine:
-    """Runs the pickle that begins in the window; `runs` takes events in bulk."""
+    """Runs the pickle that begins in the window; `runs` reads events in bulk."""
 
     def __init__(self, window: Window, runs: EventRuns) -> None:
         self._window, self._runs = window, runs
         self._stack: list[object] = []
         self._marked: list[list[object]] = []
-        """Stacks below the marks."""
+        """The stacks below the marks."""
         self._num_below = 0
-        """Objects in them."""
+        """The number of objects in them."""
         self._memo: dict[int, object] = {}
         self._num_memoized = 0
         self._object_bytes = 0
@@ -73,7 +73,7 @@ class Machine:
         self._look()
 
     def run(self) -> object:
-        """The object that the pickle builds. Raises Refused if it wants anything else."""
+        """The object that the pickle builds. Raises Refused if the pickle asks for anything else."""
         instructions = self._instructions
         try:
             while True:
@@ -88,10 +88,10 @@ class Machine:
             raise Refused(_DAMAGED) from error
 
     def _table(self) -> list[Callable[[], None]]:
-        """What to do for each byte."""
+        """The method for each opcode."""
         known: dict[bytes, Callable[[], None]] = {
             b"\x80": self._proto,
-            b"\x95": lambda: self._skip(8),  # FRAME: how much to read ahead
+            b"\x95": lambda: self._skip(8),  # FRAME: the number of bytes to read ahead
             b"N": lambda: self._push(None, _ITEM_BYTES),
             b"\x88": lambda: self._push(True, _ITEM_BYTES),
             b"\x89": lambda: self._push(False, _ITEM_BYTES),
@@ -133,12 +133,12 @@ class Machine:
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Have all of the longest instruction in the window."""
+        """Move the window so that the longest instruction lies within it."""
         self._window.move(self._position)
         self._look()
 
     def _look(self) -> None:
-        """Begin at the left of the window."""
+        """Start at the left of the window."""
         self._bytes, self._position = self._window.bytes, 0
         self._runs.moved(self._bytes)
         reach = LONGEST_TEXT_BYTES + 16
@@ -173,7 +173,7 @@ class Machine:
         self._count(size_bytes)
 
     def _count(self, size_bytes: int) -> None:
-        """Have so much more memory taken. Raises Refused where that is too much."""
+        """Count memory for new objects. Raises Refused above the limit."""
         self._object_bytes += size_bytes
         if self._object_bytes > MOST_OBJECT_BYTES:
             raise Refused(
@@ -253,7 +253,7 @@ class Machine:
         self._count(_MEMO_BYTES)
 
     def _memoize_at(self, place: int) -> None:
-        self._runs.give_up()  # they count on places being given in order
+        self._runs.give_up()  # they rely on places in ascending order
         self._memoize(place)
 
     def _recall(self, place: int) -> None:
@@ -265,7 +265,7 @@ class Machine:
             value = self._runs.recall(place)
         self._push(value, _ITEM_BYTES)
 
-    # --- what is not done -------------------------------------------------------------------------------------
+    # --- refused instructions ---------------------------------------------------------------------------------
 
     def _proto(self) -> None:
         protocol = self._number(1)
@@ -291,7 +291,7 @@ class Machine:
 
 
 def _is_key(key: object) -> bool:
-    """Whether hashing it is quick and cannot recurse."""
+    """Whether a key can be hashed quickly and without recursion."""
     if type(key) is tuple:
         return all(type(part) in _SCALARS for part in key)
     return type(key) in _SCALARS

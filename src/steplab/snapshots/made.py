@@ -1,4 +1,4 @@
-"""Who made each piece of memory: phase, module, operator, tensor and line, as far as each is known."""
+"""The origin of each piece of memory: phase, module, operator, tensor and line, as far as each is known."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def without_numbers(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a piece of memory comes from; None: not known."""
+    """The origin of a piece of memory; None for what is unknown."""
 
     phase: str | None = None
     module: str | None = None
@@ -33,7 +33,7 @@ class Origin:
 
 
 class Origins:
-    """Origins by number of a lifetime."""
+    """The origins by the number of a lifetime."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class Origins:
         self._operators = positions.innermost(self._marks.operators)
         made = self._marks.made
         pieces = residents.find([m.address for m in made], [m.position for m in made]).tolist()
-        self._made = dict(reversed(list(zip(pieces, made, strict=True))))  # the first to be made in it counts
+        self._made = dict(reversed(list(zip(pieces, made, strict=True))))  # the first tensor made in it counts
         self._made.pop(NONE, None)
 
     def kinds(self, pieces: Integers) -> list[Integers]:
-        """Columns of numbers, which lifetimes of the same origin have in common."""
+        """Columns of numbers that are equal for lifetimes of the same origin."""
         ordinals = self._ordinals[pieces]
         known = np.maximum(ordinals, 0)
         columns = [self._stack[pieces].astype(np.int64)]
@@ -71,7 +71,7 @@ class Origins:
         return [column for column in columns if len(column) and column.min() != column.max()]
 
     def of(self, piece: int) -> Origin:
-        """Where a lifetime comes from."""
+        """The origin of a lifetime."""
         source = self._lines.of(int(self._stack[piece]))
         ordinal = int(self._ordinals[piece])
         if ordinal == NONE:

@@ -1,4 +1,4 @@
-"""The marks beside a snapshot: whoever wrote them, what is taken is what a recorder can have written."""
+"""Reads the marks beside a snapshot, of any writer, and accepts only what a recorder can have written."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ class _Head(msgspec.Struct):
 
 
 def read_marks(path: Path) -> Marks:
-    """The marks in a file of JSON. Raises UserError, with one line of why, if it cannot be read or holds none."""
+    """The marks in a file of JSON. Raises UserError, in one line, if it cannot be read or contains none."""
     try:
         content = path.read_bytes()
         schema = msgspec.json.decode(content, type=_Head).schema
@@ -40,9 +40,10 @@ def read_marks(path: Path) -> Marks:
 
 
 def check_same_history(marks: Marks, history: History, path: Path) -> None:
-    """Raises UserError if the marks in `path` are of another history, or say whose nothing is.
+    """Raise UserError if the marks in `path` belong to another history, or lack the owners of memory.
 
-    They name theirs by its digest. Files of before that did are known by the sizes of all that was allocated.
+    Marks name their history by its digest. Older files, without a digest, are recognised by the sizes of all
+    allocations.
     """
     why = _why_not_of(marks, next((device for device in history.devices if device.index == marks.device_index), None))
     if why:
@@ -50,7 +51,7 @@ def check_same_history(marks: Marks, history: History, path: Path) -> None:
 
 
 def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
-    """What is wrong with marks of that device; None: nothing."""
+    """Why the marks do not belong to that device's history; None if they do."""
     if device is None:
         return f"it is of another snapshot: the snapshot has no device {marks.device_index}"
     events, num_counted = device.events, len(marks.block_bytes)

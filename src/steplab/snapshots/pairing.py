@@ -1,8 +1,8 @@
 """Makes pieces of memory from events by pairing each release with its allocation.
 
-The allocator counts memory as allocated from `alloc` until `free_requested`; until `free_completed`, which comes later
-only where another stream still uses the block, the block is not handed out again (CUDACachingAllocator.cpp, `free` and
-`free_block`). A history without requests is taken by its completions.
+The allocator counts memory as allocated from `alloc` until `free_requested`. Until `free_completed`, which comes later
+only if another stream still uses the block, the block is not reused (CUDACachingAllocator.cpp, `free` and
+`free_block`). For a history without requests the completions are used.
 """
 
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ from steplab.snapshots.history import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """Pieces of memory: those of before the history, then by their allocations."""
+    """Pieces of memory: those from before the history first, then in the order of their allocations."""
 
     address: Integers
     requested_bytes: Integers
     start: Integers
-    """Event that made it; -1: it was there before the first."""
+    """The event that allocated it; -1 if it existed before the first event."""
     end: Integers
-    """Event that released it; the number of events: it was there after the last."""
+    """The event that released it; the number of events if it still existed after the last."""
     stack: Numbers
-    """Where it was made; NONE where that is not known."""
+    """The stack of its allocation; NONE if unknown."""
     block: Integers
-    """Its number among the blocks held at the end; NONE for what was released."""
+    """Its number among the blocks held at the end; NONE if it was released."""
 
     def __len__(self) -> int:
         return len(self.address)
@@ -46,7 +46,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Awaited:
-    """Memory that was released before the history began, and could not be handed out for some time of it."""
+    """Memory that was released before the history began, and could not be reused for some time of it."""
 
     address: Integers
     requested_bytes: Integers
@@ -63,7 +63,9 @@ def pair(device: DeviceHistory) -> tuple[Pieces, Awaited]:
     released_by = FREE_COMPLETED if straight.any() else FREE_REQUESTED
     made, lost = np.flatnonzero(action == ALLOC), np.flatnonzero(first & (action == released_by))
     ends: Integers = np.full(len(rows), len(events))
-    ends[:-1] = np.where(first[1:], len(events), rows[1:])  # whatever comes next there: a block is handed out once
+    ends[:-1] = np.where(
+        first[1:], len(events), rows[1:]
+    )  # the next event at this address: a block is handed out only once
     made = made[np.argsort(rows[made])]
     kept = np.flatnonzero(~np.isin(blocks.address, address) & (blocks.state == ALLOCATED))
     survivors = np.where(ends[made] == len(events), _numbers(blocks, address[made]), NONE)
@@ -72,11 +74,11 @@ def pair(device: DeviceHistory) -> tuple[Pieces, Awaited]:
         requested_bytes=np.concatenate((blocks.requested_bytes[kept], *_sizes(events, rows[lost], rows[made]))),
         start=np.concatenate((np.full(len(kept) + len(lost), NONE), rows[made])),
         end=np.concatenate((np.full(len(kept), len(events)), rows[lost], ends[made])),
-        # The stack of a release is that of who released, unless the history was recorded otherwise.
+        # The stack of a release is that of the releasing code, unless the history was recorded otherwise.
         stack=np.concatenate((blocks.stack[kept], np.full(len(lost), NONE, dtype=np.int32), events.stack[rows[made]])),
         block=np.concatenate((kept, np.full(len(lost), NONE), survivors)),
     )
-    # A completion whose request the history lost is of memory that did not count any more when it began.
+    # A completion whose request is not in the history is of memory that no longer counted when it began.
     completed = first & (action == FREE_COMPLETED) & (released_by == FREE_REQUESTED)
     waiting = ~np.isin(blocks.address, address) & (blocks.state == AWAITING_FREE)
     return pieces, Awaited(
@@ -86,7 +88,8 @@ def pair(device: DeviceHistory) -> tuple[Pieces, Awaited]:
 
 
 def _by_address(events: Events) -> Integers:
-    """Numbers of the events that make or release memory, in the order of their addresses and, at each, of time."""
+    """The numbers of the events that allocate or release memory, in the order of their addresses and, at each, of
+    time."""
     relevant = np.flatnonzero(events.action <= FREE_COMPLETED)
     order: Integers = relevant[np.argsort(events.address[relevant], kind="stable")]
     return order
@@ -97,7 +100,7 @@ def _sizes(events: Events, *rows: Integers) -> list[Integers]:
 
 
 def _numbers(blocks: Blocks, addresses: Integers) -> Integers:
-    """Number of the allocated block at each address, NONE where there is none."""
+    """The number of the allocated block at each address, NONE for none."""
     allocated = np.flatnonzero(blocks.state == ALLOCATED)
     if not len(allocated):
         return np.full(len(addresses), NONE)

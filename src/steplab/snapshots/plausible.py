@@ -1,4 +1,4 @@
-"""What no allocator writes: numbers that a replay would turn into nonsense are refused before it."""
+"""Refuses numbers that no allocator writes, before a replay would compute with them."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ _HIGHEST = 2**63 - 1
 
 
 def refuse_impossible(history: History) -> None:
-    """Raise Refused where a size or an address is missing or negative, or lies beyond 64 bits."""
+    """Raise Refused if a size or an address is missing or negative, or lies beyond 64 bits."""
     for device in history.devices:
         expect(device.index >= 0, f"the number of a device is negative: {device.index}")
         _check_events(device)
@@ -24,7 +24,7 @@ def refuse_impossible(history: History) -> None:
 
 
 def _check_events(device: DeviceHistory) -> None:
-    """Of those that make, release or map memory; of one that ran out of it the size, which is told."""
+    """Check the events that allocate, release or map memory, and the size of a failed allocation."""
     events = device.events
     placed = events.action <= SEGMENT_UNMAP
     sized = placed | (events.action == OOM)
@@ -42,7 +42,7 @@ def _check_held(what: str, address: Integers, size_bytes: Integers) -> None:
 
 
 def _check_sum(device: DeviceHistory) -> None:
-    """All together must be a number as well: what is alive at once is summed."""
+    """Check that the sum of all sizes fits into 64 bits, since live sizes are summed."""
     columns: Sequence[Integers] = (
         device.events.size_bytes[device.events.action <= OOM],
         device.blocks.size_bytes,

@@ -1,4 +1,4 @@
-"""Where marks, events and times meet.
+"""Translates between marks, events and times.
 
 A *position* counts allocations: position p lies between the p-th alloc event and the next. A *moment* counts events:
 moment 0 lies before the first, moment m between the m-th and the next; what is allocated changes from one to the other.
@@ -23,7 +23,7 @@ class Positions:
         self._allocations = np.flatnonzero(events.action == ALLOC)
         self.num_allocations = len(self._allocations)
         self.by_event = not len(events) or bool((events.time_us == NONE).any())
-        """Whether seconds are numbers of events, for want of times."""
+        """Whether seconds are numbers of events, because the history has no times."""
         if self.by_event:
             self._seconds: Seconds = np.arange(self.num_events, dtype=np.float64) + 1
         else:
@@ -43,22 +43,23 @@ class Positions:
         return int(self._allocations[max(position, 0)])
 
     def first_moments(self, positions: Sequence[int]) -> Integers:
-        """first_moment of each."""
+        """The first_moment of each position."""
         moments = np.append(0, self._allocations + 1)
         chosen: Integers = moments[np.clip(np.array(positions, dtype=np.int64), 0, self.num_allocations)]
         return chosen
 
     def ordinals(self, starts: Integers) -> Integers:
-        """Which allocation of the history each of these events is, from 0; NONE for a start before the history."""
+        """The ordinal of each of these events among the history's allocations, from 0; NONE for a start before the
+        history."""
         ordinals: Integers = np.searchsorted(self._allocations, starts)
         return np.where(starts == NONE, NONE, ordinals)
 
     def position(self, moment: int) -> int:
-        """How many allocations come before a moment."""
+        """The number of allocations before a moment."""
         return int(np.searchsorted(self._allocations, moment))
 
     def seconds(self, moment: int) -> float:
-        """Time of the event that brought a moment about, since the first event."""
+        """The time of the event before a moment, in seconds since the first event."""
         return float(self._seconds[moment - 1]) if moment else 0.0
 
     def all_seconds(self) -> Seconds:
@@ -66,7 +67,7 @@ class Positions:
         return np.append(0.0, self._seconds)
 
     def innermost(self, stretches: Sequence[Stretch]) -> Numbers:
-        """For each allocation the number of the last of the stretches around it; NONE where there is none.
+        """For each allocation the number of the last of the stretches around it; NONE for none.
 
         The stretches are in the order of their beginnings, outer before inner, so that the last is the innermost.
         """
@@ -77,7 +78,7 @@ class Positions:
 
 
 class Residents:
-    """Who was at an address at a position."""
+    """The lifetimes by address and position."""
 
     def __init__(self, lifetimes: Lifetimes, positions: Positions) -> None:
         self._positions, self._end = positions, lifetimes.end
@@ -87,13 +88,13 @@ class Residents:
         self._keys = group * self._stride + lifetimes.start[self._order] + 1
 
     def find(self, addresses: Sequence[int], positions: Sequence[int]) -> Integers:
-        """Number of the lifetime at each address at each position; NONE where there was none."""
+        """The number of the lifetime at each address at each position; NONE for none."""
         if not len(self._keys) or not len(addresses):
             return np.full(len(addresses), NONE)
         wanted = np.array(addresses, dtype=np.int64)
         moments = self._positions.first_moments(positions)
         group = np.minimum(np.searchsorted(self._addresses, wanted), len(self._addresses) - 1)
-        # What began with event e is there from moment e + 1 on.
+        # a lifetime that begins with event e exists from moment e + 1 on
         row = np.searchsorted(self._keys, group * self._stride + moments, side="right") - 1
         found = self._order[np.maximum(row, 0)]
         there = (row >= 0) & (self._keys[np.maximum(row, 0)] >= group * self._stride) & (self._end[found] >= moments)

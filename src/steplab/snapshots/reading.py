@@ -1,6 +1,6 @@
-"""A file with a memory snapshot, as torch.cuda.memory._dump_snapshot writes it, as a History.
+"""Reads a file with a memory snapshot, as written by torch.cuda.memory._dump_snapshot, into a History.
 
-Whoever made the file: reading it runs none of it (see machine).
+Reading executes nothing in the file, whoever made it (see machine).
 """
 
 from pathlib import Path
@@ -21,15 +21,15 @@ _ZIP = b"PK\x03\x04"
 
 
 def _unwatched(done_bytes: int, size_bytes: int) -> None:
-    """Nobody follows the reading."""
+    """The progress of reading is ignored."""
 
 
 def read_snapshot(path: Path, on_progress: OnProgress = _unwatched, *, window_bytes: int = WINDOW_BYTES) -> History:
     """The memory snapshot in a file.
 
     `on_progress` is called with the bytes read of the file, and its size. `window_bytes` of the pickle, at least 4 MiB,
-    are in memory at a time. Raises UserError, with one line of why, if the file cannot be read, is no snapshot, or
-    wants anything done.
+    are in memory at a time. Raises UserError, in one line, if the file cannot be read, is not a snapshot, or asks for
+    anything to be executed.
     """
     try:
         size_bytes = path.stat().st_size

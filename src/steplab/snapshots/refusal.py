@@ -1,11 +1,11 @@
-"""Why a file is not taken for a memory snapshot."""
+"""The refusal of a file that is not a memory snapshot."""
 
 
 class Refused(Exception):
-    """The message completes a line that begins with the file's name."""
+    """The file is refused; the message completes a line that begins with the file's name."""
 
 
 def expect(condition: bool, why: str) -> None:
-    """Raises Refused unless the condition holds."""
+    """Raise Refused unless the condition holds."""
     if not condition:
         raise Refused(why)

@@ -1,8 +1,8 @@
 """Makes lifetimes from a history: every piece of memory with its size, its beginning and its end.
 
-What was there before the history began is in no allocation of it, but is found from its other end: what was there after
-the last event without having been allocated, and what was released without that. A history kept in a ring buffer, which
-forgets its oldest events, is read the same way.
+Memory from before the history has no allocation in it, but is found from its other end: it is either held after the
+last event without having been allocated, or released without that. A history from a ring buffer, which lost its oldest
+events, is read in the same way.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from steplab.units import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lifetimes:
-    """Pieces of memory: those of before the history, then by their allocations."""
+    """Pieces of memory: those from before the history first, then in the order of their allocations."""
 
     address: Integers
     requested_bytes: Integers
@@ -45,15 +45,15 @@ class Lifetimes:
     block_bytes: Integers
     """Size of the block in bytes; the sum over live blocks is the allocator's `allocated_bytes`."""
     start: Integers
-    """Event that made it; -1: it was there before the first."""
+    """The event that allocated it; -1 if it existed before the first event."""
     end: Integers
-    """Event that released it; num_events: it was there after the last."""
+    """The event that released it; num_events if it still existed after the last."""
     stack: Numbers
-    """Number in History.stacks; NONE where it is not known who made it."""
+    """The number of its stack in History.stacks; NONE if unknown."""
     num_events: int
-    """Events of the history."""
+    """The number of events of the history."""
     notes: tuple[str, ...] = field(default=())
-    """What is not certain, in words."""
+    """What is uncertain, in words."""
 
     def __len__(self) -> int:
         return len(self.address)
@@ -72,7 +72,7 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
         blocks, notes = _divided(device, settings, pieces, awaited, rounded)
     held = pieces.block != NONE
     blocks = np.where(held, device.blocks.size_bytes[pieces.block * held], blocks) if held.any() else blocks
-    too_small = blocks < pieces.requested_bytes  # no allocator does that, but not every file is an allocator's
+    too_small = blocks < pieces.requested_bytes  # no allocator does that, but the file may not be an allocator's
     if too_small.any():
         blocks = np.where(too_small, rounded, blocks)
         notes.append(
@@ -92,20 +92,21 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
 
 
 def reserved_peak_bytes(device: DeviceHistory) -> int | None:
-    """Most bytes held from the device at once; None where no segment is known."""
+    """The most bytes held from the device at once; None if no segment is known."""
     if not _has_segments(device):
         return None
     events = device.events
     taken = (events.action == SEGMENT_ALLOC) | (events.action == SEGMENT_MAP)
     given = (events.action == SEGMENT_FREE) | (events.action == SEGMENT_UNMAP)
     change = np.where(taken, events.size_bytes, np.where(given, -events.size_bytes, 0))
-    # What the last events left is known; going back from there gives what the first began with.
+    # The state after the last event is known; undoing the events gives the state before the first.
     later = np.cumsum(change[::-1])
     return int(device.segments.size_bytes.sum() - min(0, int(later.min(initial=0))))
 
 
 def _has_segments(device: DeviceHistory) -> bool:
-    """Whether this is the caching allocator's. What was made elsewhere has no segments, or none as it takes them."""
+    """Whether this is the history of a caching allocator. Others have no segments, or none that they allocate as it
+    does."""
     size_bytes = device.segments.size_bytes
     if len(size_bytes):
         return bool(((size_bytes >= SEGMENT_BYTES) & (size_bytes % SMALLEST_BYTES == 0)).all())
@@ -113,7 +114,7 @@ def _has_segments(device: DeviceHistory) -> bool:
 
 
 def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
-    """Whether segments grow by pages: then blocks are always cut to size."""
+    """Whether segments grow by pages; blocks are then always cut to size."""
     mapped = device.segments.is_expandable.any() or (device.events.action == SEGMENT_MAP).any()
     return settings.expandable_segments or bool(mapped)
 
@@ -121,12 +122,12 @@ def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
 def _divided(
     device: DeviceHistory, settings: AllocatorSettings, pieces: Pieces, awaited: Awaited, rounded: Integers
 ) -> tuple[Integers, list[str]]:
-    """Sizes of the blocks, with the large pool's followed from event to event; and what is not certain."""
+    """The sizes of the blocks, with the large pool followed from event to event; and what is uncertain."""
     sizes = rounded.copy()
     pool = LargePool(settings)
     unsure = _begin(pool, device, settings, pieces, awaited, sizes)
     events = device.events
-    # Where completions were not recorded, a block can be handed out again from its request on.
+    # Without recorded completions, a block can be reused from its release request on.
     released_by = FREE_COMPLETED if np.any(events.action == FREE_COMPLETED) else FREE_REQUESTED
     large = rounded_sizes(events.size_bytes, settings) > SMALL_POOL_BYTES
     moves = np.isin(events.action, (SEGMENT_ALLOC, SEGMENT_FREE))
@@ -161,7 +162,7 @@ def _begin(
 ) -> set[int]:
     """Lay the segments out as they were before the first event, and set the sizes of the blocks in them.
 
-    Gives the numbers of the pieces about whose blocks something was assumed.
+    Returns the numbers of the pieces whose block sizes were assumed.
     """
     unsure = set[int]()
     old = np.flatnonzero((pieces.start == NONE) & (sizes > SMALL_POOL_BYTES))
@@ -179,7 +180,7 @@ def _begin(
         for row, limit in zip(range(first, stop), limits, strict=stop > first):
             begin, end, number = int(addresses[row]), int(ends[row]), int(numbers[row])
             if exact[row] == NONE:
-                # No block of the large pool is as small as such a gap: it belongs to the piece before it.
+                # No block of the large pool is as small as such a gap, so it belongs to the piece before it.
                 oversize = settings.max_split_bytes is not None and end - begin >= settings.max_split_bytes
                 if limit - end <= (OVERSIZE_BYTES if oversize else SMALL_POOL_BYTES):
                     end = limit
@@ -193,7 +194,7 @@ def _begin(
 
 
 def _block_sizes(device: DeviceHistory, numbers: Integers) -> Integers:
-    """Sizes of blocks held at the end, by number; 0 where there is none."""
+    """The sizes of blocks held at the end, by number; 0 for none."""
     if not len(device.blocks.size_bytes):
         return np.zeros(len(numbers), dtype=np.int64)
     return np.where(numbers == NONE, 0, device.blocks.size_bytes[np.maximum(numbers, 0)])

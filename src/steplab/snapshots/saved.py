@@ -12,7 +12,7 @@ from steplab.snapshots.positions import Residents
 from steplab.snapshots.replay import Lifetimes
 
 MOST_GROUPS = 100
-"""Of saved tensors alike."""
+"""The most groups of equal saved tensors."""
 
 _MOST_BLOCKS = 10
 _DTYPE_BYTES = {
@@ -22,7 +22,7 @@ _DTYPE_BYTES = {
     **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
 }
 _TOLD_APART = ("parameters", "autocast_copies", "inputs")
-"""Categories a saved tensor can have; whatever else it is, it is kept for backward."""
+"""The categories that are kept for saved tensors; any other memory counts as saved for backward."""
 
 
 class SavedMemory:
@@ -45,12 +45,11 @@ class SavedMemory:
             yield saved, category, self._asked_bytes(saved, piece) if counts else 0
 
     def _asked_bytes(self, saved: Saved, piece: int) -> int:
-        """The storage, as categories count it: without what the allocator added, which is in the marks where no node
-        keeps the tensor."""
+        """The requested size of a storage, as categories count it; without a lifetime, the size in the marks."""
         return saved.storage_bytes if piece == NONE else int(self._lifetimes.requested_bytes[piece])
 
     def groups(self) -> tuple[tuple[SavedTensors, ...], LeftOut | None]:
-        """Those alike together, most bytes first; and the kinds beyond MOST_GROUPS."""
+        """Groups of equal tensors, most bytes first; and the kinds beyond MOST_GROUPS."""
         sums = defaultdict[tuple[str, str, tuple[int, ...], str, str], list[int]](list)
         for saved, category, stored_bytes in self._rows:
             alike = (without_numbers(saved.module), saved.op, tuple(saved.shape), saved.dtype, category)
@@ -72,7 +71,7 @@ class SavedMemory:
         return tuple(found[:MOST_GROUPS]), _left_out(beyond)
 
     def blocks(self) -> tuple[tuple[BlockMemory, ...], LeftOut | None]:
-        """The first of the repeated modules, and each that differs from all before it; and those beyond the tenth."""
+        """The first of the repeated modules and each that differs from all before it; and those beyond the tenth."""
         emitted = self._gradient_bytes()
         found = dict[tuple[object, ...], BlockMemory]()
         for module, (shape, dtype) in self._marks.block_inputs.items():
@@ -96,7 +95,7 @@ class SavedMemory:
         return kinds[:_MOST_BLOCKS], _left_out([block.saved_bytes for block in kinds[_MOST_BLOCKS:]])
 
     def _gradient_bytes(self) -> dict[str, int]:
-        """Bytes of each parameter's gradient, by the parameter's name."""
+        """The bytes of each parameter's gradient, by the parameter's name."""
         owned = [owner for owner in self._marks.owned if owner.category == "gradients" and owner.name]
         pieces = self._residents.find([o.address for o in owned], [o.position for o in owned]).tolist()
         return {

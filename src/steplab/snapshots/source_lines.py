@@ -1,4 +1,4 @@
-"""The line of code that asked for memory: of a stack, the innermost one that its reader may have written."""
+"""The line of code that allocated memory: the innermost line of a stack that the reader may have written."""
 
 import re
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ _LIBRARY = re.compile(
     r"|/torch/(_\w+|nn|optim|utils|autograd|cuda|amp|distributed|fx|func|compiler|profiler|overrides\.py|functional\.py)"
     r"|/lib/python3\.\d+/(?!site-packages/|dist-packages/)"
 )
-"""torch, wherever it lies, and Python's own library."""
+"""torch, wherever it is installed, and Python's own library."""
 _HARNESS = re.compile(r"/steplab/(measurement|cli|lab)/|/steplab/(__main__|model/workload)\.py$")
-"""What is around the model when steplab runs it."""
+"""The code of steplab around the model."""
 _STEP = re.compile(r"/steplab/measurement/(step/)?step\.py$")
 """In older snapshots the file lies in `measurement` itself."""
 _GENERATED = re.compile(r"torchinductor|/inductor|^<eval_with_key>")
@@ -22,12 +22,13 @@ _PARTS_SHOWN = 3
 
 
 class SourceLines:
-    """Lines by the number of a stack."""
+    """Source lines by the number of a stack."""
 
     def __init__(self, stacks: Sequence[tuple[Frame, ...]]) -> None:
         self._stacks = stacks
         self.of = cache(self._find)
-        """From the number of a stack to `steplab/model/transformer.py:81 in forward`; None if it has no such line."""
+        """Turns the number of a stack into `steplab/model/transformer.py:81 in forward`; None if it has no such
+        line."""
 
     def _find(self, number: int) -> str | None:
         if number == NONE:
@@ -48,12 +49,13 @@ def _is_users(frame: Frame) -> bool:
 
 
 def _is_generated(frame: Frame) -> bool:
-    """Written by torch.compile: better than nothing, where the line it came from is not told."""
+    """Whether torch.compile wrote the code, which is shown if the line that it came from is unknown."""
     return bool(_GENERATED.search(frame[0]))
 
 
 def _is_step(frame: Frame) -> bool:
-    """The step itself: of what is made in the optimizer, say, and in no line of the model."""
+    """Whether the line is of the step itself, which is shown for memory that no line of the model allocates, such as
+    the optimizer's."""
     return bool(_STEP.search(frame[0]))
 
 

@@ -4,11 +4,11 @@ from steplab.snapshots.history import Frame
 from steplab.snapshots.refusal import Refused
 
 MOST_FRAMES = 30_000_000
-"""Of all different stacks together: torch's own are a tenth of that in a snapshot of 1 GB."""
+"""The most frames of all different stacks together: a snapshot of 1 GB written by torch has a tenth of that."""
 
 
 class Stacks:
-    """Numbers stacks in the order in which they are first seen, and the frames that they are made of."""
+    """Numbers stacks in the order in which they are first seen, and stores their frames."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, ...], int] = {}
@@ -18,7 +18,7 @@ class Stacks:
         """By identity, which holds while the dict is kept: a snapshot has each frame once, and refers to it."""
 
     def number_of(self, frames: list[object]) -> int | None:
-        """Number of the stack whose frames these dicts are; None if one of them is no frame."""
+        """The number of the stack with the frames of these dicts; None if one of them is not a frame."""
         key = tuple(map(self._frame, frames))
         if NO_FRAME in key:
             return None

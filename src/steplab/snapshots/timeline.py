@@ -1,4 +1,4 @@
-"""Allocated bytes over time: all of it, at every moment, for the peaks; and thinned, for a record and its picture."""
+"""Allocated bytes over time: in full, at every moment, for the peaks; and thinned, for a record and its chart."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -12,9 +12,9 @@ from steplab.snapshots.positions import Positions
 from steplab.snapshots.replay import Lifetimes
 
 MOST_POINTS = 500
-"""Of a thinned timeline: a picture has fewer columns than that has pixels, and a record stays small."""
+"""The most points of a thinned timeline: more than a chart has columns, and few enough for a small record."""
 _KEPT_BESIDE = 40
-"""Of those points: peaks, and beginnings of phases."""
+"""How many of those points are kept for peaks and the beginnings of phases."""
 
 
 def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
@@ -27,10 +27,11 @@ def bytes_over_time(lifetimes: Lifetimes, sizes: Integers) -> Integers:
 
 
 def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Integers) -> list[tuple[int, int]]:
-    """First and last moment of each phase.
+    """The first and last moment of each phase.
 
-    What is released between two allocations may belong to the phase that ends there or to the one that begins: to the
-    first, up to where a gradient is given up, which is for the next. given_up: the events that release one, ascending.
+    A release between two allocations may belong to the phase that ends there or to the one that begins. It counts to
+    the first, up to the first event in `given_up`, the ascending events that release a gradient, which counts to the
+    next.
     """
 
     def border(position: int) -> int:
@@ -45,7 +46,7 @@ def phase_moments(phases: Sequence[Stretch], positions: Positions, given_up: Int
 def phase_records(
     moments: Sequence[tuple[int, int]], phases: Sequence[Stretch], positions: Positions, allocated_bytes: Integers
 ) -> tuple[MemoryPhase, ...]:
-    """The phases, each with its own peak; moments: of each, the first and the last."""
+    """The phases, each with its own peak; `moments` has the first and the last of each."""
     return tuple(
         MemoryPhase(
             name=phase.name,
@@ -65,11 +66,11 @@ def timeline(
     allocated_bytes: Integers,
     phases: Sequence[tuple[int, int]],
 ) -> MemoryTimeline:
-    """The timeline by category, thinned; the categories that hold nothing at any time are left out.
+    """The timeline by category, thinned; categories that hold nothing at any time are left out.
 
     It keeps the first and the last moment, each phase's first moment and its peak, and of each of some equal stretches
-    of time the highest and the lowest moment, among which is the peak. names: of the codes; rounding is on top of them.
-    phases: first and last moment of each.
+    of time the highest and the lowest moment, so that it includes the peak. `names` are those of the codes; rounding is
+    stacked on top of them. `phases` has the first and last moment of each.
     """
     moments = _chosen(positions, allocated_bytes, phases)
     rounding = lifetimes.block_bytes - lifetimes.requested_bytes

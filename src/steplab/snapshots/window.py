@@ -9,23 +9,23 @@ from typing import BinaryIO
 from steplab.snapshots.refusal import Refused
 
 OnProgress = Callable[[int, int], None]
-"""Bytes read of the file, and its size."""
+"""Called with the bytes read of the file, and its size."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 WINDOW_BYTES = 1 << 25
-"""How much of a pickle is in memory at a time."""
+"""The bytes of a pickle that are in memory at a time."""
 
 
 class Window:
-    """The bytes under the window, and how to move it on."""
+    """The bytes in the window, and the means to move it on."""
 
     def __init__(
         self, file: BinaryIO, size_bytes: int, on_progress: OnProgress, *, window_bytes: int = WINDOW_BYTES
     ) -> None:
         self.bytes = b""
-        """What is under the window."""
+        """The bytes in the window."""
         self.ended = False
-        """Whether the end of the file is."""
+        """Whether the window contains the end of the file."""
         self._file, self._size_bytes, self._on_progress = file, size_bytes, on_progress
         self._window_bytes = window_bytes
         head = file.read(len(XZ_MAGIC))
@@ -37,7 +37,7 @@ class Window:
             self._stream = lzma.LZMAFile(file)  # noqa: SIM115  # whoever opened the file closes it
 
     def move(self, begin: int) -> None:
-        """Let what lies before `begin` go and read on; afterwards `bytes` starts there."""
+        """Drop what lies before `begin` and read on; afterwards `bytes` starts there."""
         parts = [self.bytes[begin:]]
         missing = self._window_bytes - len(parts[0])
         while missing > 0 and not self.ended:

@@ -1,4 +1,4 @@
-"""The identity of a cell and of a study: the same work has the same key, whoever asks for it, and when."""
+"""The identity of a cell and of a study: equal work has an equal key."""
 
 import dataclasses
 import hashlib
@@ -19,28 +19,28 @@ _OF_SEVERAL_PROCESSES = (
 
 
 def cell_key(spec: StepSpec) -> str:
-    """Sixteen hexadecimal digits of the SHA-256 over what the spec says beyond the defaults.
+    """Sixteen hexadecimal digits of the SHA-256 of the spec's fields beyond their defaults.
 
-    Canonical JSON, sorted by name. A field that has its default, or that is refused for such a step because it changes
-    nothing of it, does not count: so a new field leaves the keys of all cells as they are that do not use it.
+    The fields are canonical JSON, sorted by name. A field with its default, or one that has no effect on such a step
+    and is refused for it, is left out, so that a new field leaves the keys of all cells that do not use it unchanged.
     """
     unused = {field.attribute for field in STEP_FIELDS if field.unused(spec)}
     return _short_hash(_json({name: value for name, value in _beyond_defaults(spec).items() if name not in unused}))
 
 
 def study_fingerprint(study: StudySpec) -> str:
-    """The same over the study's cells; neither their order nor the study's name matters."""
+    """The key of a study over its cells; their order and the study's name do not count."""
     return _fingerprint([cell_key(cell) for cell in study.cells])
 
 
 def fingerprint_of_format_1(study: StudySpec) -> str | None:
-    """What a store of format 1 called the study; None where it cannot hold it, because a cell uses a newer field."""
+    """The fingerprint of the study in a store of format 1; None if a cell uses a newer field."""
     keys = [_key_of_format_1(cell) for cell in study.cells]
     return _fingerprint([key for key in keys if key]) if all(keys) else None
 
 
 def _key_of_format_1(spec: StepSpec) -> str | None:
-    """The key as it was while every field counted, whatever its value."""
+    """The key of a cell in format 1, where every field counted, whatever its value."""
     fields = _FIELDS_OF_FORMAT_1 + (_OF_SEVERAL_PROCESSES if spec.layout.world_size > 1 else ())
     known = {*_FIELDS_OF_FORMAT_1, *_OF_SEVERAL_PROCESSES}
     if _beyond_defaults(spec).keys() - known:

@@ -1,4 +1,4 @@
-"""Opening the file, to write or only to read, and talking to it without leaking SQLite's exceptions."""
+"""Opens the store's file, to write or only to read, and turns SQLite's exceptions into SteplabError."""
 
 import os
 import sqlite3
@@ -14,7 +14,7 @@ from steplab.store.failures import NAME_ANOTHER, not_writable, sqlite_errors
 
 
 class Connection:
-    """An open store; every method raises SteplabError where SQLite fails."""
+    """An open store; every method raises SteplabError if SQLite fails."""
 
     def __init__(self, path: Path, sqlite: sqlite3.Connection) -> None:
         self.path = path
@@ -26,13 +26,14 @@ class Connection:
             return self._sqlite.execute(sql, values).fetchall()
 
     def stream(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
-        """The same a row at a time, for rows with bodies, which need not all fit into memory."""
+        """The rows that a statement returns, one at a time, for rows with bodies, which need not all fit into
+        memory."""
         with sqlite_errors(self.path):
             yield from self._sqlite.execute(sql, values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the writes inside, or none; other writers wait, and readers see the state before."""
+        """A transaction: all writes inside happen, or none; other writers wait, and readers see the state before."""
         with sqlite_errors(self.path):
             # IMMEDIATE takes the write lock now: a transaction that first reads and then asks for it fails at
             # once, without waiting, if another process wrote in between.
@@ -79,7 +80,7 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
 
 
 def _make_folder(path: Path) -> None:
-    """Make the store's folder, but not the folder around it: a slip in a path is not to plant a tree."""
+    """Make the store's folder, but not the folder around it, so that a typing error makes no tree of folders."""
     try:
         path.parent.mkdir(exist_ok=True)
     except FileNotFoundError as error:
@@ -118,10 +119,10 @@ def _reading_mode(path: Path) -> str:
     for a reader, and a read-only connection cannot remove them again.
     """
     log, shared = Path(f"{path}-wal"), Path(f"{path}-shm")
-    # A writer is at work or was killed: its companions serve us too, and stay as they are.
+    # A writer is at work or was killed: its companion files serve reading too, and stay as they are.
     if log.exists() and shared.exists():
         return "mode=ro"
-    # The companions come now and go again as we close; query_only keeps us from writing.
+    # The companions are made now and removed on closing; query_only prevents writing.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         return "mode=rw"
     if log.exists() and log.stat().st_size > 0:
@@ -129,7 +130,7 @@ def _reading_mode(path: Path) -> str:
             f"the store {path} has unfinished writes in {log.name}, which cannot be read where it is "
             "read-only; copy both files into a writable folder and name the copy with --store"
         )
-    # Nobody has it open, and the companions could not be made: read the bare file, without locks.
+    # Nobody has it open, and the companions cannot be made: read the bare file without locks.
     return "mode=ro&immutable=1"
 
 

@@ -1,4 +1,4 @@
-"""The store: every record steplab made on this machine, in one SQLite file. The way in to this folder."""
+"""The store: every record that steplab made on this machine, in one SQLite file. The entry point of this folder."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,10 +17,10 @@ from steplab.store.selection import Selection
 
 
 class Store:
-    """An open store. Every method raises SteplabError, in one line with the fix, if the file lets it down.
+    """An open store. Every method raises SteplabError, with one line that names the fix, if the file cannot be used.
 
-    Of several attempts at one cell of a study (a resumed sweep measures crashed and timed-out cells again),
-    listings show the newest; `all_attempts=True` shows the others too.
+    Of several attempts at one cell of a study (a resumed sweep measures crashed and timed-out cells again), listings
+    show the newest; `all_attempts=True` shows the others too.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -75,7 +75,10 @@ class Store:
         return self.import_records(found)
 
     def import_records(self, records: Sequence[ForeignRecord]) -> tuple[int, int]:
-        """The same of records that `read_foreign` found."""
+        """Store records that `read_foreign` returned, all or none.
+
+        Returns how many were added and how many were there already.
+        """
         return record_table.import_records(self._connection, records)
 
     def get(self, id_prefix: str) -> Record:
@@ -100,10 +103,10 @@ class Store:
         limit: int | None = None,
         all_attempts: bool = False,
     ) -> list[Row]:
-        """One flat row a record, newest first, without reading any record's body; None does not restrict.
+        """One flat row per record, newest first, without reading any record's body; None does not restrict.
 
-        A row is as the version that stored the record made it: use `get` on it, a column may be missing. Where it is
-        damaged, a LeftOut warning says so.
+        A row has the columns of the version that stored the record, so read it with `get`. A LeftOut warning reports a
+        damaged row.
         """
         selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
         return record_table.rows(self._connection, selection, limit)
@@ -128,7 +131,7 @@ class Store:
         return record_table.of_unknown_kind(self._connection)
 
     def identify(self, id_prefixes: Iterable[str]) -> list[Row]:
-        """What is known of records without reading them, each once: id, kind, created_utc, name, status, study.
+        """Id, kind, created_utc, name, status and study of each record, without reading the record.
 
         Raises as `get` does.
         """
@@ -176,9 +179,9 @@ class Store:
         return unique_id(self._connection, "study", id_prefix)
 
     def studies(self) -> list[Row]:
-        """A row a study, newest first: id, created_utc, name, description, num_cells, num_ok, num_failed.
+        """One row per study, newest first: id, created_utc, name, description, num_cells, num_ok, num_failed.
 
-        num_cells is None for a study whose records were imported; num_failed counts last attempts alone.
+        num_cells is None for a study whose records were imported; num_failed counts only the last attempts.
         """
         return study_table.study_rows(self._connection)
 

@@ -1,4 +1,4 @@
-"""The one place where an exception of SQLite's becomes a line that says what to do."""
+"""Turns each exception of SQLite into a line that names the fix."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -33,13 +33,13 @@ _OTHER = f"the store {{path}} failed ({{error}}); if that repeats, {MOVE_AWAY}"
 
 
 def not_writable(path: Path) -> str:
-    """The message for a store that can be read at most."""
+    """The message for a store that cannot be written."""
     return _MESSAGES[sqlite3.SQLITE_READONLY].format(path=path)
 
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Raise SteplabError naming the store and the fix, whatever sqlite3 or the file system raises inside."""
+    """Raise SteplabError, naming the store and the fix, for whatever sqlite3 or the file system raises inside."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""Where the store lies when nobody says otherwise."""
+"""The default path of the store."""
 
 import contextlib
 import os
@@ -23,9 +23,9 @@ def default_path() -> Path:
 
 
 def make_data_home() -> None:
-    """Make the data folder of the XDG rules, which a fresh account lacks, where the store is to lie in it.
+    """Make the XDG data folder, which a fresh account lacks, if the store is to lie in it.
 
-    If it cannot be made, opening the store says so.
+    If it cannot be made, opening the store reports that.
     """
     if not os.environ.get("STEPLAB_STORE"):
         with contextlib.suppress(OSError):

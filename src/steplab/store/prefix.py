@@ -1,4 +1,4 @@
-"""Finding an id by its first digits, as git does, or by a name that one alone has."""
+"""Finds an id by its first digits, as git does, or by a unique name."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -8,14 +8,14 @@ from steplab.store.connection import Connection
 
 _NUM_SHOWN = 5
 LAST = "last"
-"""What stands for the id of the newest record or study."""
+"""The word that stands for the id of the newest record or study."""
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
-    """The one id in `table` that begins with `prefix`; where none does, that of the one that is called so.
+    """The only id in `table` that begins with `prefix`, or else the id with that name.
 
-    A whole id is itself, even where longer ones begin with it; `last` is the newest. Of several studies of one name the
-    newest is meant. Raises UserError if there is none, or more than one.
+    A complete id is found even if longer ids begin with it; `last` is the newest id. Of several studies with one name
+    the newest is taken. Raises UserError if there is none, or more than one.
     """
     if prefix == LAST:
         newest = connection.query(f"SELECT id FROM {table} ORDER BY created_utc DESC, seq DESC LIMIT 1")

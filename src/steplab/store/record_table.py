@@ -24,20 +24,20 @@ _ROWS = msgspec.json.Decoder(Row)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForeignRecord:
-    """A record that was made elsewhere, and was found to be one."""
+    """A record from outside that was decoded and validated."""
 
     where: str
-    """What to call it in a message: runs.jsonl, line 3."""
+    """Its name in messages, such as "runs.jsonl, line 3"."""
     body: bytes
-    """Its JSON as it came, with fields that only a later version knows."""
+    """Its JSON as it came, including fields that only a later version knows."""
     record: Record
-    """The same, decoded."""
+    """The decoded record."""
 
 
 def read_foreign(where: str, line: bytes) -> ForeignRecord:
     """The record in a line of JSON from outside.
 
-    Raises SteplabError, beginning with `where`, for what is no record, or one that no steplab can have written.
+    Raises SteplabError, beginning with `where`, if it is not a record, or not one that steplab can have written.
     """
     try:
         record = decode(line)
@@ -82,7 +82,8 @@ def find(connection: Connection, record_id: str) -> Record | None:
 
 
 def rows(connection: Connection, selection: Selection, limit: int | None) -> list[Row]:
-    """Flat rows of the records that match, newest first; one with a damaged summary has what else is known of it."""
+    """Flat rows of the records that match, newest first; for a damaged row, only the columns that the table has
+    beside it."""
     found = connection.query(
         f"SELECT id, created_utc, kind, name, status, summary FROM record WHERE {selection.condition()}"
         " ORDER BY created_utc DESC, seq DESC LIMIT ?",
@@ -93,7 +94,7 @@ def rows(connection: Connection, selection: Selection, limit: int | None) -> lis
 
 
 def _row(record_id: str, created_utc: str, kind: str, name: str, status: str, summary: bytes) -> Row:
-    """The row as it was stored; one of an earlier version does not say its kind."""
+    """The row as it was stored; a row of an earlier version lacks its kind."""
     verb = KINDS[kind].verb if kind in KINDS else kind
     try:
         return {"kind": verb} | _ROWS.decode(summary)
@@ -139,7 +140,7 @@ def of_unknown_kind(connection: Connection) -> list[tuple[str, str]]:
 
 
 def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
-    """What is known of records without reading them, each once: id, kind, created_utc, name, status, study."""
+    """Id, kind, created_utc, name, status and study of each record, each once, without reading the record."""
     columns = ("id", "kind", "created_utc", "name", "status", "study")
     ids = dict.fromkeys(unique_id(connection, "record", prefix) for prefix in id_prefixes)
     sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
@@ -147,7 +148,7 @@ def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
 
 
 def annotate(connection: Connection, record_id: str, *, tags: Sequence[str], comment: str) -> None:
-    """Give the record with this id these tags and this comment; all else of it stays as it is."""
+    """Set the tags and the comment of the record with this id; everything else in it is unchanged."""
     with connection.transaction():
         body = connection.query("SELECT body FROM record WHERE id = ?", record_id)[0][0]
         _decode(connection, record_id, body)  # a damaged one is refused
@@ -158,7 +159,8 @@ def annotate(connection: Connection, record_id: str, *, tags: Sequence[str], com
 
 
 def remove(connection: Connection, ids: Iterable[str]) -> list[str]:
-    """Remove records by their whole ids, read or not; returns the ids of the studies that went with their last one."""
+    """Remove records by their complete ids, readable or not; returns the ids of the studies that became empty and
+    were removed."""
     emptied = dict[str, None]()
     with connection.transaction():
         for record_id in ids:
@@ -209,7 +211,7 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
 
 
 def _measured(record: Record) -> Record:
-    """The record without what the user added to it, which may differ from store to store."""
+    """The record without the user's tags and comment, which may differ from store to store."""
     return dataclasses.replace(record, tags=(), comment="")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from steplab.store.upgrade import to_format_2, to_format_3
 
 APPLICATION_ID = 0x53_54_50_4C
-"""'STPL', in the header of each store: tells it from any other program's SQLite file."""
+"""'STPL' in the header of each store, which tells it from other SQLite files."""
 
 # A migration is a tuple of single statements, because sqlite3's executescript would end the transaction that
 # makes it all-or-nothing, or of functions that execute some. One that has been released is never edited; a change is a
@@ -56,14 +56,15 @@ CURRENT_VERSION = len(MIGRATIONS)
 
 
 def is_blank(connection: sqlite3.Connection) -> bool:
-    """Whether nobody, steplab or other, has written to the file yet."""
+    """Whether no program has written to the file yet."""
     if _pragma(connection, "application_id") or version(connection):
         return False
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
 
 
 def is_store_header(beginning: bytes) -> bool:
-    """Whether a file that begins so is a store; https://sqlite.org/fileformat.html#application_id says where it is."""
+    """Whether a file with this beginning is a store; https://sqlite.org/fileformat.html#application_id gives the
+    place."""
     return beginning.startswith(b"SQLite format 3\0") and beginning[68:72] == APPLICATION_ID.to_bytes(4, "big")
 
 
@@ -73,12 +74,12 @@ def is_ours(connection: sqlite3.Connection) -> bool:
 
 
 def version(connection: sqlite3.Connection) -> int:
-    """How many migrations the file has seen."""
+    """The number of migrations that were applied to the file."""
     return _pragma(connection, "user_version")
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Apply the migrations the file has not seen; the caller holds the transaction."""
+    """Apply the migrations that the file lacks; the caller holds the transaction."""
     for statements in MIGRATIONS[version(connection) :]:
         for statement in statements:
             if isinstance(statement, str):

@@ -1,4 +1,4 @@
-"""Which records a reader asks for, as an SQL condition."""
+"""The records that a reader asks for, as an SQL condition."""
 
 from dataclasses import dataclass
 
@@ -7,31 +7,31 @@ NOT_SUPERSEDED = """NOT EXISTS (
     WHERE newer.study = record.study AND newer.cell = record.cell AND newer.kind = record.kind
     AND (newer.created_utc, newer.seq) > (record.created_utc, record.seq)
 )"""
-"""True of the last attempt at a cell, and of every record that belongs to no study."""
+"""True for the last attempt at a cell, and for every record outside of a study."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What a record must match; None does not restrict."""
+    """The values that a record must match; None does not restrict."""
 
     kind: str | None = None
-    """run, ceilings, ..."""
+    """The record's kind: run, ceilings, ..."""
     study: str | None = None
-    """Id of the study it belongs to."""
+    """The id of the record's study."""
     name: str | None = None
-    """What the user called it."""
+    """The name that the user gave."""
     status: str | None = None
-    """ok, or the kind of a failure."""
+    """The record's status: ok, or the kind of a failure."""
     all_attempts: bool = False
-    """Whether attempts that a newer one at the same cell has superseded count too."""
+    """Whether attempts count that a newer attempt at the same cell has superseded."""
 
     def condition(self) -> str:
-        """What stands behind WHERE, a placeholder for each of `values`."""
+        """The condition behind WHERE, with a placeholder for each of `values`."""
         conditions = [f"{column} = ?" for column, _ in self._given()]
         return " AND ".join([*conditions, "TRUE" if self.all_attempts else NOT_SUPERSEDED])
 
     def values(self) -> list[str]:
-        """What the placeholders stand for."""
+        """The values of the placeholders."""
         return [value for _, value in self._given()]
 
     def _given(self) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Studies in the store: what a sweep set out to measure, so that it can be resumed."""
+"""Studies in the store: the cells that a sweep set out to measure, so that it can be resumed."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ _FINISHED = "status IN ('ok', 'out_of_memory', 'error')"
 
 
 def begin_study(connection: Connection, study: StudySpec) -> str:
-    """Store what the study will measure; returns its new id."""
+    """Store the cells that the study will measure; returns its new id."""
     study_id = new_id()
     cells = [cell_key(cell) for cell in study.cells]
     with connection.transaction():
@@ -58,7 +58,7 @@ def finished_cells(connection: Connection, study_id: str) -> set[str]:
 
 
 def study_rows(connection: Connection) -> list[Row]:
-    """Each study with how many cells went well, and how many failed, at the last attempt; newest first."""
+    """Each study with how many cells succeeded and how many failed at the last attempt, newest first."""
     columns = ("id", "created_utc", "name", "description", "num_cells", "num_ok", "num_failed")
     found = connection.query(
         f"""

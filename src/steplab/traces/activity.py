@@ -1,4 +1,4 @@
-"""What ran on the device, each piece with who launched it: the table that the digest groups and sums.
+"""The pieces of work that ran on the device, each with what launched it: the table that the digest groups and sums.
 
 On a GPU a piece is a kernel, copy or fill. On a CPU the operators are the kernels: a piece is a stretch in which one
 operator is the innermost on its thread, its own time without its children's.
@@ -15,7 +15,7 @@ from steplab.traces.host import Host
 from steplab.traces.nesting import Nesting
 from steplab.traces.trace import NONE, Column, Trace
 
-# Operators that only make a view or an empty tensor: their time is bookkeeping of the operator around them.
+# Operators that only make a view or an empty tensor: their time belongs to the operator around them.
 _BOOKKEEPING = re.compile(
     r"^aten::_?(alias|as_strided|chunk|detach|empty|empty_like|empty_strided|expand|narrow|resolve_conj|resolve_neg"
     r"|result_type|reshape|reshape_alias|select|slice|split|t|transpose|unbind|unflatten|unsafe_view|unsqueeze|view)_?$"
@@ -31,21 +31,21 @@ class Activity:
     end_ns: Column
     stream: Column
     launch_ns: Column
-    """Start of the host call that launched it; NONE where the trace has none."""
+    """The start of the host call that launched it; NONE if the trace has none."""
     launched_ns: Column
-    """Its end."""
+    """The end of that call."""
     call: Column
-    """Number of that call, so that pieces of one launch can be told from pieces of two."""
+    """The number of that call, which tells pieces of one launch from pieces of two."""
     op: Column
-    """Number of the operator that launched it; NONE: none."""
+    """The number of the operator that launched it; NONE for none."""
     step: Column
-    """Number of the step that launched it; NONE: none."""
+    """The number of the step that launched it; NONE for none."""
     phase: Column
-    """Number of the phase, in Host.phase_names."""
+    """The number of the phase, in Host.phase_names."""
     path: Column
-    """Number of the range, in Host.paths."""
+    """The number of the range, in Host.paths."""
     category: Column
-    """Number of the category, in CATEGORIES."""
+    """The number of the category, in CATEGORIES."""
 
     def __len__(self) -> int:
         return len(self.name)
@@ -56,7 +56,8 @@ class Activity:
 
 
 def device_activity(trace: Trace, host: Host) -> Activity:
-    """Every kernel, copy and fill, attributed by its launch. One without a launch is where the piece before it is."""
+    """Every kernel, copy and fill, attributed by its launch. A piece without a launch is attributed as the piece
+    before it."""
     work, calls = trace.work, trace.calls
     by_correlation = np.argsort(calls.correlation, kind="stable")
     known = calls.correlation[by_correlation]
@@ -118,7 +119,7 @@ def _categories(trace: Trace, name: Column, *, on_device: bool) -> Column:
 
 
 def _filled(values: Column, found: Column) -> Column:
-    """Each value that was not found replaced by the one before it."""
+    """The values, with each that was not found replaced by the one before it."""
     if not len(values):
         return values
     last = np.maximum.accumulate(np.where(found, np.arange(len(values)), 0))

@@ -1,13 +1,13 @@
-"""The kind of work of a kernel or operator, by rules on its name.
+"""The category of a kernel or operator, by rules on its name.
 
-The first rule that matches decides, so the particular stand before the general. A name that no rule knows is
-`uncategorised`, and every report says how much time that is: a rule is added here rather than a guess made.
+The first rule that matches decides, so the specific rules come before the general ones. A name that no rule matches is
+`uncategorised`, and every report shows how much time that is; such a name needs a new rule, not a guess.
 """
 
 import re
 from functools import lru_cache
 
-# What libraries call their kernels: nvjet, xmma, cutlass and cublas are matrix products (convolutions are done as
+# Names of the libraries' kernels: nvjet, xmma, cutlass and cublas are matrix products (convolutions are computed as
 # such); triton_poi/red/per are Inductor's pointwise, reduction and persistent-reduction kernels, named after the
 # operators fused into them.
 _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -108,8 +108,8 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "other",
         (
             r"^autograd::|^torch::|AccumulateGrad|^(?!CompiledFunction).*Backward|^detach$",
-            # What comes before a compiled function's call, on the host. The call itself is none of these categories:
-            # all kinds of generated code are in its own time.
+            # Work before a compiled function's call, on the host. The call itself has none of these categories:
+            # its own time contains all kinds of generated code.
             r"^(TorchDynamo|Pregraph|AOTDispatcher)",
             r"::(empty\w*|new_empty\w*|resize_|set_|view\w*|_?reshape\w*|_unsafe_view|t|transpose|permute|mT|numpy_T)$",
             r"::(expand\w*|select|slice|narrow|as_strided\w*|detach\w*|alias|unsqueeze|squeeze|chunk|split\w*|unbind)$",

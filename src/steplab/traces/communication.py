@@ -1,9 +1,8 @@
-"""Messages against computation in a trace of some steps: how long, how much of it at once, and the last step drawn.
+"""Messages beside computation in a trace of some steps: their time, their overlap, and the timeline of the last step.
 
-On a GPU a message is a kernel of a communication library or a copy between two GPUs. steplab's own copies, between
-which gradients are averaged, run on streams of their own, and all that is there is part of them, whatever the trace
-calls a copy. On a CPU a message is the range that gloo opens on the thread that carries it out, while the thread that
-asked for it goes on.
+On a GPU a message is a kernel of a communication library or a copy between two GPUs. steplab's own peer copies, which
+average gradients, run on separate streams, and everything on these streams is part of them, even if the trace calls it
+a copy. On a CPU a message is the range that gloo opens on the thread that sends it, while the calling thread continues.
 """
 
 import re
@@ -26,30 +25,31 @@ _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 """Copies, and the kernel of parallel.mean_kernel."""
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
-"""Gaps shorter than the step over this are not drawn."""
+"""Gaps shorter than this fraction of the step are not drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pieces:
-    """Work of one row: parallel columns."""
+    """The pieces of work of one row of the timeline, as parallel columns."""
 
     start_ns: Column
     end_ns: Column
     category: Column
 
     def within(self, low_ns: int, high_ns: int) -> "_Pieces":
-        """What begins in [low, high)."""
+        """The pieces that begin in [low, high)."""
         kept = (self.start_ns >= low_ns) & (self.start_ns < high_ns)
         return _Pieces(start_ns=self.start_ns[kept], end_ns=self.end_ns[kept], category=self.category[kept])
 
     @property
     def intervals(self) -> tuple[Column, Column]:
-        """Starts and ends."""
+        """The starts and ends of the pieces."""
         return self.start_ns, self.end_ns
 
 
 def traced_steps(trace: Trace) -> TracedSteps:
-    """What a trace of whole steps says of communication. Raises SteplabError where it marks no steps or has no work."""
+    """The communication in a trace of whole steps. Raises SteplabError if the trace marks no steps or contains no
+    work."""
     host = Host(trace)
     on_host = not len(trace.work.name)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
@@ -68,7 +68,7 @@ def traced_steps(trace: Trace) -> TracedSteps:
     else:
         begins_ns = int(activity.start_ns[activity.step == last_step].min())
         ends_ns = int(activity.end_ns[activity.step == last_step].max())
-        # Work that a phase starts late, on streams of its own, may make it a window without length at the end.
+        # Work of a phase that starts late, on its own streams, may leave it an empty window at the end.
         windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
         phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
         steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
@@ -86,13 +86,13 @@ def traced_steps(trace: Trace) -> TracedSteps:
 
 
 def _lasts_ns(activity: Activity, step: int) -> int:
-    """From the first piece of a step's work to the last; between two steps the device may have been held."""
+    """The time from the first piece of a step's work to the last; between two steps the device may have been held."""
     mine = activity.step == step
     return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
 
 
 def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
-    """Starts and ends of the messages on a CPU, within steps: what the threads that carry them out say."""
+    """Starts and ends of the messages on a CPU within steps, as recorded by the threads that send them."""
     names = [number for number, name in enumerate(trace.names) if _MESSAGE_RANGES.match(name)]
     ranges = trace.ranges
     chosen = np.flatnonzero(np.isin(ranges.name, names) & (host.step_at(ranges.start_ns) != NONE))
@@ -100,7 +100,7 @@ def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
 
 
 def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """Messages; what is computed; and what is drawn as such, copies and fills among it."""
+    """The messages, the computation, and the pieces drawn as computation, which include copies and fills."""
     sends = activity.category == _COMMUNICATION
     sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
     transfers = [number for number, name in enumerate(trace.names) if name.startswith(_TRANSFERS)]
@@ -108,7 +108,7 @@ def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces,
 
 
 def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
-    """The streams on which there are messages, or nothing but what peer copies do; never the one that computes most."""
+    """The streams that carry messages, or nothing but the work of peer copies; never the stream that computes most."""
     streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
     of_copies = np.isin(
         activity.name, [number for number, name in enumerate(trace.names) if _OF_PEER_COPIES.match(name)]
@@ -125,7 +125,7 @@ def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
 
 
 def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
-    """The same, operators being what is computed; asking for a message is neither."""
+    """The same rows for a CPU: operators are computation, and the call that starts a message is neither."""
     start_ns, end_ns = messages_of_host(trace, host)
     sent = _Pieces(start_ns=start_ns, end_ns=end_ns, category=np.full(len(start_ns), _COMMUNICATION))
     computed = _of(activity, activity.category != _COMMUNICATION)
@@ -149,7 +149,7 @@ def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[st
 
 
 def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
-    """The rows as one timeline, its kernels the stretches of one category."""
+    """The rows as one timeline, in which a kernel is a stretch of one category."""
     gap_ns = (ends_ns - begins_ns) // _FINEST
     drawn = [
         (start_ns, end_ns, category, row)
@@ -170,7 +170,7 @@ def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begi
 
 
 def _joined(pieces: _Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
-    """Pieces in the order of start, each joined to the one before it of its category if it follows closely on it."""
+    """The pieces in the order of start; a piece that follows closely on one of its own category is joined to it."""
     joined: list[tuple[int, int, int]] = []
     order = np.argsort(pieces.start_ns, kind="stable")
     columns = (pieces.start_ns[order], pieces.end_ns[order], pieces.category[order])

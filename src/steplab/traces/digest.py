@@ -1,4 +1,4 @@
-"""Makes a Profile from a Trace: it chooses the steps, attributes the work and sums it."""
+"""Makes a Profile from a Trace: chooses the steps, attributes the work and sums it."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from steplab.traces.windows import Window, cut, phase_times
 Seconds = NDArray[np.float64]
 
 MOST_STEPS = 20
-"""Number of steps of a trace that are used, the last ones; more would only take more memory."""
+"""The most steps of a trace that are used, counted from the end; more would only take more memory."""
 
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
@@ -29,7 +29,7 @@ _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pin
 
 
 def digest(trace: Trace, *, source: str | None = None, file: str | None = None) -> Profile:
-    """Sum a trace up. source and file go into the record as they are (source: the trace's own by default).
+    """Sum a trace up. `source` and `file` go into the record unchanged (`source` is by default the trace's own).
 
     Raises SteplabError for a trace in which nothing ran.
     """
@@ -70,9 +70,9 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
 
 
 def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
-    """What to doubt of a trace that has no kernels, to be read as a CPU's; of its own run steplab knows the device.
+    """Notes on a trace without kernels, which is read as a CPU's; for its own run steplab knows the device.
 
-    Raises SteplabError for one of a GPU's work: a step's times on the host would pass for the device's.
+    Raises SteplabError for the trace of a GPU's work: the step's times on the host would be taken for the device's.
     """
     launches = any(_LAUNCHES.match(trace.names[number]) for number in np.unique(trace.calls.name))
     if launches or (trace.lists_gpu and trace.damage):
@@ -108,7 +108,7 @@ def _kernels(activity: Activity, trace: Trace, host: Host, *, on_host: bool) -> 
     for chosen in _groups(activity.name, activity.phase, activity.path, activity.stream):
         first = chosen[0]
         calls_s = lasted_s[chosen]
-        if on_host:  # an operator's own time lies in several pieces, which together are one call
+        if on_host:  # an operator's own time may be split into several pieces, which are one call
             _, call = np.unique(activity.call[chosen], return_inverse=True)
             calls_s = np.bincount(call, weights=calls_s).astype(np.float64)
         yield KernelStats(
@@ -151,7 +151,7 @@ def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
 
 
 def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
-    """Calls that wait for the device, copy to or from it, or ask it for memory, within the steps."""
+    """Host calls within the steps that wait for the device, copy to or from it, or allocate on it."""
     calls = trace.calls
     waiting = [number for number, name in enumerate(trace.names) if _WAITS.search(name)]
     chosen = np.flatnonzero(np.isin(calls.name, waiting) & (host.step_at(calls.start_ns) != NONE))
@@ -164,7 +164,7 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
         copy = trace.names[copies[first]] if copies[first] != NONE else ""
         name = trace.names[calls.name[chosen[first]]]
         if "emcpy" in name and not _ACROSS.search(copy):
-            continue  # a copy within the device makes nobody wait
+            continue  # a copy within the device blocks no one
         yield HostCallStats(
             name=f"{name}: {copy}" if copy else name,
             phase=host.phase_names[phase[first]],
@@ -175,7 +175,8 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
 
 
 def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Communication | None:
-    """Of a trace without a GPU's work, by its host: an operator there asks for a message, and threads carry it out."""
+    """The communication in the trace; without a GPU's work it is taken from the host, whose threads send the
+    messages."""
     collective = activity.category == CATEGORIES.index("communication")
     if cpu is not None:
         inside, computed = messages_of_host(trace, cpu), activity.where(np.flatnonzero(~collective))
@@ -225,7 +226,7 @@ def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str,
 
 
 def _groups(*keys: Column) -> Iterator[Column]:
-    """Indices of the rows that agree in all keys, a group at a time, each in its own order."""
+    """Indices of the rows that agree in all keys, one group at a time, each in its own order."""
     if not len(keys[0]):
         return
     order = np.lexsort(keys[::-1])

@@ -1,4 +1,4 @@
-"""A JSON trace as a whole: an object with `traceEvents` in any place among its members, or the bare array of events."""
+"""A JSON trace as a whole: an object with `traceEvents` at any place among its members, or the bare array of events."""
 
 import json
 import re
@@ -10,35 +10,35 @@ from steplab.traces.splitting import EventSink, Splitter
 from steplab.traces.window import Window
 
 CHUNK_BYTES = 1 << 19
-"""Little enough for what is decoded at a time to stay in the processor's cache."""
+"""The bytes decoded at a time, few enough to stay in the processor's cache."""
 _LONGEST_MEMBER_BYTES = 1 << 20
-"""Neither keys nor kept values are read beyond this."""
+"""Neither keys nor stored values are read beyond this length."""
 
 _KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 _MOST_LISTS = 8
-"""Lists of events that are read. Reading one looks ahead, which would be paid for again with each of a million."""
+"""The most lists of events that are read: reading one looks ahead, which would be repeated for each of a million."""
 _FIRST_SCAN_BYTES = 1 << 6
 
 
 class NotATrace(Exception):
-    """The document is no JSON object or array, or holds no event; the text says why, if it is known."""
+    """The document is not a JSON object or array, or contains no event; the text gives the reason if it is known."""
 
 
 class Document:
-    """Reads a document once: its events go to a sink, chosen small members stay here."""
+    """Reads a document once: events go to a sink, and chosen small members are stored."""
 
     def __init__(self, source: Source, *, keep: Collection[str] = (), chunk_bytes: int = CHUNK_BYTES) -> None:
         self.members: dict[str, bytes] = {}
-        """JSON text of the members named in `keep`, so far as they were found and are not huge."""
+        """JSON text of the members named in `keep`, if they were found and are not huge."""
         self.has_events = False
-        """Whether there was an array of events at all."""
+        """Whether there was an array of events."""
         self.damage: str | None = None
-        """How the document broke off, in words; None if it ended as it should."""
+        """How the document broke off, in words; None if it ended properly."""
         self.num_unreadable = 0
-        """Events left out because they are no JSON."""
+        """Events left out because they are not valid JSON."""
         self.num_oversized = 0
         """Events left out because of their length."""
         self._keep, self._chunk_bytes = keep, chunk_bytes
@@ -47,7 +47,7 @@ class Document:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the document that were there to be read."""
+        """The number of bytes of the document that could be read."""
         return self._window.num_read
 
     def read(self, sink: EventSink) -> None:
@@ -71,7 +71,7 @@ class Document:
         return self._window.next_byte(self._chunk_bytes)
 
     def _member(self, sink: EventSink) -> bool:
-        """Pass one member of the outer object and the comma behind it; False where there is none more to read."""
+        """Read one member of the outer object and the comma behind it; returns False at the end."""
         window = self._window
         if self._next() == b"}":
             return False
@@ -103,7 +103,7 @@ class Document:
             self.damage = "the file ends before its list of events does"
 
     def _key(self) -> str | None:
-        """The key of the member that begins here, passed with its colon; None if nothing here is one."""
+        """The key of the member that begins here, with its colon consumed; None if there is no key here."""
         window = self._window
         found = _KEY.match(window.data, window.start, window.end)
         while not found and not window.exhausted and len(window) < _LONGEST_MEMBER_BYTES:
@@ -118,9 +118,9 @@ class Document:
             return ""
 
     def _value(self, key: str) -> bool:
-        """Pass a member's value and the comma behind it; False if it was the last."""
+        """Consume a member's value and the comma behind it; returns False if it was the last."""
         window, scanner, text = self._window, Scanner(), bytearray()
-        most = _FIRST_SCAN_BYTES  # grows with the value, so that many short ones are not each followed far beyond
+        most = _FIRST_SCAN_BYTES  # grows with the value, so that after many short values little is read ahead
         while True:
             if not len(window):
                 window.fill(self._chunk_bytes)

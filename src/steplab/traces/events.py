@@ -8,14 +8,14 @@ from msgspec import Raw, Struct, field
 from steplab.traces.trace import NONE
 
 Number = int | float | str | None
-"""Exporters write some numbers as text."""
+"""The type of numbers in events: some exporters write them as text."""
 
 
 NO_DIMS = Raw(b"[]")
 
 
 class Args(Struct, frozen=True, gc=False):
-    """What an event says about itself."""
+    """The arguments of an event."""
 
     device: Number = NONE
     stream: Number = NONE
@@ -23,14 +23,14 @@ class Args(Struct, frozen=True, gc=False):
     size_bytes: Number = field(default=NONE, name="bytes")
     sequence: Number = field(default=NONE, name="Sequence number")
     dims: Raw = field(default=NO_DIMS, name="Input Dims")
-    """As they are written: one op is called a thousand times with the same."""
+    """The text as it is written: one operator is called a thousand times with the same."""
     types: Raw = field(default=Raw(b"[]"), name="Input type")
     concrete: Raw = field(default=Raw(b"[]"), name="Concrete Inputs")
     """Numbers and flags, as text."""
 
 
 class Event(Struct, frozen=True, gc=False):
-    """What is read of an event, of any category."""
+    """The fields that are read of an event of any category."""
 
     cat: str = ""
     name: str = ""
@@ -42,7 +42,7 @@ class Event(Struct, frozen=True, gc=False):
 
 
 class ExactEvent(Struct, frozen=True, gc=False):
-    """The same, its start as it is written."""
+    """An event whose start keeps its written digits."""
 
     cat: str = ""
     name: str = ""
@@ -66,7 +66,7 @@ _EXACT_EVENT = msgspec.json.Decoder(ExactEvent)
 
 
 def decode_categories(array: memoryview) -> list[str] | None:
-    """The category of each event, at twice the speed."""
+    """The category of each event, which decodes twice as fast as whole events."""
     try:
         return [event.cat for event in _CATEGORIES.decode(array)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -74,7 +74,7 @@ def decode_categories(array: memoryview) -> list[str] | None:
 
 
 def decode_events(array: memoryview) -> list[Event] | None:
-    """The events of a JSON array; None if it is not valid JSON, or holds what no event should."""
+    """The events of a JSON array; None if it is not valid JSON, or contains something that no event should."""
     try:
         return _EVENTS.decode(array)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -82,7 +82,7 @@ def decode_events(array: memoryview) -> list[Event] | None:
 
 
 def decode_exact_events(array: memoryview) -> list[ExactEvent] | None:
-    """The same, with their starts as they are written."""
+    """The events of a JSON array, with their starts as written; None as for `decode_events`."""
     try:
         return _EXACT_EVENTS.decode(array)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -90,7 +90,7 @@ def decode_exact_events(array: memoryview) -> list[ExactEvent] | None:
 
 
 def decode_exact_event(text: bytes) -> ExactEvent | None:
-    """One event; None as above."""
+    """One event; None as for `decode_events`."""
     try:
         return _EXACT_EVENT.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -98,10 +98,10 @@ def decode_exact_event(text: bytes) -> ExactEvent | None:
 
 
 def repair_event(text: bytes) -> ExactEvent | None:
-    """An event that the decoder refused; None if it is no JSON object by any reading, or a field is of a wrong type.
+    """An event that the decoder refused; None if it cannot be read as a JSON object, or a field has a wrong type.
 
-    NaN and Infinity count as absent, as does null; control characters, halves of surrogate pairs and bad UTF-8 in
-    strings are replaced.
+    NaN, Infinity and null count as absent; control characters, halves of surrogate pairs and bad UTF-8 in strings are
+    replaced.
     """
     try:
         value = json.loads(

@@ -1,7 +1,7 @@
 """The host's activity at an instant: its step, phase, range of the model and operator.
 
-Everything on the device is attributed by the host call that launched it, so this is the one place that knows how
-traces name things.
+Everything on the device is attributed by the host call that launched it, so only this file knows how traces name
+things.
 """
 
 import re
@@ -14,7 +14,7 @@ from steplab.traces.steps import STEP, step_ranges
 from steplab.traces.trace import NONE, Column, Trace
 
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
-"""Ranges that say nothing of the place in the model: the compiler's names its cache entry."""
+"""Ranges without information on the place in the model: those of the compiler name its cache entry."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 _PHASES = (
     (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
@@ -25,7 +25,7 @@ _PHASES = (
 
 
 class Host:
-    """Steps, phases, ranges and operators of one trace, to be asked for instants on threads."""
+    """The steps, phases, ranges and operators of one trace, looked up by instant and thread."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -34,16 +34,16 @@ class Host:
         self._range_nesting = Nesting(ranges.start_ns, ranges.duration_ns, ranges.thread)
         steps = step_ranges(trace)
         self.steps = ranges.start_ns[steps], (ranges.start_ns + ranges.duration_ns)[steps]
-        """Start and end of each step on the host's clock, in order; empty where the trace marks none."""
+        """Start and end of each step on the host's clock, in order; empty if the trace marks none."""
         self.phase_names, self._range_phase = self._phases()
         self.paths: list[str] = [""]
-        """Text of each path number that `path_at` gives."""
+        """The text of each path number that `path_at` returns."""
         self._range_path = self._name_paths()
         self._backward_node = self._backward_nodes()
         self._forward_path = self._paths_of_sequences()
 
     def step_at(self, time_ns: Column) -> Column:
-        """Number of the step each instant lies in; NONE outside all of them. Without marks all is step 0."""
+        """The number of the step at each instant; NONE outside all of them. Without marks everything is step 0."""
         starts, ends = self.steps
         if not len(starts):
             return np.zeros(len(time_ns), dtype=np.int64)
@@ -52,11 +52,11 @@ class Host:
         return np.where(inside, at, NONE)
 
     def phase_at(self, time_ns: Column, thread: Column) -> Column:
-        """Number of the phase in `phase_names` at each instant.
+        """The number of the phase in `phase_names` at each instant.
 
-        A marked phase holds for every thread, for the backward pass runs on one of autograd's while the thread that
-        called it waits. Where none is marked, work under an autograd node is backward, what the same step did before
-        its first such node is forward, and the rest is outside.
+        A marked phase holds for every thread, because the backward pass runs on a thread of autograd's while the
+        calling thread waits. Where none is marked, work under an autograd node is backward, work of the same step
+        before its first such node is forward, and the rest is outside.
         """
         marked = self._marked_phase(time_ns)
         backward = self._node_at(time_ns, thread) != NONE
@@ -69,7 +69,8 @@ class Host:
         return np.where(marked == NONE, inferred, marked)
 
     def path_at(self, time_ns: Column, thread: Column) -> Column:
-        """Number in `paths` of the innermost range at each instant; for a backward node, that of its forward op."""
+        """The number in `paths` of the innermost range at each instant; for a backward node, that of its forward
+        operator."""
         innermost = self._range_nesting.innermost(time_ns, thread)
         path = np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
         node = self._node_at(time_ns, thread)
@@ -79,11 +80,11 @@ class Host:
         return path
 
     def op_at(self, time_ns: Column, thread: Column) -> Column:
-        """Number of the innermost operator at each instant; NONE where there is none."""
+        """The number of the innermost operator at each instant; NONE for none."""
         return self.op_nesting.innermost(time_ns, thread)
 
     def phase_seconds(self) -> dict[str, float]:
-        """Host time inside the marked ranges of each phase, within the steps."""
+        """The host time inside the marked ranges of each phase, within the steps."""
         ranges, found = self._trace.ranges, dict[str, float]()
         outermost = self._outermost_marks()
         within = self.step_at(ranges.start_ns) != NONE
@@ -94,7 +95,7 @@ class Host:
         return found
 
     def _phases(self) -> tuple[list[str], Column]:
-        """The names of phases, and the phase each range marks (NONE: it marks none)."""
+        """The names of phases, and the phase that each range marks (NONE if it marks none)."""
         names = [*PHASES, OUTSIDE]
         by_name = np.full(len(self._trace.names) or 1, NONE)
         for number, text in enumerate(self._trace.names):
@@ -104,7 +105,7 @@ class Host:
         return names, by_name[self._trace.ranges.name]
 
     def _outermost_marks(self) -> Column:
-        """Which phase marks lie in no other: DistributedDataParallel.forward within forward is one phase."""
+        """The phase marks that lie in no other: DistributedDataParallel.forward within forward is one phase."""
         parent, phase = self._range_nesting.parent, self._range_phase
         marked_above = np.zeros(len(parent), dtype=bool)
         for index, above in enumerate(parent.tolist()):
@@ -123,9 +124,9 @@ class Host:
         return np.where(inside, self._range_phase[marks[np.maximum(at, 0)]], NONE)
 
     def _name_paths(self) -> Column:
-        """Each range's path: its own dotted name where that continues its parent's, else added to it.
+        """Each range's path: its own dotted name if that continues its parent's, else appended to it.
 
-        Steps and phases are no part of it, and a number between dots, a layer's, becomes *.
+        Steps and phases are left out, and a number between dots, which is a layer's, becomes *.
         """
         names, ranges = self._trace.names, self._trace.ranges
         numbers: dict[str, int] = {"": 0}
@@ -145,7 +146,8 @@ class Host:
         return found
 
     def _backward_nodes(self) -> Column:
-        """For each operator the autograd node it runs under (itself, if it is one); NONE outside the backward pass."""
+        """For each operator the autograd node that it runs under (or itself, if it is one); NONE outside the
+        backward pass."""
         ops = self._trace.ops
         is_node = np.isin(ops.name, [n for n, name in enumerate(self._trace.names) if name.startswith(_BACKWARD_NODE)])
         found: list[int] = []
@@ -158,9 +160,9 @@ class Host:
         return np.where(op == NONE, NONE, self._backward_node[op]) if len(self._backward_node) else op
 
     def _paths_of_sequences(self) -> dict[int, int]:
-        """Sequence number -> path of the forward operator that carries it.
+        """The path of the forward operator that carries each sequence number.
 
-        An operator peeks at the number the next autograd node will get, so several may carry one; the last of them
+        An operator reads the number that the next autograd node will get, so several may carry one; the last of them
         made the node.
         """
         ops = self._trace.ops

@@ -1,4 +1,4 @@
-"""Inputs of operators, as Kineto writes them."""
+"""The inputs of operators, as Kineto writes them."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,10 @@ _ABSENT = b"[],[]"
 
 
 class InputNumbers(dict[bytes, int]):
-    """From the text of an event's `Input Dims`, `Input type` and, for some, `Concrete Inputs`, commas between them, to
+    """Maps the text of an event's `Input Dims`, `Input type` and, for some, `Concrete Inputs`, separated by commas, to
     its number in Trace.inputs.
 
-    A step calls the same operators with the same inputs over and over; each text is parsed once.
+    A step calls the same operators with the same inputs many times; each text is parsed once.
     """
 
     def __init__(self, numbering: Numbering[Inputs]) -> None:

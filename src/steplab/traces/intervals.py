@@ -1,6 +1,6 @@
-"""Lengths of sets of time intervals, exactly: unions, overlaps, shares of instants that several intervals cover.
+"""Exact lengths of sets of time intervals: unions, overlaps, and shares of instants that several intervals cover.
 
-Intervals are half-open, [start, end), int64 nanoseconds, in any order.
+Intervals are half-open, [start, end), in int64 nanoseconds and any order.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ Shares = NDArray[np.float64]
 
 
 def union(start_ns: Column, end_ns: Column) -> tuple[Column, Column]:
-    """The same set of instants as intervals that neither touch nor overlap, in order."""
+    """The same instants as intervals in order that neither touch nor overlap."""
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]
     if not len(start_ns):
@@ -38,14 +38,14 @@ def overlap(a: tuple[Column, Column], b: tuple[Column, Column]) -> int:
 
 
 def clip(start_ns: Column, end_ns: Column, low_ns: int, high_ns: int) -> tuple[Column, Column]:
-    """What of each interval lies in [low, high); an interval outside becomes empty."""
+    """The part of each interval in [low, high); an interval outside becomes empty."""
     return np.clip(start_ns, low_ns, high_ns), np.clip(end_ns, low_ns, high_ns)
 
 
 def shares(start_ns: Column, end_ns: Column, group: Column, num_groups: int) -> Shares:
-    """Nanoseconds of each group, an instant that k intervals cover counting 1/k for each of them.
+    """Nanoseconds of each group; an instant that k intervals cover counts 1/k for each of them.
 
-    group is a number from 0 an interval. The shares sum to the length of the union.
+    `group` has one number per interval, from 0. The shares sum to the length of the union.
     """
     times = np.concatenate((start_ns, end_ns))
     order = np.argsort(times, kind="stable")

@@ -1,7 +1,7 @@
-"""Kineto's traces (torch.profiler's Chrome JSON) as columns.
+"""Reads Kineto's traces (torch.profiler's Chrome JSON) into columns.
 
-Kept are kernels, copies and fills of the device, calls into its runtime and driver, operators and annotated ranges.
-Python frames, arrows between events, counters and metadata are passed over.
+It keeps kernels, copies and fills of the device, calls into its runtime and driver, operators and annotated ranges.
+Python frames, arrows between events, counters and metadata are skipped.
 """
 
 from collections import Counter
@@ -42,8 +42,8 @@ _CATEGORIES = (
     ("cpu_op", "Operator"),
     ("user_annotation",),
 )
-"""Of device work, host calls, operators and ranges: as Kineto's ActivityType.h names them (AMD's are called cuda too),
-and capitalised as before torch 1.12."""
+"""The categories of device work, host calls, operators and ranges, as in Kineto's ActivityType.h (AMD's are called
+cuda too), and capitalised as before torch 1.12."""
 _WANTED = frozenset(category for names in _CATEGORIES for category in names)
 
 
@@ -51,9 +51,9 @@ SomeEvent = TypeVar("SomeEvent", Event, ExactEvent)
 
 
 def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
-    """The trace in a JSON document; None if it holds no list of events.
+    """The trace in a JSON document; None if it contains no list of events.
 
-    Raises NotATrace if it is no such document, or if nothing in its list is an event.
+    Raises NotATrace if it is not such a document, or if nothing in its list is an event.
     """
     document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
     collector = Collector()
@@ -102,23 +102,23 @@ class Collector:
     def __init__(self) -> None:
         self.builder = TraceBuilder("kineto")
         self.devices = Counter[int]()
-        """How much ran on each device."""
+        """The number of pieces of work on each device."""
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
-        """Left out because they lack a start or a duration."""
+        """Events left out because they lack a start or a duration."""
         self.num_negative = 0
-        """Left out because their duration is below zero."""
+        """Events left out because their duration is negative."""
         self.num_repaired = 0
-        """Read although they hold what JSON does not allow."""
+        """Events that were read although they are not valid JSON."""
         self._exact = False
-        """Whether starts are read as they are written."""
+        """Whether starts are read digit by digit."""
         self._is_passing_over = False
-        """Whether the last piece held nothing to keep."""
+        """Whether the last piece contained nothing to keep."""
         self._inputs = InputNumbers(self.builder.inputs)
 
     def take(self, array: memoryview) -> bool:
-        """Take all events of a JSON array; False, and none taken, if it does not read as one."""
+        """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
         if self._is_passing_over:
             categories = decode_categories(array)
             if categories is not None and _WANTED.isdisjoint(categories):
@@ -137,7 +137,7 @@ class Collector:
         groups = _grouped(events)
         start_ns = float_nanoseconds([event.ts for group in groups for event in group])
         if start_ns is None:
-            # And so from here on: the times of one trace are alike.
+            # The rest is read so too: the times of one trace have one form.
             self._exact = True
             return self._take_exactly(array)
         self._add(len(events), groups, start_ns)
@@ -150,13 +150,13 @@ class Collector:
         return events is not None
 
     def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
-        """Take events one by one. `goes_on` is told the number of each element that cannot be read; where it answers
-        False, that was the last, and so does this."""
+        """Take events one by one. `goes_on` is called with the number of each element that cannot be read; if it
+        returns False, that element was the last, and this returns False too."""
         events = list[ExactEvent]()
         went_on = True
         for number, element in enumerate(elements):
             if text := bytes(element).strip():
-                is_object = text.startswith(b"{")  # else it is no event, and not worth the time of trying
+                is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
                 event = decode_exact_event(text) if is_object else None
                 if is_object and event is None and (event := repair_event(text)):
                     self.num_repaired += 1
@@ -232,7 +232,7 @@ class Collector:
 
 
 def _grouped(events: Sequence[SomeEvent]) -> tuple[list[SomeEvent], ...]:
-    """The events of each group of categories; the others are left out."""
+    """The events of each group of categories; all others are left out."""
     groups = tuple(list[SomeEvent]() for _ in _CATEGORIES)
     appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
     for event in events:
@@ -242,7 +242,7 @@ def _grouped(events: Sequence[SomeEvent]) -> tuple[list[SomeEvent], ...]:
 
 
 class _Common(NamedTuple):
-    """Columns that every table begins with."""
+    """The columns that every table begins with."""
 
     name: list[int]
     start_ns: Integers
@@ -250,7 +250,7 @@ class _Common(NamedTuple):
 
 
 def _integers(values: list[Number]) -> Integers:
-    """Whole numbers, also where they are written as text; NONE for what is none."""
+    """Whole numbers, also if they are written as text; NONE for anything else."""
     try:
         return np.array(values, dtype=np.int64)
     except (TypeError, ValueError, OverflowError):
@@ -271,7 +271,7 @@ class _Device(msgspec.Struct):
 
 
 def _listed_devices(properties: bytes | None) -> dict[int, str]:
-    """Names of the machine's GPUs by their numbers, as far as the trace says them."""
+    """The names of the machine's GPUs by their numbers, as far as the trace has them."""
     try:
         known = msgspec.json.decode(properties or b"[]", type=list[_Device])
     except (msgspec.DecodeError, UnicodeDecodeError):

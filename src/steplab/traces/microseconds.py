@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 
 MISSING = int(np.iinfo(np.int64).min)
-"""Among nanoseconds: there was no time, or none that fits."""
+"""The value, among nanoseconds, for a time that is absent or does not fit."""
 
 _COMMA, _DOT = b","[0], b"."[0]
 _IN_PLAIN_NUMBERS = np.zeros(256, dtype=bool)
@@ -28,7 +28,7 @@ _MOST_US = 2**53
 
 
 def float_nanoseconds(times_us: Sequence[float | int | str | None]) -> Integers | None:
-    """Nanoseconds of each time, exact to three decimals; None if one is missing, or too large for that."""
+    """Nanoseconds of each time, exact to three decimals; None if one is missing, or too large."""
     try:
         us = np.fromiter(times_us, np.float64, len(times_us))
     except (TypeError, ValueError):
@@ -40,7 +40,7 @@ def float_nanoseconds(times_us: Sequence[float | int | str | None]) -> Integers 
 
 
 def text_nanoseconds(times_us: Sequence[Raw]) -> Integers:
-    """Nanoseconds of the numbers in JSON text, exact as far as they are whole; MISSING for what is no number."""
+    """Nanoseconds of the numbers in JSON text, exact as far as they are whole; MISSING for anything else."""
     text = b",".join(times_us)
     characters = np.frombuffer(text, dtype=np.uint8)
     ends = np.append(np.flatnonzero(characters == _COMMA), len(characters))
@@ -61,7 +61,7 @@ def text_nanoseconds(times_us: Sequence[Raw]) -> Integers:
 
 
 def duration_nanoseconds(times_us: Sequence[float | int | str | None]) -> Integers:
-    """Nanoseconds of each duration, MISSING where there is none; under a day a double holds them exactly."""
+    """Nanoseconds of each duration, MISSING for none; a double holds a duration under a day exactly."""
     try:
         us = np.fromiter(times_us, np.float64, len(times_us))
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Which of some nested intervals is the innermost at an instant: ops on a thread, ranges on a thread."""
+"""Finds the innermost of nested intervals at an instant: operators on a thread, ranges on a thread."""
 
 import numpy as np
 
@@ -6,15 +6,15 @@ from steplab.traces.trace import NONE, Column
 
 
 class Nesting:
-    """Intervals that nest within their thread, given in the order of start, an outer one before its inner ones.
+    """Intervals that nest within their thread, in the order of start, an outer one before its inner ones.
 
-    One that outlasts its parent, which rounding does, ends with it.
+    An interval that outlasts its parent, because of rounding, ends with it.
     """
 
     parent: Column
-    """Number of the interval around each; NONE at the outermost level."""
+    """The number of the interval around each; NONE at the outermost level."""
     segments: tuple[Column, Column, Column]
-    """Start, end and owner of the stretches in which one interval is the innermost, all threads together."""
+    """Start, end and owner of the stretches in which one interval is the innermost, of all threads together."""
 
     def __init__(self, start_ns: Column, duration_ns: Column, thread: Column) -> None:
         self.parent = np.full(len(start_ns), NONE)
@@ -25,7 +25,7 @@ class Nesting:
         self.segments = self._segments()
 
     def innermost(self, time_ns: Column, thread: Column) -> Column:
-        """Number of the innermost interval at each time on each thread; NONE where there is none."""
+        """The number of the innermost interval at each time on each thread; NONE for none."""
         found = np.full(len(time_ns), NONE)
         for number, (borders_ns, owners) in self._borders.items():
             here = thread == number
@@ -34,7 +34,7 @@ class Nesting:
         return found
 
     def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
-        """The instants at which the innermost interval of one thread changes, and which it is from there on."""
+        """The instants at which the innermost interval of one thread changes, and the innermost one from there on."""
         borders: list[int] = []
         owners: list[int] = []
         stack: list[int] = []

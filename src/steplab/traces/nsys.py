@@ -1,7 +1,7 @@
-"""Nsight Systems' SQLite exports as columns.
+"""Reads the SQLite exports of Nsight Systems into columns.
 
-`nsys export --type sqlite` writes a table for each kind of event. Which there are, and which columns they have, depends
-on its version and on what was traced, so everything is looked up first. Operators are not among its events.
+`nsys export --type sqlite` writes a table for each kind of event. The tables and their columns depend on its version
+and on what was traced, so all of them are looked up first. Operators are not among its events.
 """
 
 import re
@@ -30,12 +30,12 @@ _COPY_KINDS = (
     *("unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
     *("Unified HtoD", "Unified DtoH", "Unified DtoD"),
 )
-"""In the order of the export's ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
+"""The kinds of copies in the order of the export's ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
 _PUSH_POP, _START_END = 59, 60
 _CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
-"""cudaLaunchKernel_v7000 is cudaLaunchKernel."""
+"""The suffixes to remove from the name of a CUDA call: cudaLaunchKernel_v7000 is cudaLaunchKernel."""
 _THREAD_BITS = 24
-"""The lowest bits of a global id are the thread's; those above name its process."""
+"""The number of lowest bits of a global id that are the thread's; those above are its process's."""
 _CORRELATION_BITS = 32
 _ROWS = 20_000
 
@@ -43,9 +43,9 @@ Integers = NDArray[np.int64]
 
 
 def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
-    """The trace in an export, which is opened for reading alone. Raises UserError if it is none."""
+    """The trace in an export, which is only read. Raises UserError if the file is not an export."""
     size_bytes = path.stat().st_size
-    # Immutable: so that SQLite does not put files of its own beside it either.
+    # Immutable, so that SQLite does not put files of its own beside it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
@@ -60,7 +60,7 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
 
 
 class _Export:
-    """An open export, and the trace it becomes."""
+    """An open export, and the trace made of it."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -69,14 +69,14 @@ class _Export:
         self._processes = Numbering[int]()
         self._devices = Counter[int]()
         self._num_rows = Counter[str]()
-        """Read of each table."""
+        """The number of rows read of each table."""
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         # The newest of X, X_V2 and X_V3 sorts last.
         self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
         self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
 
     def read(self, on_done: Callable[[float], None]) -> Trace:
-        """Everything, table by table; what is absent or damaged is in the notes."""
+        """Read everything, table by table; the notes say what is absent or damaged."""
         readers = {
             _KERNELS: self._read_kernels,
             _GRAPHS: self._read_graphs,
@@ -169,7 +169,7 @@ class _Export:
     ) -> Iterator[Sequence[Sequence[Any]]]:
         """Start, duration and the given columns, many rows at a time.
 
-        Of several names for a column the first that has a value counts; what is absent or null is NONE.
+        If a column has several names, the first with a value counts; an absent value or null is NONE.
         """
         table = self._tables[base]
         known = {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
@@ -191,13 +191,13 @@ class _Export:
             )
 
     def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
-        """Correlation ids that are unique in the file: every process counts its own."""
+        """Correlation ids that are unique in the file, although every process counts its own."""
         ids = np.array(correlation, dtype=np.int64)
         process = [0 if number == NONE else self._processes[number >> _THREAD_BITS] for number in owner]
         return np.where(ids == NONE, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
 
     def _text(self, value: int | str) -> str:
-        """The text itself, or that of its number in StringIds."""
+        """The text, or the text of that number in StringIds."""
         if isinstance(value, str):
             return value
         if value not in self._texts:
@@ -209,7 +209,7 @@ class _Export:
         return self._texts[value]
 
     def _device_name(self) -> str | None:
-        """Name of the GPU that ran most; None where the export does not say it."""
+        """The name of the GPU with the most work; None if the export does not have it."""
         if _GPUS not in self._tables:
             return None
         try:

@@ -1,4 +1,4 @@
-"""A trace file of any make, told apart by its content, as a Trace."""
+"""Reads a trace file of any make, recognised by its content, into a Trace."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ _WHAT_IS_READ = "steplab reads Kineto traces (.json, .json.gz) and Nsight System
 
 
 def _unwatched(done_bytes: int, size_bytes: int) -> None:
-    """Nobody follows the reading."""
+    """The progress of reading is ignored."""
 
 
 def read_trace(path: Path, on_progress: OnProgress = _unwatched, *, chunk_bytes: int = CHUNK_BYTES) -> Trace:
     """The trace in a file, as far as it can be read: its notes say what is missing.
 
     `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
-    Raises UserError if the file cannot be opened or holds no trace.
+    Raises UserError if the file cannot be opened or contains no trace.
     """
     try:
         size_bytes = path.stat().st_size

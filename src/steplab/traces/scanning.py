@@ -1,7 +1,7 @@
-"""Where the elements of a JSON container part, found by following strings, escapes and nesting byte by byte.
+"""Finds where the elements of a JSON container are divided, by following strings, escapes and nesting byte by byte.
 
-The slow and certain way, for what the quick one in splitting.py cannot cut. It checks nothing else: whether what
-lies between two commas is JSON is for the decoder to say.
+This is slow and certain, for what the quick method in splitting.py cannot cut. It checks nothing else: whether the text
+between two commas is JSON is the decoder's question.
 """
 
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ _STRUCTURAL[_COMMA] = True
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parting:
-    """What a scanner found in one block, as offsets from the block's beginning."""
+    """The divisions that a scanner found in one block, as offsets from the block's beginning."""
 
     commas: list[int]
-    """Commas between elements of the container itself, up to its end."""
+    """The commas between elements of the container itself, up to its end."""
     end: int | None
     """The bracket that closes the container; None if it is not in this block."""
 
 
 class Scanner:
-    """Reads the inside of an array or object from its beginning, block by block. Done once the end is found."""
+    """Scans the inside of an array or object from its beginning, block by block, until its end."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
-        """The block before ended in a backslash that escapes the first byte of the next."""
+        """Whether the previous block ended in a backslash that escapes the first byte of the next."""
 
     def feed(self, block: memoryview) -> Parting:
-        """Follow one more block."""
+        """Scan one more block."""
         data = np.frombuffer(block, dtype=np.uint8)
         if not len(data):
             return Parting(commas=[], end=None)
@@ -57,7 +57,7 @@ class Scanner:
         return Parting(commas=commas.tolist(), end=int(structural[-1]) if len(ends) else None)
 
     def _unescaped_quotes(self, data: NDArray[np.uint8]) -> Positions:
-        """Quotes that begin or end a string: those behind an even number of backslashes."""
+        """The quotes that begin or end a string: those behind an even number of backslashes."""
         quotes = np.flatnonzero(data == _QUOTE)
         backslashes = np.flatnonzero(data == _BACKSLASH)
         if self._escaped:

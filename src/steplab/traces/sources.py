@@ -6,24 +6,24 @@ from io import FileIO
 from typing import Protocol
 
 OnProgress = Callable[[int, int], None]
-"""Bytes read of the file, and its size."""
+"""Called with the bytes read of the file, and its size."""
 
 GZIP_MAGIC = b"\x1f\x8b"
 _INPUT_BYTES = 1 << 18
 
 
 class Source(Protocol):
-    """Where the bytes of a document come from."""
+    """A source of a document's bytes."""
 
     damage: str | None
-    """Why the stream ended before its end, in words; None if it did not."""
+    """Why the stream ended early, in words; None if it did not."""
 
     def readinto(self, view: memoryview) -> int:
-        """Fill `view` from the left; how many bytes that were, 0 at the end alone."""
+        """Fill `view` from the left; returns the number of bytes, 0 only at the end."""
 
 
 class PlainSource:
-    """The bytes of the file as they are."""
+    """The bytes of an uncompressed file."""
 
     def __init__(self, file: FileIO, size_bytes: int, on_progress: OnProgress) -> None:
         self.damage: str | None = None
@@ -36,7 +36,7 @@ class PlainSource:
 
 
 class GzipSource:
-    """The bytes that a gzip file of any number of members holds, up to the first damage."""
+    """The bytes in a gzip file of any number of members, up to the first damage."""
 
     def __init__(self, file: FileIO, size_bytes: int, on_progress: OnProgress) -> None:
         self.damage: str | None = None
@@ -55,7 +55,7 @@ class GzipSource:
 
     def _some(self, most: int) -> bytes:
         if self._member.eof:
-            # What may follow a member is another one or, as gzip has it, padding, which is ignored.
+            # A member is followed by another one or, by the gzip format, by padding, which is ignored.
             self._input = (self._member.unused_data or self._more()).lstrip(b"\0")
             if not self._input.startswith(GZIP_MAGIC):
                 self._ended = True

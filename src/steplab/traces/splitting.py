@@ -24,8 +24,8 @@ from steplab.traces.window import Window
 LONGEST_EVENT_BYTES = 1 << 24
 """An event longer than this is left out, so that memory stays bounded."""
 _MOST_GONE_BACK = 4
-"""Starting again behind an unreadable event reads once more what lies behind it. All of that together is at most this
-many times the document so far, so that a file damaged all over is still read in a time proportional to its size."""
+"""Starting again behind an unreadable event reads the text behind it once more. Altogether that is at most this many
+times the document so far, so that the time for a badly damaged file is still proportional to its size."""
 
 _SEAM = re.compile(rb'}\s*,\s*{\s*(?:"[^"\\]{0,64}")?')
 _FIRST_EVENT = re.compile(rb'\s*?(\r?\n[ \t]+{\s*"[^"\\]{0,64}")')
@@ -36,34 +36,34 @@ _OPEN, _CLOSE = b"["[0], b"]"[0]
 
 
 class EventSink(Protocol):
-    """Who takes the events."""
+    """The receiver of the events."""
 
     def take(self, array: memoryview) -> bool:
-        """Take all events of a JSON array; False, and none taken, if it does not read as one."""
+        """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
 
     def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
-        """Take events one by one. `goes_on` is told the number of each element that cannot be read; where it answers
-        False, that was the last, and so does this."""
+        """Take events one by one. `goes_on` is called with the number of each element that cannot be read; if it
+        returns False, that element was the last, and this returns False too."""
 
 
 class Splitter:
-    """Hands the elements of one array to a sink, from behind its bracket to behind the closing one."""
+    """Passes the elements of one array to a sink, from behind its opening bracket to behind the closing one."""
 
     def __init__(self, window: Window, sink: EventSink, chunk_bytes: int) -> None:
         self.num_unreadable = 0
-        """Events left out because they are no JSON."""
+        """Events left out because they are not valid JSON."""
         self.num_oversized = 0
         """Events left out because of their length."""
         self.is_cut = False
         """Whether the document ended in the middle of an event."""
         self._window, self._sink, self._chunk_bytes = window, sink, chunk_bytes
         self._seam = b""
-        """What parted two events the last time, from the brace to the first key."""
+        """The text between the last two divided events, from the brace to the first key."""
         self._gone_back_bytes = 0
-        """What was to be read again after starting elsewhere."""
+        """The bytes that had to be read again after starting elsewhere."""
 
     def run(self) -> bool:
-        """Hand over everything; False where the document ends before the array does."""
+        """Pass all elements on; returns False if the document ends before the array does."""
         window, closed = self._window, None
         window.fill(self._chunk_bytes)
         if first := _FIRST_EVENT.match(window.data, window.start, window.end):
@@ -75,7 +75,8 @@ class Splitter:
         return closed
 
     def _quick(self) -> bool:
-        """Take what lies before a seam near the end of the window; False if there is none or it is none."""
+        """Take the text before a seam near the end of the window; returns False if there is no seam, or it is not
+        one."""
         for brace, seam in self._seams():
             if self._take(brace + 1 - self._window.start):
                 self._seam = seam
@@ -96,7 +97,7 @@ class Splitter:
                 yield found.start(), found[0]
 
     def _take(self, length: int) -> bool:
-        """Offer the sink the first bytes of the window as an array, the brackets written around them in place."""
+        """Offer the sink the first bytes of the window as an array, with brackets written around them in place."""
         window, start = self._window, self._window.start
         end = start + length
         before, behind = window.data[start - 1], window.data[end]
@@ -106,9 +107,9 @@ class Splitter:
         return taken
 
     def _careful(self) -> bool | None:
-        """Follow the text to where elements certainly part; whether the array was closed, None to go on.
+        """Scan the text to certain divisions between elements; returns whether the array was closed, None to go on.
 
-        At least one element is passed, however long the window must grow for it.
+        At least one element is consumed, however long the window must grow for it.
         """
         window, scanner, scanned = self._window, Scanner(), 0
         while True:
@@ -132,7 +133,8 @@ class Splitter:
         return self._rest() if window.exhausted else None
 
     def _salvage(self, stops: list[int]) -> bool:
-        """Hand over the elements before each stop one by one; False if an unreadable one made us start elsewhere."""
+        """Pass on the elements before each stop one by one; returns False if an unreadable one made the splitter
+        start elsewhere."""
         window, start = self._window, self._window.start
         starts = [start, *(start + stop + 1 for stop in stops)]
         last_seam = self._last_seam()
@@ -145,7 +147,7 @@ class Splitter:
         return self._sink.salvage(elements, goes_on)
 
     def _rest(self) -> bool | None:
-        """What the document's end left of its last event: still whole, or lost."""
+        """Handle the document's end: its last event is either still whole, or lost."""
         window = self._window
         rest = window.view(window.start, window.end)
         if not self._sink.salvage([rest], lambda number: False):
@@ -157,13 +159,14 @@ class Splitter:
         return False
 
     def _last_seam(self) -> int:
-        """Where the last seam of the window is; -1 if there is none, or if seams of this file can be in an event."""
+        """The place of the last seam in the window; -1 if there is none, or if this file's seams can lie within an
+        event."""
         if not _INDENTED_SEAM.match(self._seam):
             return -1
         return self._window.data.rfind(self._seam, self._window.start, self._window.end)
 
     def _resume(self, position: int, last_seam: int) -> bool:
-        """Start again behind the next seam, if this was to be an event and there is one."""
+        """Start again behind the next seam, if there is one and this should be an event."""
         window = self._window
         if position > last_seam or not _OBJECT.match(window.data, position, window.end):
             return False
@@ -175,7 +178,7 @@ class Splitter:
         return True
 
     def _learn(self, stop: int) -> None:
-        """Remember the seam at a comma that certainly parts two events."""
+        """Remember the seam at a comma that certainly divides two events."""
         window = self._window
         brace = window.data.rfind(b"}", window.start, window.start + stop)
         found = _SEAM.match(window.data, brace, window.end) if brace >= 0 else None
@@ -183,7 +186,7 @@ class Splitter:
             self._seam = found[0]
 
     def _skip(self, scanner: Scanner) -> bool | None:
-        """Pass an element too long to hold."""
+        """Skip an element that is too long to hold."""
         window = self._window
         if self._resume(window.start, self._last_seam()):
             self.num_unreadable += 1

@@ -1,4 +1,4 @@
-"""The last steps of a long trace: enough to see where the time goes, and as little to hold in memory as that."""
+"""The last steps of a long trace: enough to see where the time goes, in little memory."""
 
 import dataclasses
 import re
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from steplab.traces.trace import NONE, Column, DeviceWork, HostCalls, Ops, Ranges, Trace
 
 STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
-"""Names of the ranges that are steps."""
+"""The names of the ranges that are steps."""
 
 _Table = TypeVar("_Table", DeviceWork, HostCalls, Ops, Ranges)
 
 
 def step_ranges(trace: Trace) -> Column:
-    """Numbers of the ranges that are steps, in the order they began."""
+    """The numbers of the ranges that are steps, in the order in which they began."""
     named = [number for number, name in enumerate(trace.names) if STEP.match(name)]
     return np.flatnonzero(np.isin(trace.ranges.name, named))
 
@@ -24,13 +24,13 @@ def step_ranges(trace: Trace) -> Column:
 def last_steps(trace: Trace, most: int) -> Trace:
     """The trace with what its last `most` steps did on the host, and what they launched; a note says what is left out.
 
-    A trace with no more steps than that is given back as it is.
+    A trace with no more steps than that is returned unchanged.
     """
     steps = step_ranges(trace)
     if len(steps) <= most:
         return trace
     start_ns = int(trace.ranges.start_ns[steps[-most]])
-    # Work whose launch is not in the trace at all is judged by when it ran.
+    # Work whose launch is not in the trace is judged by when it ran.
     without_call = ~np.isin(trace.work.correlation, trace.calls.correlation) | (trace.work.correlation == NONE)
     calls = _rows(trace.calls, trace.calls.start_ns >= start_ns)
     launched = np.isin(trace.work.correlation, calls.correlation) & ~without_call

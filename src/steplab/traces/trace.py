@@ -1,7 +1,7 @@
-"""A trace as columns: what the profilers agree on, whoever wrote the file.
+"""A trace as columns, in the form that all profilers share.
 
-Times are nanoseconds on one clock. Names are kept once, and columns hold their numbers: a real trace names the
-same few hundred kernels a million times. A trace of 2 GB has millions of events, so all columns but start_ns are as
+Times are nanoseconds on one clock. Names are stored once, and columns hold their numbers: a real trace uses the same
+few hundred kernel names a million times. A trace of 2 GB has millions of events, so all columns but start_ns are as
 narrow as their values allow, int16, int32 or int64: widen them before arithmetic other than sums and comparisons.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Column = NDArray[np.signedinteger[Any]]
 
 NONE = -1
-"""In a column: the trace does not say."""
+"""The value in a column for what the trace does not contain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +29,9 @@ class DeviceWork:
     device: Column
     stream: Column
     correlation: Column
-    """Pairs it with the host call that launched it; one call can launch several (a CUDA graph)."""
+    """The number shared with the host call that launched it; one call can launch several pieces (a CUDA graph)."""
     size_bytes: Column
-    """Number of bytes of a copy or fill."""
+    """The number of bytes of a copy or fill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,22 +42,22 @@ class HostCalls:
     start_ns: Column
     duration_ns: Column
     thread: Column
-    """Number of the thread, counted from 0 in the order of appearance."""
+    """The number of the thread, counted from 0 in the order of appearance."""
     correlation: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """Operators on the host, aten::mm and such; they nest."""
+    """Operators on the host, such as aten::mm; they nest."""
 
     name: Column
     start_ns: Column
     duration_ns: Column
     thread: Column
     sequence: Column
-    """Autograd's number: a forward op and the backward op that belongs to it carry the same."""
+    """Autograd's number: a forward operator and its backward operator carry the same."""
     inputs: Column
-    """Number of its inputs in Trace.inputs."""
+    """The number of its inputs in Trace.inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,41 +72,41 @@ class Ranges:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Shapes and types of an op's arguments, as far as they are tensors.
+    """The shapes and types of an operator's arguments, for those that are tensors.
 
-    A list of tensors takes an entry for each of its tensors, whose types the profiler does not record.
+    A list of tensors has an entry for each of its tensors, whose types the profiler does not record.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    """An argument each; () for what is no tensor."""
+    """One shape per argument; () for one that is not a tensor."""
     dtypes: tuple[str, ...]
-    """An argument each, by torch's C++ names (float, c10::BFloat16); TensorList for a tensor out of a list; '' for what
-    is no tensor."""
+    """One type per argument, by torch's C++ names (float, c10::BFloat16); TensorList for a tensor out of a list; ''
+    for one that is not a tensor."""
     scalars: tuple[str, ...] = ()
-    """An argument each, the text of a number or flag, '' for a tensor; for fused attention alone, whose cost depends on
-    one. Empty where the trace does not say."""
+    """One text per argument, of a number or flag, '' for a tensor; only for fused attention, whose cost depends on
+    one. Empty if the trace does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Everything a reader found in one file."""
+    """Everything that a reader found in one file."""
 
     source: str
-    """kineto or nsys."""
+    """The kind of file: kineto or nsys."""
     names: tuple[str, ...]
-    """Text of each name number."""
+    """The text of each name number."""
     inputs: tuple[Inputs, ...]
-    """Each different set of op inputs, once."""
+    """Each different set of operator inputs, once."""
     work: DeviceWork
     calls: HostCalls
     ops: Ops
     ranges: Ranges
     device_name: str | None = None
-    """The GPU's name, where the file says it."""
+    """The GPU's name, if the file contains it."""
     notes: tuple[str, ...] = field(default=())
-    """What the file lacks or what in it could not be read, in words; () for a whole one."""
+    """What the file lacks or what could not be read, in words; () for a complete one."""
     damage: tuple[str, ...] = field(default=())
-    """Those of the notes that say that the file ends early or is broken."""
+    """The notes that say that the file ends early or is broken."""
     lists_gpu: bool = False
     """Whether the file lists a GPU of the machine, whether or not anything ran on it."""
 
@@ -125,19 +125,19 @@ class Numbering(dict[Key, int]):
 
 
 class TraceBuilder:
-    """Collects events, one or many at a time, compactly, and makes the Trace."""
+    """Collects events compactly, one or many at a time, and makes the Trace."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.device_name: str | None = None
         self.notes: list[str] = []
         self.damage: list[str] = []
-        """Those of the notes that say that the file ends early or is broken."""
+        """The notes that say that the file ends early or is broken."""
         self.lists_gpu = False
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[Hashable]()
-        """By whatever tells the threads of the file apart."""
+        """The numbers of threads, by whatever the file tells them apart by."""
         self._work, self._calls, self._ops, self._ranges = (_Table(t) for t in (DeviceWork, HostCalls, Ops, Ranges))
 
     def add_work(
@@ -166,9 +166,9 @@ class TraceBuilder:
         self._ranges.extend(name, start_ns, duration_ns, thread)
 
     def build(self) -> Trace:
-        """The Trace: each table in the order of start, an outer range or op before what it contains.
+        """The Trace: each table in the order of start, an outer range or operator before what it contains.
 
-        Ends the builder: its tables become the trace's.
+        It ends the builder: its tables become the trace's.
         """
         calls = HostCalls(**self._calls.build())
         if repeated := _num_repeated(calls.correlation):
@@ -199,7 +199,7 @@ _PIECES = 16
 class _Table:
     """Growing columns, each as narrow as its values allow.
 
-    An array grows in place where the system can move its pages, so that nothing is held twice.
+    An array grows in place where the system can move its pages, so that nothing is stored twice.
     """
 
     def __init__(self, kind: type) -> None:
@@ -239,7 +239,7 @@ def _dtype(column: "array[int]") -> np.dtype[Any]:
 
 
 def _appended(column: "array[int]", values: list[int] | NDArray[np.int64]) -> bool:
-    """Append the values, all or none; False if the column is too narrow for them."""
+    """Append the values, all or none; returns False if the column is too narrow for them."""
     if isinstance(values, list):
         try:
             column.fromlist(values)
@@ -257,9 +257,10 @@ def _appended(column: "array[int]", values: list[int] | NDArray[np.int64]) -> bo
 
 
 def _order(start_ns: Column, duration_ns: Column) -> Column | None:
-    """The order by start, the longer first among equals; None where the rows are in it already.
+    """The order by start, the longer first among equals; None if the rows are in it already.
 
-    Sorted a stretch of time after the other, for sorting all at once would take as much memory as the table itself.
+    Sorted one stretch of time after the other, because sorting all at once would take as much memory as the table
+    itself.
     """
     later, equal = start_ns[1:] > start_ns[:-1], start_ns[1:] == start_ns[:-1]
     if bool(np.all(later | (equal & (duration_ns[1:] <= duration_ns[:-1])))):
@@ -279,7 +280,8 @@ def _order(start_ns: Column, duration_ns: Column) -> Column | None:
 
 
 def _sorted(rows: Column, start_ns: Column, duration_ns: Column) -> Column:
-    """The rows in order. By start alone at first, which is quick where they nearly are; few starts are equal."""
+    """The rows in order. They are first sorted by start alone, which is quick if they are nearly sorted; few starts
+    are equal."""
     rows = rows[np.argsort(start_ns[rows], kind="stable")]
     equal = np.diff(start_ns[rows]) == 0
     tied = np.append(equal, False) | np.append(False, equal)
@@ -290,6 +292,6 @@ def _sorted(rows: Column, start_ns: Column, duration_ns: Column) -> Column:
 
 
 def _num_repeated(correlation: Column) -> int:
-    """How many ids above 0 occur more than once; 0 and below stand for none."""
+    """The number of ids above 0 that occur more than once; 0 and below stand for none."""
     ids = np.sort(correlation[correlation > 0])
     return len(np.unique(ids[1:][ids[1:] == ids[:-1]]))

@@ -1,4 +1,4 @@
-"""A stretch of a document, held in memory, that moves along it."""
+"""A stretch of a document in memory that moves along it."""
 
 import re
 
@@ -10,7 +10,7 @@ _SPACE = re.compile(rb"[ \t\r\n]*")
 class Window:
     """Bytes of the document from `start` to `end` in `data`.
 
-    A byte before and one behind are kept free: a piece is decoded where it lies, with brackets written around it.
+    One byte before and one behind are kept free: a piece is decoded where it lies, with brackets written around it.
     """
 
     def __init__(self, source: Source) -> None:
@@ -19,7 +19,7 @@ class Window:
         self.exhausted = False
         """Whether the document has no more than the window holds."""
         self.num_read = 0
-        """Bytes of the document read so far."""
+        """The number of bytes read of the document so far."""
         self._source = source
 
     def __len__(self) -> int:
@@ -30,12 +30,12 @@ class Window:
         return memoryview(self.data)[start:end]
 
     def fill(self, size: int) -> None:
-        """Read on until the window holds `size` bytes or the document has no more."""
+        """Read on until the window holds `size` bytes or the document ends."""
         if len(self) >= size or self.exhausted:
             return
         kept = self.data[self.start : self.end]
         if len(self.data) < size + 2:
-            # A new one: this one cannot grow while anything decoded still refers to it.
+            # A new buffer: the old one cannot grow while decoded values still refer to it.
             self.data = bytearray(size + 2)
         self.data[1 : 1 + len(kept)] = kept
         self.start, self.end = 1, 1 + len(kept)
@@ -46,7 +46,7 @@ class Window:
             self.exhausted = count == 0
 
     def next_byte(self, chunk_bytes: int) -> bytes:
-        """Pass white space; the byte behind it, which is not passed, and b'' at the end."""
+        """Skip white space; returns the byte behind it without consuming it, or b'' at the end."""
         while True:
             found = _SPACE.match(self.data, self.start, self.end)
             self.start = found.end() if found else self.start

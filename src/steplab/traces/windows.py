@@ -1,8 +1,8 @@
-"""The device's timeline cut into phases: where each begins and ends, and what the time in it went to.
+"""Divides the device's timeline into phases: where each begins and ends, and what its time went to.
 
-A phase ends with the last of its kernels and begins where the one before it ended, as CUDA events recorded between
-phases would have it. So the phases tile the window, and what a kernel of one phase overlaps of another is counted
-where it ran.
+A phase ends with the last of its kernels and begins where the previous one ended, as CUDA events recorded between
+phases would have it. So the phases tile the window, and the part of a kernel that overlaps another phase is counted in
+that phase.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """One phase of one step on the device's timeline, ns."""
+    """One phase of one step on the device's timeline, in ns."""
 
     phase: int
     step: int
@@ -32,9 +32,9 @@ class Window:
 
 
 def cut(activity: Activity) -> list[Window]:
-    """The windows of all phases of all steps, end to end, in the order the host began them.
+    """The windows of all phases of all steps, end to end, in the order in which the host began them.
 
-    A collective's end closes no phase where anything else does: it may outlast the phase that launched it.
+    A collective's end does not end a phase that has other work: it may outlast the phase that launched it.
     """
     if not len(activity):
         return []
@@ -64,7 +64,8 @@ def cut(activity: Activity) -> list[Window]:
 def phase_times(
     activity: Activity, windows: list[Window], names: list[str], host_s: dict[str, float], *, on_host: bool
 ) -> Iterator[PhaseTime]:
-    """Each phase's windows added up. on_host: the host is the device, and idle time is time outside of operators."""
+    """The sums over each phase's windows. `on_host`: the host is the device, and idle time is time outside of
+    operators."""
     longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
     totals: dict[int, Sums] = {}
     for window in windows:
@@ -91,7 +92,7 @@ def phase_times(
 
 
 def _one_window(inside: Activity, window: Window) -> Sums:
-    """Length, busy time, time waiting for the host, and then the time of each category in one window, ns."""
+    """The length, the busy time, the time waiting for the host, and the time of each category in one window, in ns."""
     start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
     kept = end_ns > start_ns
     start_ns, end_ns = start_ns[kept], end_ns[kept]
@@ -100,7 +101,7 @@ def _one_window(inside: Activity, window: Window) -> Sums:
         return np.array([length_ns, 0, 0, *np.zeros(len(CATEGORIES))])
     busy_starts, busy_ends = union(start_ns, end_ns)
     by_category = shares(start_ns, end_ns, inside.category[kept], len(CATEGORIES))
-    # A gap ends with a kernel; until the host's call for it returned, the device had nothing to do.
+    # A gap ends with a kernel; until the host's call for it returned, the device had no work.
     gap_starts = np.concatenate(([window.start_ns], busy_ends[:-1]))
     first = np.searchsorted(start_ns, busy_starts)
     launched_ns = inside.launched_ns[kept][first]
