@@ -30,7 +30,7 @@ ARROWS = {
     "parallel": {"errors"},
     "traces": {"costs", "records", "stats", "units", "errors"},
     "snapshots": {"records", "units", "errors"},
-    "plan": {"costs", "records", "specs", "units", "errors"},
+    "plan": {"costs", "records", "specs", "stats", "units", "errors"},
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
     "measurement": {"model", "ops", "parallel", "records", "specs", "units", "errors"},

@@ -52,7 +52,7 @@ class _Kind:
 
 
 _RECORD = r'\{("failure":(null|\{"kind":"\w+".*\}),)?("schema":"steplab\.[^"]*",)?"id":"[^"]*","created_utc":'
-_JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study)":|\{\s*"[a-z_]+": \[\s*\{\s*")'
+_JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study|gpu)":|\{\s*"[a-z_]+": \[\s*\{\s*")'
 """The first bytes of rows; of findings, a prediction or tiles; and of tables by name."""
 _MARKDOWN_TABLE = r"\| [^\n]* \|\n\|( -+:? \|)+\n"
 _MARKDOWN_TEXT = r"# [^\n]+\n\n<!-- written by steplab -->\n"
@@ -73,6 +73,7 @@ KINDS: dict[str, _Kind] = {
     "nsys": _Kind(what="an export of Nsight Systems"),
     "snapshot": _Kind(what="a memory snapshot", opening=r"\x80.{0,32}(segments|device_traces)"),
     "marks": _Kind(what="the marks of a memory snapshot", opening=r'\{"device_index":\d+,"source":'),
+    "rates": _Kind(what="a table of rates", opening="# What kernels reach of the stated figures of a GPU"),
     "tiles": _Kind(what="a table of tiles", opening=r"(\s|#[^\n]*\n)*\[\[tiles\]\]"),
 }
 """The kinds of output by their names in `--format` or in the option of the command."""

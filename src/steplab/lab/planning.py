@@ -1,8 +1,12 @@
-"""Predict the memory of a step for hardware that is not at hand; this needs neither torch nor a GPU."""
+"""Predict the memory and the time of a step for hardware that is not at hand; this needs neither torch nor a GPU."""
 
+from steplab.errors import UserError
 from steplab.lab.measuring import asked_step
 from steplab.plan.memory import predict_memory
+from steplab.plan.rates import Gpu, gpu_named
+from steplab.plan.time import predict_step_time
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.step_time import StepTimePrediction
 from steplab.specs.step import StepSpec
 
 
@@ -16,3 +20,40 @@ def plan_memory(spec: StepSpec | str | None = None, **fields: object) -> MemoryP
     Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
     """
     return predict_memory(asked_step("plan_memory", spec, fields))
+
+
+DEFAULT_GPU = "H200 SXM"
+"""The GPU that steps are predicted for if none is named: the one whose records are fitted."""
+
+
+def plan_time(
+    spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **fields: object
+) -> StepTimePrediction:
+    """The predicted time of a step on a GPU, with a 90 % interval.
+
+    `spec` and `fields` are as in `measure`; `gpu` is one of the catalogue, by its name, or one with other figures
+    (plan.rates.gpu_named):
+
+        plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
+
+    Raises UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
+    """
+    chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    return predict_step_time(asked_step("plan_time", spec, fields), chosen)
+
+
+def chosen_gpu(name: str, peaks: tuple[str, ...], bandwidth_bytes_per_s: float | None) -> Gpu:
+    """The GPU of the command line's options; peaks: texts such as bf16=989e12. Raises UserError for another text."""
+    found: dict[str, float] = {}
+    for text in peaks:
+        dtype, _, value = text.partition("=")
+        try:
+            found[dtype] = float(value)
+        except ValueError:
+            raise UserError(f"--peak takes a number format and FLOP/s, as bf16=989e12, not '{text}'") from None
+        if dtype not in _FORMATS:
+            raise UserError(f"--peak takes one of {', '.join(_FORMATS)}, as bf16=989e12, not '{text}'")
+    return gpu_named(name, peak=found, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+
+
+_FORMATS = ("fp32", "tf32", "bf16", "fp16")

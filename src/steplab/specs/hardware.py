@@ -58,6 +58,8 @@ class HardwareSpec:
     """Total memory as torch reports it (total_memory), in bytes; None: not known for this card."""
     memory_bandwidth_bytes_per_s: float
     """Stated bandwidth of the GPU's own memory, GB = 1e9."""
+    multiprocessors: int | None = None
+    """Number of streaming multiprocessors, or compute units; None: no source for it."""
     interconnect: str
     """The fastest link between GPUs, such as NVLink 4; a bridge is an option that a machine may lack."""
     interconnect_bytes_per_s: float
@@ -109,6 +111,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     peaks: dict[_PeakDtype, float]
     sources: list[_Source]
     usable_bytes: int | None = None
+    multiprocessors: int | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -136,6 +139,8 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
     }
     if entry.usable_bytes is not None:
         figures["usable_bytes"] = entry.usable_bytes
+    if entry.multiprocessors is not None:
+        figures["multiprocessors"] = entry.multiprocessors
     figures.update(entry.peaks.items())
     for figure, value in figures.items():
         if not (value > 0 and math.isfinite(value)):
@@ -152,6 +157,7 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
         memory_bytes=entry.memory_bytes,
         usable_bytes=entry.usable_bytes,
         memory_bandwidth_bytes_per_s=entry.memory_bandwidth_bytes_per_s,
+        multiprocessors=entry.multiprocessors,
         interconnect=entry.interconnect,
         interconnect_bytes_per_s=entry.interconnect_bytes_per_s,
         peaks={dtype: Peak(flops_per_s=peak, source=sources[dtype]) for dtype, peak in entry.peaks.items()},

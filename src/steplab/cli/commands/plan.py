@@ -1,8 +1,10 @@
-"""Predict the memory of a step, without torch and without a GPU."""
+"""Predict the memory and the time of a step, without torch and without a GPU."""
 
-from cyclopts import App
+from typing import Annotated
 
-from steplab.cli.options import OutputOptions, StepOptions
+from cyclopts import App, Parameter
+
+from steplab.cli.options import FileOptions, OutputOptions, StepOptions
 
 plan = App(name="plan", help_format="plaintext")
 
@@ -34,3 +36,75 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
     else:
         document = plan_document(spec, prediction)
         emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+
+
+@plan.command
+def time(
+    *,
+    gpu: Annotated[str, Parameter(help="GPU of the catalogue, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
+    peak: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Dense peak that replaces the catalogue's, in FLOP/s by number format: bf16=989e12 [may be repeated]",
+            negative="",
+            show_default=False,
+        ),
+    ] = (),
+    bandwidth: Annotated[
+        float | None, Parameter(help="Memory bandwidth that replaces the catalogue's, in bytes per second: 4.8e12")
+    ] = None,
+    step: StepOptions = StepOptions(),
+    out: OutputOptions = OutputOptions(),
+) -> None:
+    """Predict the time of a step on a GPU, by phase and by kind of kernel, with a 90 % interval.
+
+    The step is run dry, operator by operator, and each kernel takes what
+    kernels of its kind and size were measured to take. A GPU that was not
+    measured is taken to reach the same shares of its stated figures, and the
+    interval is wider.
+
+    For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
+    """
+    import msgspec
+
+    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.lab.planning import chosen_gpu, plan_time
+    from steplab.report.kit.rendering import render
+    from steplab.report.plan.time import time_document
+    from steplab.specs.resolve import resolve_step
+
+    spec = resolve_step(step.fields())
+    chosen = chosen_format(out.format, out)
+    prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
+    if chosen == "json":
+        emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
+    else:
+        emit(render(time_document(spec, prediction), chosen, color=stdout_color() and out.output is None), out, chosen)
+
+
+@plan.command
+def fit(
+    *,
+    gpu: Annotated[str, Parameter(help="GPU whose records are fitted")] = "H200 SXM",
+    hold_out: Annotated[
+        str,
+        Parameter(
+            help="Steps that are not fitted, so that predictions can be checked against them: fields and values, as in "
+            "'model=xl,medium context=128'"
+        ),
+    ] = "",
+    out: FileOptions = FileOptions(),
+) -> None:
+    """Fit what kernels reach of a GPU's figures, from the records of a store.
+
+    It needs profiles of eager and compiled steps in fp32 and bf16, benchmarks
+    of attention, and steps; it takes a minute or two. What is written is the
+    whole table of rates, src/steplab/plan/rates.toml in a checkout.
+
+    For example: steplab plan fit --hold-out "model=xl,medium context=128" --output rates.toml
+    """
+    from steplab.cli.output import chosen_format, emit
+    from steplab.lab.rate_fitting import fitted_table
+
+    chosen_format("rates", out, allowed=("rates",))
+    emit(fitted_table(gpu, hold_out, out.store), out, "rates")

@@ -25,7 +25,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
         if gradient.heads_together or m.sizes.one_order(gradient.count):
             return (gradient,)
-        return (m.run("copy", (gradient,), *like, f"gradient of {named}, heads together"),)
+        return (m.run("copy", (gradient,), *like, f"gradient of {named}, heads together", strided=True),)
 
     m.node((x.slot,), (), backward).gives(view)
     return view
@@ -36,7 +36,7 @@ def merge_heads(m: Machine, x: Tensor) -> Tensor:
     if x.heads_together or m.sizes.one_order(x.count):
         merged = Tensor(x.count, x.dtype, x.storage)
     else:
-        merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together")
+        merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together", strided=True)
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(merged)
     return merged
 
@@ -48,7 +48,7 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
     view = Tensor(x.count, x.dtype, x.storage)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
 
-    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like),)).gives(view)
+    m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like, strided=True),)).gives(view)
     return view
 
 
@@ -74,7 +74,9 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     like, named = (x.count, x.dtype), x.what
 
     m.node(
-        (x.slot,), (), lambda m, kept, first, second: (m.run("cat", (first, second), *like, f"gradient of {named}"),)
+        (x.slot,),
+        (),
+        lambda m, kept, first, second: (m.run("cat", (first, second), *like, f"gradient of {named}", strided=True),),
     ).gives(*views)
     return views
 
@@ -85,7 +87,7 @@ def _times_table(m: Machine, part: Tensor) -> Tensor:
     part_count = part.count
 
     def times(x: Tensor, what: str) -> Tensor:
-        return m.run("mul", (x,), part_count, FP32, what, also_read_bytes=table_bytes)
+        return m.run("mul", (x,), part_count, FP32, what, also_read_bytes=table_bytes, strided=True)
 
     product = times(part, "half a rotation")
     m.node((part.slot,), (), lambda m, kept, gradient: (times(gradient, "gradient of half a rotation"),)).gives(product)
@@ -113,7 +115,7 @@ def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) ->
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         return Tensor(part, gradient.dtype, gradient.storage), Tensor(part, gradient.dtype, gradient.storage)
 
-    joined = m.run("cat", (first, second), whole, first.dtype, what)
+    joined = m.run("cat", (first, second), whole, first.dtype, what, strided=True)
     m.node((first.slot, second.slot), (), backward).gives(joined)
     return joined
 
@@ -176,7 +178,7 @@ def _heads_apart(m: Machine, x: Tensor) -> Tensor:
     """A copy with the heads apart, if they are together; backward the gradient is passed on."""
     if not x.heads_together or m.sizes.one_order(x.count):
         return x
-    output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart")
+    output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart", strided=True)
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(output)
     return output
 

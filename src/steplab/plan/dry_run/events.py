@@ -46,6 +46,16 @@ class Product:
         return 2 * self.batch * self.m * self.n * self.k
 
 
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an operator reads or writes."""
+
+    memory: int
+    """Number of the allocation that it lies in; two tensors in one are views of the same memory."""
+    num_bytes: int
+    """Bytes of its elements."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
     """A call of an operator: what it computes, what it must move, and where in the step it runs."""
@@ -62,6 +72,12 @@ class Operator:
     """Each input once."""
     written_bytes: int
     """Each output once."""
+    reads: tuple[Operand, ...]
+    """Its inputs; of an embedding's table, which is read in part, only `read_bytes` knows."""
+    writes: tuple[Operand, ...]
+    """Its outputs."""
+    strided: bool
+    """Whether elements that are neighbours in one of its tensors are apart in another, as when heads are transposed."""
     product: Product | None
     """Sizes of a matmul; of fused attention those of queries times keys, of which it does several; None: no product."""
     phase: str

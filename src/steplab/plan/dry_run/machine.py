@@ -8,7 +8,7 @@ from functools import partial
 
 from steplab.costs.operators import flops_of_elements
 from steplab.plan.dry_run.checkpoint import Enough, Frame
-from steplab.plan.dry_run.events import Allocated, Began, Freed, Kind, Listener, Operator, Product
+from steplab.plan.dry_run.events import Allocated, Began, Freed, Kind, Listener, Operand, Operator, Product
 from steplab.plan.dry_run.sizes import BF16, BYTE, FP16, FP32, Count, Dtype, Sizes
 from steplab.plan.dry_run.tape import Backward, Node, Tape
 from steplab.plan.dry_run.tensors import Piece, Slot, Storage, Tensor
@@ -81,7 +81,7 @@ class Machine:
         self._num_pieces += 1
         self._alive[self._num_pieces] = piece
         self._listen(Allocated(piece))
-        return Tensor(count, dtype, Storage(piece, partial(self._free, self._num_pieces)))
+        return Tensor(count, dtype, Storage(piece, self._num_pieces, partial(self._free, self._num_pieces)))
 
     def run(
         self,
@@ -92,10 +92,11 @@ class Machine:
         what: str,
         *,
         also_read_bytes: int = 0,
+        strided: bool = False,
     ) -> Tensor:
         """The one output of an operator, in fresh memory; see `ran`."""
         made = self.new(count, dtype, what)
-        self.ran(name, reads, (made,), also_read_bytes=also_read_bytes)
+        self.ran(name, reads, (made,), also_read_bytes=also_read_bytes, strided=strided)
         return made
 
     def _free(self, number: int, piece: Piece) -> None:
@@ -167,8 +168,10 @@ class Machine:
         product: Product | None = None,
         fused_flops: float | None = None,
         also_read_bytes: int = 0,
+        strided: bool = False,
     ) -> None:
-        """An operator ran. fused_flops: of fused attention; also_read_bytes: of tensors that are not among `reads`."""
+        """An operator ran. fused_flops: of fused attention; also_read_bytes: of tensors that are not among `reads`;
+        strided: as in Operator."""
         first = (reads or writes)[0]
         kind: Kind
         if fused_flops is not None:
@@ -186,6 +189,9 @@ class Machine:
                 flops=flops,
                 read_bytes=sum(tensor.num_bytes for tensor in reads) + also_read_bytes,
                 written_bytes=sum(tensor.num_bytes for tensor in writes),
+                reads=_operands(reads),
+                writes=_operands(writes),
+                strided=strided,
                 product=product,
                 phase=self.phase,
                 where=self.where,
@@ -264,3 +270,7 @@ class Machine:
         for piece in self.made_since(started):
             if piece.category == "temporaries":
                 piece.category = "activations"
+
+
+def _operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:
+    return tuple(Operand(tensor.storage.number, tensor.num_bytes) for tensor in tensors)

@@ -30,10 +30,11 @@ class Piece:
 class Storage:
     """Memory of one or more tensors, freed when the last is gone."""
 
-    __slots__ = ("_free", "piece")
+    __slots__ = ("_free", "number", "piece")
 
-    def __init__(self, piece: Piece, free: Callable[[Piece], None]) -> None:
-        self.piece, self._free = piece, free
+    def __init__(self, piece: Piece, number: int, free: Callable[[Piece], None]) -> None:
+        """number: which allocation of the machine it is."""
+        self.piece, self.number, self._free = piece, number, free
 
     def __del__(self) -> None:
         self._free(self.piece)

@@ -1,0 +1,248 @@
+"""Fits all rates of one GPU to stored records: those of kernels (plan.kernel_fit), and what a step adds to them.
+
+The rates of kernels come first. What steps add is fitted to whole forward and backward passes in which the host was
+ahead, and the interval to what such a fit gets wrong of sizes that it has not seen.
+"""
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from steplab.errors import Unsupported, UserError
+from steplab.plan.kernel_fit import (
+    Params,
+    fit_attention,
+    fit_products,
+    fit_streaming,
+    product_times,
+    relative_error,
+    search,
+    with_rates,
+)
+from steplab.plan.rates import Gpu, GpuRates, HostRates, StepRates, StreamingRates, gpu_with
+from steplab.plan.time import on_tensor_cores, parts_of, refuse_unknown_step, throttling
+from steplab.records.record import Record
+from steplab.records.run import Run
+from steplab.records.step_time import TimePart
+from steplab.specs.hardware import HardwareSpec
+from steplab.specs.step import StepSpec
+from steplab.stats import percentile
+
+_LEAST_PRODUCTS = 20
+"""Of a number format, from which on its rates are fitted."""
+_ALONE = StepRates(
+    gap_s=0.0, product_factor=1.0, streaming_factor=1.0, throttle_from=1.0, throttle=0.0, spread={"elsewhere": 1.0}
+)
+"""A step that is its kernels."""
+_INTERVAL = 95
+"""Per cent of the phases of unseen sizes that the interval holds: one step more than the 90 % it is named for, because
+the sizes of the records are more alike than others will be."""
+
+
+def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, elsewhere: float) -> GpuRates:
+    """The rates of a GPU, from records of it alone. source: which they are; elsewhere: the spread of predictions for
+    what was not fitted, which needs records of others.
+
+    Raises UserError where the records do not show enough.
+    """
+    rates = _fit(records, hardware, source)
+    spread = _spread(records, hardware) | {"elsewhere": elsewhere}
+    return msgspec.structs.replace(rates, step=msgspec.structs.replace(rates.step, spread=spread))
+
+
+def _fit(records: Sequence[Record], hardware: HardwareSpec, source: str) -> GpuRates:
+    gpu = fit_kernels(records, hardware, source)
+    cells = phase_cells(_runs(records), gpu)
+    paces = host_paces(cells)
+    return with_rates(gpu, host=fit_host(paces), step=fit_step(never_waited(cells, paces))).rates
+
+
+def fit_kernels(records: Sequence[Record], hardware: HardwareSpec, source: str) -> Gpu:
+    """The GPU with the rates of kernels, and of a step that is nothing but its kernels."""
+    runs, gpu = _runs(records), gpu_with(hardware, _unfitted(hardware.name, source))
+    times = product_times(runs)
+    counted = Counter(time.dtype for time in times)
+    dtypes = sorted(dtype for dtype, number in counted.items() if number >= _LEAST_PRODUCTS)
+    if not {"fp32", "bf16"} <= set(dtypes):
+        raise UserError("too few profiles of eager steps in fp32 and bf16 to fit; make some with `steplab profile`")
+    gpu = with_rates(gpu, products={dtype: fit_products(times, dtype, gpu) for dtype in dtypes})
+    gpu = with_rates(gpu, streaming=fit_streaming(runs, gpu))
+    return with_rates(gpu, attention=fit_attention(records, gpu))
+
+
+def _runs(records: Sequence[Record]) -> list[Run]:
+    return [r for r in records if isinstance(r, Run) and r.spec is not None and r.spec.model.kind == "transformer"]
+
+
+def _unfitted(name: str, source: str) -> GpuRates:
+    return GpuRates(
+        name=name,
+        source=source,
+        until_utc="",
+        held_out={},
+        products={},
+        streaming=StreamingRates(fixed_s=2e-6, cached_gain=0.3, cached_bytes=3e7, shares={"default": 0.7}),
+        attention={},
+        host=HostRates(eager_s=0.0, eager_slow_s=0.0, compiled_s=0.0, compiled_slow_s=0.0),
+        step=_ALONE,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Load:
+    """What a phase or a step asks of the device, with kernels by themselves."""
+
+    tensor_s: float
+    """Seconds of products and attention on tensor cores."""
+    vector_s: float
+    """Seconds of the other products."""
+    streaming_s: float
+    """Seconds of all other kernels."""
+    kernels: int
+    at_peak_s: float
+    """Seconds that the FLOPs on tensor cores would take at the stated peak."""
+
+    def in_step_s(self, rates: StepRates, slower: float) -> float:
+        """Seconds within a step that lowers the clock by `slower`."""
+        products = (self.tensor_s * slower + self.vector_s) * rates.product_factor
+        return products + self.streaming_s * rates.streaming_factor + self.kernels * rates.gap_s
+
+
+def _load(parts: Sequence[TimePart], gpu: Gpu) -> _Load:
+    tensor = [part for part in parts if on_tensor_cores(part)]
+    streaming_s = sum(part.seconds for part in parts if part.kind == "streaming")
+    tensor_s = sum(part.seconds for part in tensor)
+    return _Load(
+        tensor_s=tensor_s,
+        vector_s=sum(part.seconds for part in parts) - tensor_s - streaming_s,
+        streaming_s=streaming_s,
+        kernels=sum(part.kernels for part in parts),
+        at_peak_s=sum(part.flops / gpu.peaks[part.dtype] for part in tensor),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseCell:
+    """A measured phase, beside what is predicted of it with kernels alone."""
+
+    run: Run
+    phase: str
+    measured_s: float
+    own: _Load
+    step: _Load
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels of the phase."""
+        return self.own.kernels
+
+    @property
+    def device_s(self) -> float:
+        """What the kernels take by themselves."""
+        return self.own.tensor_s + self.own.vector_s + self.own.streaming_s
+
+    @property
+    def machine(self) -> tuple[str, bool]:
+        """The host that launched it, as far as the record tells, and whether the model is compiled."""
+        device = self.run.environment.device if self.run.environment else None
+        compiled = self.run.spec is not None and self.run.spec.compile != "off"
+        return (device.uuid or "" if device else "", compiled)
+
+    def in_step_s(self, rates: StepRates) -> float:
+        """Seconds of the phase with these rates, as plan.time.throttled has them."""
+        reached = self.step.at_peak_s / self.step.in_step_s(rates, 1.0)
+        return self.own.in_step_s(rates, throttling(reached, rates))
+
+
+def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
+    """The forward and backward passes of the runs whose operators are known; `gpu` without what steps add."""
+    found, known = [], dict[StepSpec, list[TimePart]]()
+    for run in runs:
+        if run.spec is None or run.timing is None:
+            continue
+        if run.spec not in known:
+            try:
+                refuse_unknown_step(run.spec, gpu)
+            except Unsupported:
+                continue
+            known[run.spec] = parts_of(run.spec, gpu)
+        for phase in ("forward", "backward"):
+            samples = run.timing.phase(phase)
+            own = [part for part in known[run.spec] if part.phase == phase]
+            if samples is not None and samples.best_s and own:
+                loads = _load(own, gpu), _load(known[run.spec], gpu)
+                found.append(PhaseCell(run, phase, median(samples.best_s), *loads))
+    return found
+
+
+_WAITED = 1.4
+"""How many times what the kernels take a phase must have taken, for its length to be the host's."""
+_AHEAD = 1.25
+"""How many times the host's time what the kernels take must be, for the device not to have waited."""
+
+
+def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
+    """Seconds of Python for each kernel, by machine and way of compiling: the median of the phases that waited."""
+    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for cell in cells:
+        if cell.measured_s > _WAITED * cell.device_s:
+            found[cell.machine].append(cell.measured_s / cell.kernels)
+    return {machine: median(paces) for machine, paces in found.items()}
+
+
+def fit_host(paces: Mapping[tuple[str, bool], float]) -> HostRates:
+    """The quickest and the slowest host of those that were measured."""
+    of = {compiled: sorted(s for (_, c), s in paces.items() if c == compiled) for compiled in (False, True)}
+    if not of[False] or not of[True]:
+        raise UserError("no record tells how quick a host is; add steps of small models, eager and compiled")
+    return HostRates(
+        eager_s=of[False][0], eager_slow_s=of[False][-1], compiled_s=of[True][0], compiled_slow_s=of[True][-1]
+    )
+
+
+def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], float]) -> list[PhaseCell]:
+    """The phases in which the host was ahead: their kernels take longer than the host of that machine does."""
+    usual = {compiled: median([s for (_, c), s in paces.items() if c == compiled]) for compiled in (False, True)}
+    return [
+        cell
+        for cell in cells
+        if cell.device_s > _AHEAD * cell.kernels * paces.get(cell.machine, usual[cell.machine[1]])
+    ]
+
+
+def fit_step(cells: Sequence[PhaseCell]) -> StepRates:
+    """What phases add to their kernels, from those in which the device never waited."""
+
+    def error(params: Params) -> float:
+        rates = msgspec.convert(params | {"spread": {}}, StepRates)
+        return relative_error((cell.in_step_s(rates), cell.measured_s) for cell in cells)
+
+    start = {"gap_s": 1e-6, "product_factor": 1.02, "streaming_factor": 1.02, "throttle_from": 0.4, "throttle": 0.3}
+    return msgspec.convert(search(error, start) | {"spread": {}}, StepRates)
+
+
+def _spread(records: Sequence[Record], hardware: HardwareSpec) -> dict[str, float]:
+    """Half of the interval: the error, as a share of the measured time, in most phases of sizes that a fit of the
+    others has not seen."""
+    sizes = sorted({run.spec.model.label for run in _runs(records) if run.spec and run.profile})
+    errors: dict[str, list[float]] = {"eager": [], "compiled": []}
+    for size in sizes:
+        seen = [record for record in records if _size(record) != size]
+        gpu = fit_kernels(seen, hardware, "")
+        cells = phase_cells(_runs(records), gpu)
+        paces = host_paces(cells)
+        ahead = never_waited(cells, paces)
+        rates = fit_step([cell for cell in ahead if _size(cell.run) != size])
+        for cell in ahead:
+            if _size(cell.run) == size:
+                error = abs(cell.in_step_s(rates) / cell.measured_s - 1)
+                errors["compiled" if cell.machine[1] else "eager"].append(error)
+    return {how: percentile(found, _INTERVAL) for how, found in errors.items()}
+
+
+def _size(record: Record) -> str | None:
+    """The size of the model of a step; None for other records."""
+    return record.spec.model.label if isinstance(record, Run) and record.spec else None

@@ -1,0 +1,222 @@
+"""Operators of an eager step as the kernels of a compiled one: what a compiler fuses, and what that still moves.
+
+A compiler runs the same matrix products and fused attention. It joins the operators between them, which bandwidth
+bounds, into one kernel where one feeds the other, where two read the same tensor, and where the result of one has no
+reader but the other. A joined kernel reads what comes from outside of it and writes what is read outside of it.
+
+What forward keeps for backward is chosen as by torch's min-cut partitioner: tensors that exist anyway are read again,
+the others are computed again from the inputs of the kernel that made them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from steplab.plan.dry_run.events import Operand, Operator
+
+_REDUCTIONS = ("softmax", "norm", "nll_loss")
+"""Parts of the names of operators that sum over a dimension."""
+_ALONE = ("_fused_adamw_", "_foreach_", "embedding_dense_backward")
+"""Beginnings of the names of operators that are not joined with others."""
+
+Version = tuple[int, int]
+"""A memory, and how often it was written before: what an operator in place makes is not what it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel of a compiled step."""
+
+    operator: Operator
+    """Its operator, or the first of those that were joined."""
+    moved_bytes: int
+    """What it reads and writes."""
+    fused: bool = False
+    """Whether it is made of operators between products; else it is the operator as it is."""
+    reduces: bool = False
+    """Whether one of them sums over a dimension."""
+
+
+def fused_kernels(operators: Sequence[Operator]) -> list[Kernel]:
+    """The kernels of a step whose model is compiled, in the order in which they begin."""
+    fuser = _Fuser()
+    for op in operators:
+        fuser.take(op)
+    fuser.join_only_readers()
+    return list(fuser.kernels())
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Operators that become one kernel."""
+
+    pass_name: str
+    level: int
+    """Number of products on the longest way to it."""
+    operators: list[Operator] = field(default_factory=list)
+    reads: dict[Version, int] = field(default_factory=dict)
+    """Bytes of what comes from outside."""
+    made: dict[Version, int] = field(default_factory=dict)
+    """Bytes of what is made inside."""
+    unnamed_bytes: int = 0
+    """Read, and of no operand, such as rows of a table."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """What is known of one version of a memory."""
+
+    group: _Group | None
+    """The joined kernel that makes it; None: an operator by itself."""
+    level: int
+    reads: list[tuple[Version, int]] = field(default_factory=list)
+    """What it is computed of, with the bytes of each."""
+    casts: list[Version] = field(default_factory=list)
+    """The same numbers in another format."""
+
+
+class _Fuser:
+    def __init__(self) -> None:
+        self._order: list[_Group | Operator] = []
+        self._written: dict[int, int] = {}
+        self._made: dict[Version, _Made] = {}
+        self._needed: set[Version] = set()
+        """What operators by themselves read."""
+        self._readers: dict[Version, list[_Group]] = {}
+        self._casts: dict[tuple[Version, int, str], Version] = {}
+        self._same: dict[Version, Version] = {}
+        """A cast that was made a second time -> the first."""
+
+    def take(self, op: Operator) -> None:
+        """The next operator of the step."""
+        read = [(self._now(operand.memory), operand.num_bytes) for operand in op.reads]
+        level = max((self._made[version].level for version, _ in read if version in self._made), default=0)
+        if op.kind != "streaming" or op.name.startswith(_ALONE):
+            self._needed.update(version for version, _ in read)
+            self._write(op.writes, None, level + 1)
+            self._order.append(op)
+            return
+        cast_of = read[0][0] if op.name == "copy" and not op.strided and read else None
+        if cast_of is not None:
+            known = self._casts.get((cast_of, op.written_bytes, _pass(op)))
+            if known is not None:
+                self._same[self._next(op.writes[0].memory)] = known
+                return
+        group = self._group(op, [version for version, _ in read], level)
+        for version, num_bytes in read:
+            if version not in group.made:
+                group.reads[version] = max(num_bytes, group.reads.get(version, 0))
+                self._add_reader(version, group)
+        for version in self._write(op.writes, group, level):
+            self._made[version].reads = read
+            if cast_of is not None:
+                self._casts[cast_of, op.written_bytes, _pass(op)] = version
+                if cast_of in self._made:
+                    self._made[cast_of].casts.append(version)
+
+    def _now(self, memory: int) -> Version:
+        version = (memory, self._written.get(memory, 0))
+        return self._same.get(version, version)
+
+    def _next(self, memory: int) -> Version:
+        self._written[memory] = self._written.get(memory, 0) + 1
+        return memory, self._written[memory]
+
+    def _write(self, operands: tuple[Operand, ...], group: _Group | None, level: int) -> list[Version]:
+        versions = [self._next(operand.memory) for operand in operands]
+        for version, operand in zip(versions, operands, strict=True):
+            self._made[version] = _Made(group, level)
+            if group is not None:
+                group.made[version] = operand.num_bytes
+        return versions
+
+    def _add_reader(self, version: Version, group: _Group) -> None:
+        readers = self._readers.setdefault(version, [])
+        if group not in readers:
+            readers.append(group)
+
+    def _group(self, op: Operator, read: list[Version], level: int) -> _Group:
+        """The kernel that makes or reads one of the inputs with no product between; those of all inputs are joined."""
+        found: list[_Group] = []
+        for version in read:
+            made = self._made.get(version)
+            near = [made.group] if made and made.group else []
+            for group in (*near, *self._readers.get(version, ())):
+                if group.level == level and group.pass_name == _pass(op) and group not in found:
+                    found.append(group)
+        if not found:
+            found = [_Group(_pass(op), level)]
+            self._order.append(found[0])
+        for other in found[1:]:
+            self._join(found[0], other)
+        found[0].operators.append(op)
+        found[0].unnamed_bytes += op.read_bytes - sum(operand.num_bytes for operand in op.reads)
+        return found[0]
+
+    def _join(self, group: _Group, other: _Group) -> None:
+        group.operators += other.operators
+        group.made |= other.made
+        group.unnamed_bytes += other.unnamed_bytes
+        group.reads = {v: size for v, size in (other.reads | group.reads).items() if v not in group.made}
+        for version in other.made:
+            self._made[version].group = group
+        for version in other.reads:
+            self._readers[version].remove(other)
+            if version in group.reads:
+                self._add_reader(version, group)
+        for version in group.made:
+            if group in self._readers.get(version, ()):
+                self._readers[version].remove(group)
+        other.operators = []  # it is no kernel any more
+
+    def join_only_readers(self) -> None:
+        """Join a kernel with the one that reads its results, if no other and no product of the same pass does."""
+        for item in self._order:
+            if not isinstance(item, _Group) or not item.operators:
+                continue
+            readers: list[_Group] = []
+            for version in item.made:
+                readers += [r for r in self._readers.get(version, ()) if r.pass_name == item.pass_name]
+            only = readers[0] if readers else None
+            if only and all(r is only for r in readers) and not any(v in self._needed for v in item.made):
+                self._join(only, item)
+
+    def kernels(self) -> Iterator[Kernel]:
+        """What the step has become."""
+        for item in self._order:
+            if isinstance(item, Operator):
+                yield Kernel(item, item.read_bytes + item.written_bytes)
+            elif item.operators:
+                reads: dict[Version, int] = {}
+                for version, num_bytes in item.reads.items():
+                    reads |= self._read(version, num_bytes, item)
+                written = sum(size for version, size in item.made.items() if self._is_written(version, item))
+                reduces = any(part in op.name for op in item.operators for part in _REDUCTIONS)
+                moved = item.unnamed_bytes + sum(reads.values()) + written
+                yield Kernel(item.operators[0], moved, fused=True, reduces=reduces)
+
+    def _read(self, version: Version, num_bytes: int, reader: _Group) -> dict[Version, int]:
+        """What is read in place of what the eager step reads: of a kernel of an earlier pass, what is in memory."""
+        made = self._made.get(version)
+        if made is None or made.group is None or made.group.pass_name == reader.pass_name:
+            return {version: num_bytes}
+        for same in (*made.casts, version):
+            if self._is_written(same, made.group):
+                return {same: made.group.made.get(same, num_bytes)}
+        found: dict[Version, int] = {}
+        for source, size in made.reads:
+            found |= self._read(source, size, reader)
+        return found
+
+    def _is_written(self, version: Version, group: _Group) -> bool:
+        """Whether something of the same pass reads it outside of the kernel, or it is a gradient, which backward leaves
+        for what comes after."""
+        readers = self._readers.get(version, ())
+        if version in self._needed or any(r is not group and r.pass_name == group.pass_name for r in readers):
+            return True
+        inside = any(operand.memory == version[0] for op in group.operators for operand in op.reads)
+        return group.pass_name == "backward" and not readers and not inside
+
+
+def _pass(op: Operator) -> str:
+    """Recomputation is a pass of its own: it makes anew what forward did not keep."""
+    return f"{op.phase} again" if op.recomputed else op.phase

@@ -1,0 +1,271 @@
+"""Fits the rates of kernels to stored records of one GPU: profiled steps and benchmarks of attention.
+
+Each group of figures is fitted by itself, to what shows it alone: products to the products of profiles, streaming
+operators to their sums by phase and name, attention to the cells of benchmarks. What is minimised is the mean relative
+error, weighted by the root of the time, over positive figures, by a coordinate search in their logarithms.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from steplab.plan.dry_run.events import Operator, Product
+from steplab.plan.dry_run.step import operators_of
+from steplab.plan.fusion import Kernel, fused_kernels
+from steplab.plan.kernel_time import attention_s, product_s, streaming_name, streaming_s
+from steplab.plan.rates import AttentionRates, Gpu, ProductRates, StreamingRates
+from steplab.records.attention import AttentionRun
+from steplab.records.record import Record
+from steplab.records.run import Run
+
+Params = dict[str, float]
+
+_FIRST_STEP, _LAST_STEP = 0.3, 0.004
+"""Relative size of the first and of the last changes that the search tries."""
+_SHAPE = re.compile(r"\[([\d, ]+)\]")
+_TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
+"""Operators whose kernels a trace cannot tell apart: masking out of place copies first, and the softmax's backward pass
+multiplies first."""
+_LARGEST_SHARE = 1.5
+"""Of the bandwidth: what lies in the cache is read faster than memory is."""
+
+
+def search(error: Callable[[Params], float], start: Params) -> Params:
+    """The positive figures with the least error near `start`: one is changed at a time, by ever smaller factors."""
+    best, least, step = dict(start), error(start), _FIRST_STEP
+    while step > _LAST_STEP:
+        improved = False
+        for name in start:
+            for factor in (math.exp(step), math.exp(-step)):
+                tried = best | {name: best[name] * factor}
+                if (found := error(tried)) < least - 1e-9:
+                    best, least, improved = tried, found, True
+        if not improved:
+            step /= 2
+    return best
+
+
+def relative_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Mean of |ln(predicted / measured)|, weighted by the root of what was measured."""
+    total = weights = 0.0
+    for predicted, measured in pairs:
+        weight = math.sqrt(measured)
+        total += weight * abs(math.log(predicted / measured))
+        weights += weight
+    return total / weights
+
+
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProductTime:
+    """A matrix product of a profile."""
+
+    product: Product
+    dtype: str
+    seconds: float
+
+
+def product_times(runs: Sequence[Run]) -> list[ProductTime]:
+    """The matrix products of eager profiled steps, each operator's mean by shape and place in the model.
+
+    Of compiled steps they are left out: those run near the power limit, where the clock is lower, which is fitted to
+    whole steps.
+    """
+    found = []
+    for run in runs:
+        if run.profile is None or run.spec is None or run.spec.compile != "off":
+            continue
+        tf32 = run.spec.precision == "tf32"
+        for op in run.profile.ops:
+            product = _product(op.name, op.inputs)
+            if product is not None and op.calls and op.device_s > 0:
+                dtype = "tf32" if tf32 and op.dtype == "fp32" else op.dtype
+                found.append(ProductTime(product, dtype, op.device_s / op.calls))
+    return found
+
+
+def _product(name: str, inputs: str) -> Product | None:
+    shapes = [tuple(int(size) for size in shape.split(",")) for shape in _SHAPE.findall(inputs)[:2]]
+    if len(shapes) < 2 or name not in ("aten::mm", "aten::bmm"):
+        return None
+    (*batch, m, k), n = shapes[0], shapes[1][-1]
+    return Product(m=m, n=n, k=k, batch=batch[0] if batch else 1)
+
+
+def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductRates:
+    """The rates of one number format."""
+    own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in _sizes(time.product))]
+
+    def error(params: Params) -> float:
+        if params["partial_wave"] > 1 or params["peak_share"] > 1 or params["bandwidth_share"] > 2:
+            return math.inf
+        trial = with_rates(gpu, products=gpu.rates.products | {dtype: msgspec.convert(params, ProductRates)})
+        return relative_error((product_s(time.product, dtype, trial), time.seconds) for time in own)
+
+    start = {"fixed_s": 2e-6, "peak_share": 0.8, "ramp_k": 100.0, "bandwidth_share": 0.8, "partial_wave": 0.4}
+    return msgspec.convert(search(error, start), ProductRates)
+
+
+def _sizes(product: Product) -> tuple[int, int]:
+    return product.n, product.k
+
+
+# --- streaming operators ------------------------------------------------------------------------------------------
+
+
+def fit_streaming(runs: Sequence[Run], gpu: Gpu) -> StreamingRates:
+    """Shares of the bandwidth: of eager operators by name, then of compilers' kernels."""
+    sums = [*_eager_sums(runs), *_fused_sums(runs)]
+    counted: dict[str, float] = defaultdict(float)
+    for kernels, measured in sums:
+        for name in {name for name, _ in kernels}:
+            counted[name] += measured
+    names = sorted(counted)
+
+    def rates(params: Params) -> StreamingRates:
+        shares = {name: params.get(name, params["default"]) for name in (*names, "default")}
+        own = {name: params[name] for name in ("fixed_s", "cached_gain", "cached_bytes")}
+        return msgspec.convert(own | {"shares": shares}, StreamingRates)
+
+    def error(params: Params) -> float:
+        if any(params[name] > _LARGEST_SHARE for name in names):
+            return math.inf
+        trial = with_rates(gpu, streaming=rates(params))
+        return relative_error(
+            (sum(number * streaming_s(*kernel, trial) for kernel, number in kernels.items()), measured)
+            for kernels, measured in sums
+        )
+
+    start = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7} | dict.fromkeys(names, 0.7)
+    fitted = search(error, start | {"default": 0.7})
+    fitted["default"] = median(fitted[name] for name in names)
+    return rates(fitted)
+
+
+_Sum = tuple[Counter[tuple[str, int]], float]
+"""Kernels by the name of their rate and what they move, with the number of such; and their seconds together."""
+
+
+def _eager_sums(runs: Sequence[Run]) -> list[_Sum]:
+    found = []
+    for run in runs:
+        if run.profile is None or run.spec is None or run.spec.compile != "off":
+            continue
+        measured: dict[tuple[str, str], float] = defaultdict(float)
+        for op in run.profile.ops:
+            stem = op.name.removeprefix("aten::")
+            stem = stem if stem.startswith("_fused_adam") else stem.removesuffix("_")
+            measured[op.phase, _TOGETHER.get(stem, stem)] += op.device_s / run.profile.num_steps
+        kernels: dict[tuple[str, str], Counter[tuple[str, int]]] = defaultdict(Counter)
+        for each in operators_of(run.spec):
+            if each.kind == "streaming":
+                kernel = Kernel(each, each.read_bytes + each.written_bytes)
+                key = each.phase, _TOGETHER.get(each.name, each.name)
+                kernels[key][streaming_name(kernel), kernel.moved_bytes] += 1
+        found += [(kernels[key], measured[key]) for key in kernels if measured.get(key)]
+    return found
+
+
+def _fused_sums(runs: Sequence[Run]) -> list[_Sum]:
+    found = []
+    for run in runs:
+        if run.profile is None or run.spec is None or run.spec.compile == "off":
+            continue
+        kernels = fused_kernels(operators_of(dataclasses.replace(run.spec, compile="off")))
+        for phase in ("forward", "backward"):
+            for reduces in (False, True):
+                own = [k for k in kernels if k.fused and k.operator.phase == phase and k.reduces == reduces]
+                measured = sum(
+                    op.device_s
+                    for op in run.profile.ops
+                    if op.name.startswith("triton_") and op.phase == phase and _reduces(op.name) == reduces
+                )
+                if own and measured:
+                    counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
+                    found.append((counted, measured / run.profile.num_steps))
+    return found
+
+
+def _reduces(name: str) -> bool:
+    return not name.startswith("triton_poi_")
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
+    """Rates by implementation and pass, of causal cells in half precision on which a GPU is busy."""
+    times: dict[tuple[str, str], list[tuple[Operator, float]]] = defaultdict(list)
+    for record in records:
+        if not isinstance(record, AttentionRun):
+            continue
+        for cell in record.cells:
+            spec = cell.spec
+            usual = spec.causal and spec.dtype == "bf16" and spec.heads == spec.num_kv_heads
+            if cell.failure or not usual or spec.queries != spec.num_keys or spec.implementation == "plain":
+                continue
+            if spec.batch * spec.heads * spec.queries < _BUSY_ROWS or spec.dim < _LEAST_WIDTH:
+                continue
+            for timed in cell.passes:
+                if timed.phase in ("forward", "backward") and timed.device_s:
+                    op = _attention_operator(spec.implementation, timed.phase, spec.batch * spec.heads, spec.queries)
+                    op = dataclasses.replace(
+                        op,
+                        flops=op.flops * spec.dim,
+                        product=dataclasses.replace(op.product, k=spec.dim) if op.product else None,
+                    )
+                    times[spec.implementation, timed.phase].append((op, median(timed.device_s)))
+    found: dict[str, dict[str, AttentionRates]] = {}
+    for (name, phase), own in times.items():
+        if len(own) >= _LEAST_CELLS:
+            found.setdefault(name, {})[phase] = _fit_attention(own, gpu, name, phase)
+    return {name: rates for name, rates in found.items() if len(rates) == 2}
+
+
+_BUSY_ROWS = 65536
+"""Rows of scores, of all heads together, from which every multiprocessor has several tiles of 128."""
+_LEAST_WIDTH = 64
+_LEAST_CELLS = 5
+
+
+def _attention_operator(name: str, phase: str, batch: int, length: int) -> Operator:
+    backward = phase == "backward"
+    return Operator(
+        name=f"{name}_backward" if backward else name,
+        kind="attention",
+        dtype="bf16",
+        flops=2.0 * batch * length * length * (2.5 if backward else 1),
+        read_bytes=0,
+        written_bytes=0,
+        reads=(),
+        writes=(),
+        strided=False,
+        product=Product(m=length, n=length, k=1, batch=batch),
+        phase=phase,
+        where="",
+        what="",
+        recomputed=False,
+    )
+
+
+def _fit_attention(times: Sequence[tuple[Operator, float]], gpu: Gpu, name: str, phase: str) -> AttentionRates:
+    def error(params: Params) -> float:
+        if params["peak_share"] > 1:
+            return math.inf
+        trial = with_rates(gpu, attention={name: {phase: msgspec.convert(params, AttentionRates)}})
+        return relative_error((attention_s(op, trial), seconds) for op, seconds in times)
+
+    start = {"fixed_s": 1e-5, "peak_share": 0.7, "softmax_width": 30.0, "diagonal": 64.0}
+    return msgspec.convert(search(error, start), AttentionRates)
+
+
+def with_rates(gpu: Gpu, **changes: object) -> Gpu:
+    """The GPU with some of its rates replaced."""
+    return dataclasses.replace(gpu, rates=msgspec.structs.replace(gpu.rates, **changes))

@@ -1,0 +1,206 @@
+"""What kernels reach of a GPU's stated peak and bandwidth: the form of the figures, and the table of those fitted.
+
+`rates.toml` is written by `steplab plan fit` from stored records (plan.fitting). A GPU without an entry is predicted
+with the shares of the one that has been measured, of its own stated figures, and with a wider interval.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from steplab.errors import UserError
+from steplab.specs.hardware import HardwareSpec, hardware_named
+
+
+class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of matrix products in one number format; see kernel_time.product_s."""
+
+    fixed_s: float
+    """Seconds that the smallest takes."""
+    peak_share: float
+    """Share of the stated dense peak that a long product reaches on full tiles."""
+    ramp_k: float
+    """Length of the inner dimension by which the first load and the last store of a tile lengthen it."""
+    bandwidth_share: float
+    """Share of the stated bandwidth."""
+    partial_wave: float
+    """0: a last wave of tiles that fills the GPU in part takes as long as a full one; 1: as long as its part."""
+
+
+class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one pass of a fused attention; see kernel_time.attention_s."""
+
+    fixed_s: float
+    """Seconds that the smallest takes."""
+    peak_share: float
+    """Share of the stated dense peak that its products reach."""
+    softmax_width: float
+    """Columns of a head that would take as long as the exponentials of its scores."""
+    diagonal: float
+    """Keys beyond those that the causal mask leaves to a query, because whole tiles are computed."""
+
+
+class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of what memory bandwidth bounds; see kernel_time.streaming_s."""
+
+    fixed_s: float
+    """Seconds that the smallest takes."""
+    cached_gain: float
+    """By how much faster a small tensor is, which the cache still holds, than a large one."""
+    cached_bytes: float
+    """Bytes moved at which that gain has fallen to 1/e."""
+    shares: dict[str, float]
+    """Share of the stated bandwidth by operator ('copy', 'copy strided'; 'fused' and 'fused reduction' for a compiler's
+    kernels; 'default' for all others)."""
+
+
+class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long Python takes for each kernel, on hosts that were measured."""
+
+    eager_s: float
+    """Of an eager step, on the quickest host."""
+    eager_slow_s: float
+    """The same, on the slowest."""
+    compiled_s: float
+    """Of a compiled step, on the quickest host."""
+    compiled_slow_s: float
+    """The same, on the slowest."""
+
+
+class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How kernels within a step differ from kernels by themselves."""
+
+    gap_s: float
+    """Seconds between a kernel and the next, while the host is ahead."""
+    product_factor: float
+    """Times which products and fused attention take longer."""
+    streaming_factor: float
+    """Times which all other kernels take longer."""
+    throttle_from: float
+    """Share of the stated peak of tensor cores, over the whole step, above which the power limit lowers the clock."""
+    throttle: float
+    """Growth of the time of products for each unit of that share above it."""
+    spread: dict[str, float]
+    """Half of the 90 % interval around the central value, as a share of it, by what was fitted: eager, compiled, and
+    'elsewhere' for GPUs and number formats without a fit of their own."""
+
+
+class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that was fitted on one GPU."""
+
+    name: str
+    """As in the hardware catalogue."""
+    source: str
+    """The records that it was fitted to."""
+    until_utc: str
+    """When the newest of them was made."""
+    held_out: dict[str, list[str]] = {}
+    """Records that it was not fitted to: by field of a step, the values that were left out."""
+    products: dict[str, ProductRates]
+    """By number format."""
+    streaming: StreamingRates
+    attention: dict[str, dict[str, AttentionRates]]
+    """By implementation and pass: forward, backward."""
+    host: HostRates
+    step: StepRates
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    gpu: list[GpuRates]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU that a step is predicted for."""
+
+    name: str
+    peaks: dict[str, float]
+    """Dense FLOP/s by number format."""
+    bandwidth_bytes_per_s: float
+    multiprocessors: int | None
+    """Number of streaming multiprocessors; None: not known, and tiles are taken to fill all waves."""
+    rates: GpuRates
+    """What kernels reach of these figures."""
+    is_fitted: bool
+    """Whether the rates were fitted on this GPU, rather than on another."""
+    sources: tuple[str, ...]
+    """Where the figures come from."""
+
+
+@functools.cache
+def fitted_rates() -> tuple[GpuRates, ...]:
+    """The committed table."""
+    text = resources.files("steplab.plan").joinpath("rates.toml").read_text(encoding="utf-8")
+    return tuple(msgspec.toml.decode(text, type=_File).gpu)
+
+
+def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:
+    """A GPU of the catalogue with the committed rates, its figures replaced by those given; peak: FLOP/s by number
+    format. Raises UserError for a GPU that the catalogue does not have, and for a figure that is not positive."""
+    hardware, table = hardware_named(name), fitted_rates()
+    gpu = gpu_with(hardware, next((each for each in table if each.name == hardware.name), table[0]))
+    given = {f"peak {dtype}": value for dtype, value in (peak or {}).items()}
+    given |= {} if bandwidth_bytes_per_s is None else {"bandwidth": bandwidth_bytes_per_s}
+    for what, value in given.items():
+        if not value > 0:
+            raise UserError(f"{what} must be positive, not {value:g}")
+    if not given:
+        return gpu
+    return dataclasses.replace(
+        gpu,
+        peaks=gpu.peaks | dict(peak or {}),
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s or gpu.bandwidth_bytes_per_s,
+        sources=(*gpu.sources, f"given: {', '.join(f'{what} {value:g}' for what, value in given.items())}"),
+    )
+
+
+def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
+    """A GPU with these rates, of itself or of another."""
+    own = rates.name == hardware.name
+    borrowed = f"no record of {hardware.name} was fitted: it is taken to reach the shares of its figures that "
+    return Gpu(
+        name=hardware.name,
+        peaks={dtype: each.flops_per_s for dtype, each in hardware.peaks.items()},
+        bandwidth_bytes_per_s=hardware.memory_bandwidth_bytes_per_s,
+        multiprocessors=hardware.multiprocessors,
+        rates=rates,
+        is_fitted=own,
+        sources=(
+            hardware.sources["memory_bandwidth_bytes_per_s"],
+            *((rates.source,) if own else (f"{borrowed}{rates.name} does", rates.source)),
+        ),
+    )
+
+
+def as_toml(table: Sequence[GpuRates]) -> str:
+    """The file of a table: what `fitted_rates` reads, five digits a figure."""
+    lines = [
+        "# What kernels reach of the stated figures of a GPU, as steplab/plan/rates.py explains. Written by",
+        "# `steplab plan fit`; docs/plan_time.md says which records were fitted, which were held out, and how far off.",
+    ]
+    for rates in table:
+        lines += ["", "[[gpu]]", *_toml_lines("gpu", msgspec.to_builtins(rates))]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_lines(path: str, content: dict[str, Any]) -> Iterator[str]:
+    for key, value in content.items():
+        if not isinstance(value, dict):
+            yield f"{_toml_key(key)} = {json.dumps(value) if isinstance(value, str | list) else f'{value:.5g}'}"
+    for key, value in content.items():
+        if isinstance(value, dict):
+            inner = f"{path}.{_toml_key(key)}"
+            if not all(isinstance(each, dict) for each in value.values()):
+                yield from ("", f"[{inner}]")
+            yield from _toml_lines(inner, value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)

@@ -1,0 +1,38 @@
+"""Which records a fit has seen, and which were held out of it."""
+
+from collections.abc import Mapping, Sequence
+
+from steplab.errors import UserError
+from steplab.plan.rates import GpuRates
+from steplab.records.record import Record
+from steplab.records.run import Run
+from steplab.specs.step import FIELDS, StepSpec
+
+
+def parsed_hold_out(text: str) -> dict[str, list[str]]:
+    """Fields and values: 'model=xl,medium context=128'. Raises UserError for an unknown field."""
+    found: dict[str, list[str]] = {}
+    for part in text.split():
+        name, _, values = part.partition("=")
+        if name not in FIELDS or not values:
+            raise UserError(
+                f"--hold-out takes fields of a step and values, as model=xl,medium context=128; not '{part}'"
+            )
+        found[name] = values.split(",")
+    return found
+
+
+def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
+    """Whether one of the fields has one of the values; of a changed size, the name counts too."""
+    for name, values in held_out.items():
+        shown = str(FIELDS[name].value(spec))
+        if shown in values or (name == "model" and spec.model.name in values):
+            return True
+    return False
+
+
+def was_fitted(record: Record, rates: GpuRates) -> bool:
+    """Whether the rates were fitted to the record, or to others of its cell."""
+    if not isinstance(record, Run) or record.spec is None:
+        return False
+    return record.created_utc <= rates.until_utc and not is_held_out(record.spec, rates.held_out)

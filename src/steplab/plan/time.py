@@ -1,0 +1,247 @@
+"""The time of a training step, predicted before anything runs: `predict_step_time`.
+
+The step is run dry (see plan.dry_run); where it is compiled, its operators are joined as a compiler does (plan.fusion).
+Each kernel takes what plan.kernel_time says of its sizes, and the step is their sum, because nothing overlaps on one
+stream. Python launches kernels ahead of the device; where it is slower, the device waits, and the step takes as long as
+the host. How quick a host is differs by a factor of two between machines, so both times are given.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.errors import Unsupported
+from steplab.plan.dry_run.step import operators_of
+from steplab.plan.fusion import Kernel, fused_kernels
+from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
+from steplab.plan.rates import Gpu, StepRates
+from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
+from steplab.specs.attention_kernels import refuse_unserved_attention
+from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.step import StepSpec
+
+_PHASES = ("forward", "backward", "optimizer")
+_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+def predict_step_time(spec: StepSpec, gpu: Gpu) -> StepTimePrediction:
+    """The time of a step of `spec` by one process on one `gpu`, with a 90 % interval, by phase and by kind of kernel.
+
+    Raises Unsupported for a step whose operators are not known, does not run on CUDA, or spans several processes, and
+    for a number format that the GPU has no peak in.
+    """
+    refuse_unknown_step(spec, gpu)
+    parts = throttled(parts_of(spec, gpu), gpu)
+    spread = _spread(spec, gpu)
+    phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
+    phases = [phase for phase in phases if phase.device_s > 0]
+    step = PhaseTimes(
+        phase="step",
+        seconds=sum(phase.seconds for phase in phases),
+        low_s=sum(phase.low_s for phase in phases),
+        high_s=sum(phase.high_s for phase in phases),
+        device_s=sum(phase.device_s for phase in phases),
+        host_s=sum(phase.host_s for phase in phases),
+        slow_host_s=sum(phase.slow_host_s for phase in phases),
+        bound=max(phases, key=lambda phase: phase.seconds).bound,
+    )
+    return StepTimePrediction(
+        gpu=gpu.name,
+        phases=(*phases, step),
+        parts=tuple(parts),
+        is_fitted=has_own_rates(spec.precision, gpu),
+        sources=gpu.sources,
+        notes=tuple(_notes(spec, gpu)),
+        spec=spec,
+    )
+
+
+def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
+    """The parts at the clock that the GPU's power limit leaves for a step that is made of them.
+
+    The more of the tensor cores' peak a step reaches, the more power it takes; beyond a share, the clock falls.
+    """
+    tensor = [part for part in parts if on_tensor_cores(part)]
+    reached = sum(part.flops / gpu.peaks[part.dtype] for part in tensor) / sum(part.seconds for part in parts)
+    slower = throttling(reached, gpu.rates.step)
+    return [
+        dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
+    ]
+
+
+def throttling(reached: float, rates: StepRates) -> float:
+    """Times which products take longer in a step that reaches this share of the tensor cores' peak."""
+    return 1 + rates.throttle * max(0.0, reached - rates.throttle_from)
+
+
+def on_tensor_cores(part: TimePart) -> bool:
+    """Whether its power depends on the share of the tensor cores' peak."""
+    return part.kind != "streaming" and part.dtype != "fp32"
+
+
+def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
+    """The device's time by phase, kind and operator, the longest first within a phase, at the full clock.
+
+    Blocks are alike, so a deep model is run dry with few of them and what one more adds is added for the others.
+    """
+    shape = spec.model.shape
+    assert shape is not None
+    period = _period(spec.checkpointing)
+    fewest = shape.num_layers % period + period
+    if shape.num_layers <= fewest + period:
+        return _listed(_summed(spec, gpu, shape.num_layers))
+    few, more = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
+    times = (shape.num_layers - fewest) // period
+    sums = {key: few.get(key, _NOTHING).plus(more[key].minus(few.get(key, _NOTHING)), times) for key in more}
+    return _listed(sums)
+
+
+_Key = tuple[str, str, str, str]
+"""Phase, kind, operator and number format."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sum:
+    kernels: int = 0
+    seconds: float = 0.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+
+    def plus(self, other: "_Sum", times: int = 1) -> "_Sum":
+        return _Sum(
+            self.kernels + times * other.kernels,
+            self.seconds + times * other.seconds,
+            self.flops + times * other.flops,
+            self.moved_bytes + times * other.moved_bytes,
+        )
+
+    def minus(self, other: "_Sum") -> "_Sum":
+        return self.plus(other, -1)
+
+
+_NOTHING = _Sum()
+
+
+def _period(checkpointing: str) -> int:
+    """After how many blocks the next is treated as the first was."""
+    return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
+
+
+def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
+    shape = spec.model.shape
+    assert shape is not None
+    model = dataclasses.replace(spec.model, shape=dataclasses.replace(shape, num_layers=num_layers))
+    kernels = kernels_of(dataclasses.replace(spec, model=model))
+    return _sums(kernels, gpu)
+
+
+def kernels_of(spec: StepSpec) -> list[Kernel]:
+    """The kernels of a step, in order: of an eager one its operators, of a compiled one those joined."""
+    operators = operators_of(spec)
+    if spec.compile != "off":
+        return fused_kernels(operators)
+    return [Kernel(op, op.read_bytes + op.written_bytes) for op in operators]
+
+
+def _sums(kernels: Sequence[Kernel], gpu: Gpu) -> dict[_Key, _Sum]:
+    found: dict[_Key, _Sum] = defaultdict(_Sum)
+    known: dict[tuple[object, ...], float] = {}
+    for kernel in kernels:
+        op = kernel.operator
+        what = "fused" if kernel.fused else op.name
+        sizes = (what, op.kind, op.dtype, op.strided, kernel.reduces, op.product, op.flops, kernel.moved_bytes)
+        if sizes not in known:
+            known[sizes] = kernel_in_step_s(kernel, gpu)
+        key = (op.phase, op.kind, what, op.dtype)
+        found[key] = found[key].plus(_Sum(1, known[sizes], op.flops, kernel.moved_bytes))
+    return found
+
+
+def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
+    parts = [
+        TimePart(
+            phase=phase,
+            kind=kind,
+            what=what,
+            dtype=dtype,
+            kernels=each.kernels,
+            seconds=each.seconds,
+            flops=each.flops,
+            moved_bytes=each.moved_bytes,
+        )
+        for (phase, kind, what, dtype), each in sums.items()
+    ]
+    return sorted(parts, key=lambda part: (_PHASES.index(part.phase), -part.seconds, part.what, part.dtype))
+
+
+def _phase(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
+    device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
+    host = gpu.rates.host
+    quick, slow = (host.eager_s, host.eager_slow_s)
+    if spec.compile in _CUDA_GRAPHS and name != "optimizer":
+        quick, slow = 0.0, 0.0  # launched at once
+    elif spec.compile != "off" and name != "optimizer":
+        quick, slow = host.compiled_s, host.compiled_slow_s
+    host_s, slow_host_s = quick * kernels, slow * kernels
+    seconds = max(device_s, host_s)
+    return PhaseTimes(
+        phase=name,
+        seconds=seconds,
+        low_s=max(device_s, host_s) * (1 - spread),
+        high_s=max(device_s, slow_host_s) * (1 + spread),
+        device_s=device_s,
+        host_s=host_s,
+        slow_host_s=slow_host_s,
+        bound="host" if host_s > device_s else _bound(parts),
+    )
+
+
+def _bound(parts: list[TimePart]) -> Bound:
+    """Products and fused attention are bound by the peak, all else by the bandwidth."""
+    compute = sum(part.seconds for part in parts if part.kind != "streaming")
+    return "compute" if compute > sum(part.seconds for part in parts) / 2 else "memory"
+
+
+def _spread(spec: StepSpec, gpu: Gpu) -> float:
+    known = gpu.rates.step.spread
+    if not has_own_rates(spec.precision, gpu):
+        return known["elsewhere"]
+    return known["eager" if spec.compile == "off" else "compiled"]
+
+
+def refuse_unknown_step(spec: StepSpec, gpu: Gpu) -> None:
+    """Raise Unsupported for a step whose time `predict_step_time` does not know."""
+    what, shape = f"predicting the time of {spec.model.label}", spec.model.shape
+    if shape is None or shape.num_heads == 0:
+        why = "the operators are known of steplab's own Transformer alone"
+        raise Unsupported(what, why, "measure it with `steplab run`, or replace the sizes of a built-in model")
+    if spec.device in ("cpu", "mps"):
+        raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
+    if spec.layout.world_size > 1:
+        why = "the prediction is of a step that one process takes by itself"
+        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
+    dtype = DTYPE_OF_MATMULS[spec.precision]
+    if dtype not in gpu.peaks:
+        why = f"no peak of {gpu.name} is stated in {dtype}"
+        raise Unsupported(f"{what} in {spec.precision}", why, f"give one with --peak {dtype}=FLOP/s")
+    refuse_unserved_attention(spec)
+
+
+def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
+    """What is assumed, and what is left out."""
+    notes = ["without what runs before and after a step: loading data, logging, saving"]
+    if not has_own_rates(spec.precision, gpu):
+        notes.append(f"no record of {spec.precision} on {gpu.name} was fitted: shares of its peak as in other formats")
+    if spec.compile != "off":
+        notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
+    if spec.compile in _CUDA_GRAPHS:
+        notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
+    if spec.precision == "fp16":
+        notes.append("without the gradient scaler's operators")
+    if spec.attention not in ("plain", "sdpa", "auto") and spec.attention not in gpu.rates.attention:
+        notes.append(f"attention {spec.attention} was not measured here: predicted as FlashAttention-2")
+    shape = spec.model.shape
+    num_layers = shape.num_layers if shape else None
+    remark = checkpointing_remark(spec.checkpointing, num_layers=num_layers, gradients=spec.pass_name != "forward")
+    return [*notes, remark] if remark else notes

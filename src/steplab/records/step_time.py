@@ -1,0 +1,100 @@
+"""The predicted time of a step, by the phases in which it is measured."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from steplab.specs.step import StepSpec
+
+STEP_TIME_SCHEMA = "steplab.step_time_prediction/1"
+
+Bound = Literal["compute", "memory", "host"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimePart:
+    """Kernels of one kind in one phase."""
+
+    phase: str
+    """forward, backward or optimizer."""
+    kind: str
+    """matmul, attention, or streaming for what memory bandwidth bounds."""
+    what: str
+    """Operator by the name of torch's traces; 'fused' for kernels that a compiler joins."""
+    dtype: str
+    """Number format of the computation."""
+    kernels: int
+    """Number of kernels."""
+    seconds: float
+    """Central value of their time together, gaps between them included."""
+    flops: float
+    """FLOPs of all of them."""
+    moved_bytes: float
+    """Least number of bytes that they move."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseTimes:
+    """The predicted time of one phase, or of the step."""
+
+    phase: str
+    """forward, backward, optimizer or step."""
+    seconds: float
+    """Central value."""
+    low_s: float
+    """Lower end of the 90 % interval."""
+    high_s: float
+    """Upper end of the 90 % interval."""
+    device_s: float
+    """Central value of the device's own time: what it takes if the host is always ahead."""
+    host_s: float
+    """Time that Python takes to launch it on a quick host; the device waits where that is longer."""
+    slow_host_s: float
+    """The same on a slow host."""
+    bound: Bound
+    """What most of the central value goes to: products at the peak, memory, or waiting for the host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimePrediction:
+    """The time of one step of one process, from a dry run of its operators and rates of kernels.
+
+    `phases` has the phases and, last, the step: the sum of the phases. The seconds of `parts` sum to its device_s.
+    """
+
+    gpu: str
+    """GPU, by its name in the catalogue of hardware."""
+    phases: tuple[PhaseTimes, ...]
+    """Times by phase; the last is the step."""
+    parts: tuple[TimePart, ...]
+    """What the device's time is made of."""
+    is_fitted: bool
+    """Whether rates of this GPU, this precision and this way of compiling were fitted to records; otherwise those of
+    others are used, and the interval is wider."""
+    sources: tuple[str, ...] = ()
+    """Sources of the GPU's figures and of the rates."""
+    notes: tuple[str, ...] = ()
+    """What is assumed, and what is left out."""
+    spec: StepSpec | None = None
+    """The predicted step; None: not stored."""
+    schema: str = field(default=STEP_TIME_SCHEMA)
+    """Format of this record."""
+
+    @property
+    def step(self) -> PhaseTimes:
+        """The whole step."""
+        return self.phases[-1]
+
+    @property
+    def central_s(self) -> float:
+        """Central value of the step's time."""
+        return self.step.seconds
+
+    @property
+    def low_s(self) -> float:
+        """Lower end of the step's 90 % interval."""
+        return self.step.low_s
+
+    @property
+    def high_s(self) -> float:
+        """Upper end of the step's 90 % interval."""
+        return self.step.high_s

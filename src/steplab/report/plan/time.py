@@ -1,0 +1,131 @@
+"""What a report says of a predicted step time: the interval, by phase, and what the time goes to."""
+
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.rows import Row
+from steplab.records.step_time import PhaseTimes, StepTimePrediction
+from steplab.report.kit.document import Column, Document, Section, Sentences, Table, named_section, notes_section
+from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
+from steplab.report.run.words import describe
+from steplab.specs.step import StepSpec
+
+_BOUND = {
+    "compute": "matrix products bound it",
+    "memory": "memory bandwidth bounds it",
+    "host": "the device waits for the host, which launches too slowly",
+}
+
+
+def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
+    """All that is predicted of the time of a step; for programs the rows of `time_rows`."""
+    step, time = prediction.step, units.format_time
+    return Document(
+        title=f"Predicted step time on {prediction.gpu}",
+        subtitle=describe(spec),
+        verdict=(
+            f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a probability of "
+            f"90 %; {_BOUND[step.bound]}.",
+        ),
+        sections=tuple(_sections(prediction)),
+        data=Table(name="prediction", columns=(), rows=tuple(time_rows(prediction))),
+    )
+
+
+def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
+    step, time = prediction.step, units.format_time
+    host = f"If the host keeps up, the step takes what the device takes, {time(step.device_s)}."
+    if step.slow_host_s > step.device_s:
+        slow = f"a slow one up to {time(step.slow_host_s)}, and then the device waits"
+    else:
+        slow = f"a slow one {time(step.slow_host_s)}"
+    host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
+    yield named_section("Phases", _phases(prediction), Sentences(texts=(host,)))
+    yield named_section("Where the device's time goes", _parts(prediction))
+    yield from notes_section(prediction.notes)
+    yield from notes_section(prediction.sources, "Sources")
+
+
+def _phases(prediction: StepTimePrediction) -> Table:
+    return Table(
+        name="phases",
+        columns=(
+            Column(key="phase", header="phase"),
+            Column(key="seconds", header="time", quantity=TIME),
+            Column(key="low_s", header="from", quantity=TIME),
+            Column(key="high_s", header="to", quantity=TIME),
+            Column(key="device_s", header="device", quantity=TIME, rank=1),
+            Column(key="host_s", header="quick host", quantity=TIME, rank=2),
+            Column(key="slow_host_s", header="slow host", quantity=TIME, rank=2),
+            Column(key="bound", header="bound by"),
+        ),
+        rows=tuple(_phase(phase) for phase in prediction.phases),
+    )
+
+
+def _phase(phase: PhaseTimes) -> Row:
+    return {
+        "phase": phase.phase,
+        "seconds": phase.seconds,
+        "low_s": phase.low_s,
+        "high_s": phase.high_s,
+        "device_s": phase.device_s,
+        "host_s": phase.host_s,
+        "slow_host_s": phase.slow_host_s,
+        "bound": phase.bound,
+    }
+
+
+_MOST_PARTS = 12
+
+
+def _parts(prediction: StepTimePrediction) -> Table:
+    rows = sorted(_part_rows(prediction), key=lambda row: -float(row["seconds"] or 0))
+    return Table(
+        name="parts",
+        columns=(
+            Column(key="phase", header="phase"),
+            Column(key="kind", header="kind", rank=2),
+            Column(key="what", header="operator"),
+            Column(key="dtype", header="format", rank=1),
+            Column(key="kernels", header="kernels", quantity=NUMBER, rank=1),
+            Column(key="seconds", header="time", quantity=TIME),
+            Column(key="share", header="share", quantity=SHARE),
+            Column(key="flops_per_s", header="rate", quantity=FLOPS_PER_S, rank=1),
+            Column(key="bytes_per_s", header="bandwidth", quantity=BYTES_PER_S, rank=1),
+        ),
+        rows=tuple(rows),
+        first=_MOST_PARTS if len(rows) > _MOST_PARTS else None,
+        caption="Central values, gaps between kernels included; 'fused' are kernels that a compiler joins.",
+    )
+
+
+def _part_rows(prediction: StepTimePrediction) -> list[Row]:
+    whole = prediction.step.device_s
+    return [
+        {
+            "phase": part.phase,
+            "kind": part.kind,
+            "what": part.what,
+            "dtype": part.dtype,
+            "kernels": part.kernels,
+            "seconds": part.seconds,
+            "share": part.seconds / whole,
+            "flops_per_s": part.flops / part.seconds if part.kind != "streaming" else None,
+            "bytes_per_s": part.moved_bytes / part.seconds,
+            "flops": part.flops,
+            "moved_bytes": part.moved_bytes,
+        }
+        for part in prediction.parts
+    ]
+
+
+def time_rows(prediction: StepTimePrediction) -> list[Row]:
+    """One row for each phase and the step, for each kind of kernel, and for each note and source; `row` tells them
+    apart. The seconds of the parts of a phase sum to its device_s, and those of the phases to the step's."""
+    rows: list[Row] = [{"row": "phase", **_phase(phase)} for phase in prediction.phases]
+    rows += [{"row": "part", **row} for row in _part_rows(prediction)]
+    rows += [{"row": "note", "what": note} for note in prediction.notes]
+    rows += [{"row": "source", "what": source} for source in prediction.sources]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [dict.fromkeys(names) | row for row in rows]

@@ -1,0 +1,278 @@
+"""Predicted step times: against recorded steps that no rate was fitted to, and against what must hold of any model."""
+
+import dataclasses
+import gzip
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.test_architecture import BLOCKED, in_a_fresh_process
+
+from steplab.cli.app import main
+from steplab.errors import Unsupported, UserError
+from steplab.plan.dry_run.events import Product
+from steplab.plan.dry_run.step import operators_of
+from steplab.plan.fusion import fused_kernels
+from steplab.plan.kernel_time import product_s, streaming_s
+from steplab.plan.rates import Gpu, fitted_rates, gpu_named
+from steplab.plan.seen import is_held_out, parsed_hold_out
+from steplab.plan.time import kernels_of, parts_of, predict_step_time
+from steplab.records.codec import decode
+from steplab.records.run import Run
+from steplab.records.step_time import StepTimePrediction
+from steplab.report.kit.rendering import render
+from steplab.report.plan.time import time_document
+from steplab.specs.hardware import catalogue
+from steplab.specs.resolve import resolve_step
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+H200 = gpu_named("H200 SXM")
+
+
+@cache
+def recorded(name: str) -> tuple[Run, ...]:
+    """The steps of steplab's own models in a file of records."""
+    lines = gzip.decompress((GOLDEN / name).read_bytes()).splitlines()
+    runs = [record for record in map(decode, lines) if isinstance(record, Run)]
+    return tuple(run for run in runs if run.timing and run.spec and run.spec.model.kind == "transformer")
+
+
+def predicted(gpu: Gpu = H200, /, **fields: Any) -> StepTimePrediction:
+    return predict_step_time(resolve_step(fields), gpu)
+
+
+# --- against recorded steps ---------------------------------------------------------------------------------------
+
+
+def held_out_steps() -> list[tuple[StepTimePrediction, float]]:
+    """Predictions of the recorded steps that were held out of the fit, and of which the host was surely ahead."""
+    found = []
+    for run in recorded("step_h200_202611.jsonl.gz"):
+        assert run.spec is not None
+        assert run.timing is not None
+        if is_held_out(run.spec, H200.rates.held_out):
+            prediction = predict_step_time(run.spec, H200)
+            measured = run.timing.phase("step")
+            if measured is not None and prediction.step.slow_host_s < prediction.step.device_s:
+                found.append((prediction, median(measured.best_s)))
+    return found
+
+
+def test_steps_held_out_of_the_fit_are_predicted() -> None:
+    """At least one size and one context that the fit has not seen; eager and compiled, fp32 and bf16."""
+    found = held_out_steps()
+    specs = [prediction.spec for prediction, _ in found if prediction.spec]
+    assert {spec.compile for spec in specs} == {"off", "default"}
+    assert {spec.model.name for spec in specs} >= {"xl", "medium", "2.7b"}
+    assert len(specs) >= 30
+    errors = sorted(abs(prediction.central_s / measured - 1) for prediction, measured in found)
+    assert median(errors) < 0.04
+    assert errors[-1] < 0.15
+    inside = sum(prediction.low_s <= measured <= prediction.high_s for prediction, measured in found)
+    assert inside >= 0.9 * len(found)
+    assert median((p.high_s - p.low_s) / 2 / p.central_s for p, _ in found) <= 0.15
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> None:
+    """Forward, to the kernel; backward within the reductions that the compiler splits in two."""
+    for run in recorded("profile_h200_202611.jsonl.gz"):
+        assert run.spec is not None
+        if run.profile is None or run.spec.compile != "default" or run.spec.model.name == "small":
+            continue
+        made = [op for op in run.profile.ops if op.name.startswith("triton_") and op.phase == phase]
+        calls = sum(op.calls for op in made) / run.profile.num_steps
+        moved = sum(op.moved_bytes or 0 for op in made) / run.profile.num_steps
+        fused = [kernel for kernel in kernels_of(run.spec) if kernel.fused and kernel.operator.phase == phase]
+        assert len(fused) == pytest.approx(calls, rel=1e-9 if phase == "forward" else 0.4)
+        # A trace names what a kernel overwrites once, though it is read and written.
+        assert sum(kernel.moved_bytes for kernel in fused) == pytest.approx(moved, rel=0.35)
+
+
+# --- what must hold of any model ----------------------------------------------------------------------------------
+
+STEPS = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(["tiny", "small", "2.7b"]),
+        "model.num_layers": st.sampled_from([1, 2, 4]),
+        "batch": st.sampled_from([1, 3, 8]),
+        "context": st.sampled_from([64, 200, 1024]),
+        "precision": st.sampled_from(["fp32", "tf32", "bf16", "fp16", "bf16_pure"]),
+        "compile": st.sampled_from(["off", "block", "default", "reduce-overhead"]),
+        "attention": st.sampled_from(["plain", "sdpa"]),
+        "checkpointing": st.sampled_from(["none", "full", "every_3", "selective"]),
+        "pass": st.sampled_from(["forward", "forward_backward", "train"]),
+        "optimizer": st.sampled_from(["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]),
+    }
+)
+GPUS = st.sampled_from([gpu_named(card.name) for card in catalogue()])
+
+
+@given(STEPS, GPUS)
+def test_the_step_is_the_sum_of_its_parts(fields: dict[str, Any], gpu: Gpu) -> None:
+    found = predicted(gpu, **fields)
+    *phases, step = found.phases
+    assert step.phase == "step"
+    for name in ("seconds", "low_s", "high_s", "device_s", "host_s", "slow_host_s"):
+        assert getattr(step, name) == pytest.approx(sum(getattr(phase, name) for phase in phases))
+    for phase in phases:
+        own = [part.seconds for part in found.parts if part.phase == phase.phase]
+        assert phase.device_s == pytest.approx(sum(own))
+        assert 0 < phase.low_s < phase.seconds < phase.high_s
+        assert phase.device_s <= phase.seconds
+    assert sum(part.seconds for part in found.parts) == pytest.approx(step.device_s)
+
+
+@given(STEPS, GPUS, st.floats(1.0, 4.0))
+def test_more_bandwidth_or_a_higher_peak_is_never_slower(fields: dict[str, Any], gpu: Gpu, times: float) -> None:
+    wider = dataclasses.replace(gpu, bandwidth_bytes_per_s=times * gpu.bandwidth_bytes_per_s)
+    higher = dataclasses.replace(gpu, peaks={dtype: times * peak for dtype, peak in gpu.peaks.items()})
+    usual = sum(part.seconds for part in parts_of(resolve_step(fields), gpu))
+    for better in (wider, higher):
+        assert sum(part.seconds for part in parts_of(resolve_step(fields), better)) <= usual * (1 + 1e-12)
+
+
+@settings(max_examples=30)
+@given(STEPS, st.integers(5, 9))
+def test_blocks_that_are_added_are_those_that_would_be_run(fields: dict[str, Any], num_layers: int) -> None:
+    spec = resolve_step(fields | {"model.num_layers": num_layers})
+    kernels = kernels_of(spec)
+    parts = parts_of(spec, H200)
+    assert sum(part.kernels for part in parts) == len(kernels)
+    assert sum(part.flops for part in parts) == pytest.approx(sum(kernel.operator.flops for kernel in kernels))
+    assert sum(part.moved_bytes for part in parts) == pytest.approx(sum(kernel.moved_bytes for kernel in kernels))
+
+
+@settings(max_examples=30)
+@given(STEPS)
+def test_fusing_leaves_the_products_and_moves_no_more(fields: dict[str, Any]) -> None:
+    operators = operators_of(resolve_step(fields))
+    kernels = fused_kernels(operators)
+    left = [kernel.operator for kernel in kernels if not kernel.fused]
+    assert [op for op in left if op.kind != "streaming"] == [op for op in operators if op.kind != "streaming"]
+    assert len(kernels) <= len(operators)
+    eager = sum(op.read_bytes + op.written_bytes for op in operators)
+    assert sum(kernel.moved_bytes for kernel in kernels) <= eager
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.sampled_from(["fp32", "bf16"]))
+def test_a_product_is_no_faster_than_the_roofline(m: int, n: int, k: int, dtype: str) -> None:
+    product = Product(m=m, n=n, k=k)
+    size = 4 if dtype == "fp32" else 2
+    least = max(product.flops / H200.peaks[dtype], size * (m * k + k * n + m * n) / H200.bandwidth_bytes_per_s / 1.5)
+    assert product_s(product, dtype, H200) > least
+
+
+def test_a_last_wave_of_few_tiles_costs_more_than_its_share() -> None:
+    full, one_more = Product(m=128 * 132, n=256, k=4096), Product(m=128 * 133, n=256, k=4096)
+    assert product_s(one_more, "bf16", H200) > 1.03 * product_s(full, "bf16", H200)
+
+
+def test_small_tensors_are_moved_faster_than_large_ones() -> None:
+    small, large = 2e6, 2e9
+    fixed = H200.rates.streaming.fixed_s
+    assert (streaming_s("copy", small, H200) - fixed) / small < (streaming_s("copy", large, H200) - fixed) / large
+
+
+# --- what is refused, and what is assumed -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"model": "xxl"}, "own Transformer"),
+        ({"model": "toy"}, "own Transformer"),
+        ({"model": "tiny", "device": "cpu"}, "CUDA device"),
+        ({"model": "tiny", "layout": "dp=2"}, "one process"),
+        ({"model": "tiny", "attention": "sdpa_flash"}, "fp32"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_reason(fields: dict[str, object], why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        predicted(**fields)
+
+
+def test_a_format_without_a_peak_is_refused_until_one_is_given() -> None:
+    lacking = dataclasses.replace(H200, peaks={"bf16": H200.peaks["bf16"]})
+    with pytest.raises(Unsupported, match="--peak fp32"):
+        predicted(lacking, model="tiny")
+
+
+def test_another_gpu_has_the_shares_of_the_fitted_one_and_a_wider_interval() -> None:
+    here, there = predicted(model="xl", context=512), predicted(gpu_named("A100 SXM 80GB"), model="xl", context=512)
+    assert here.is_fitted
+    assert not there.is_fitted
+    assert there.central_s > here.central_s
+    assert there.high_s / there.central_s > here.high_s / here.central_s
+    assert any("no record of A100 SXM 80GB was fitted" in source for source in there.sources)
+
+
+def test_given_figures_replace_the_catalogue() -> None:
+    slower = gpu_named("H200 SXM", peak={"bf16": 100e12}, bandwidth_bytes_per_s=1e12)
+    assert slower.peaks["bf16"] == 100e12
+    assert slower.peaks["fp32"] == H200.peaks["fp32"]
+    assert predicted(slower, model="small", precision="bf16").step.device_s > 2 * (
+        predicted(model="small", precision="bf16").step.device_s
+    )
+    with pytest.raises(UserError, match="bandwidth must be positive"):
+        gpu_named("H200 SXM", bandwidth_bytes_per_s=0)
+    with pytest.raises(UserError, match="unknown hardware"):
+        gpu_named("H200 SX")
+
+
+def test_a_slow_host_widens_the_interval_of_a_step_that_waits_for_it() -> None:
+    waiting, busy = predicted(model="small", precision="bf16"), predicted(model="2.7b", context=1024, precision="bf16")
+    assert waiting.step.bound == "host"
+    assert waiting.step.device_s < waiting.step.host_s
+    assert busy.step.slow_host_s < busy.step.device_s
+    assert waiting.high_s / waiting.central_s > busy.high_s / busy.central_s
+
+
+def test_hold_outs_are_fields_and_values() -> None:
+    held = parsed_hold_out("model=xl,medium context=128")
+    assert held == {"model": ["xl", "medium"], "context": ["128"]}
+    assert is_held_out(resolve_step({"model": "xl", "context": 512}), held)
+    assert is_held_out(resolve_step({"model": "small", "context": 128}), held)
+    assert not is_held_out(resolve_step({"model": "small", "context": 256}), held)
+    for wrong in ("models=xl", "model", "model="):
+        with pytest.raises(UserError, match="--hold-out takes"):
+            parsed_hold_out(wrong)
+
+
+def test_the_table_of_rates_says_what_it_was_fitted_to() -> None:
+    for rates in fitted_rates():
+        assert rates.source
+        assert rates.until_utc
+        assert set(rates.step.spread) == {"eager", "compiled", "elsewhere"}
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_the_text_fits_every_width(width: int) -> None:
+    spec = resolve_step({"model": "small", "context": 256})
+    told = render(time_document(spec, predict_step_time(spec, H200)), width=width)
+    assert max(map(len, told.splitlines())) <= width
+    assert "A step takes about" in told
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
+    told = in_a_fresh_process(code, "plan", "time", "--model", "2.7b", "--context", "512", "--precision", "bf16")
+    assert "Predicted step time on H200 SXM" in told
+
+
+def test_an_unknown_field_and_a_wrong_peak_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, named in (
+        (["--contxt", "512"], "--contxt"),
+        (["--peak", "bf17=1e12"], "--peak takes one of"),
+        (["--peak", "bf16"], "--peak takes a number format"),
+        (["--gpu", "H300"], "unknown hardware"),
+    ):
+        assert main(["plan", "time", "--model", "tiny", *arguments]) == 2
+        assert named in capsys.readouterr().err
