@@ -466,7 +466,7 @@ def test_what_the_allocator_adds(asked: list[int], given_out: int) -> None:
         ({"model": "package.module:function"}, "measure it with `steplab memory`"),
         ({"device": "cpu"}, "leave --device out"),
         ({"device": "mps"}, "leave --device out"),
-        ({"layout": "fsdp=2"}, "on layout fsdp=2 is not supported: .* leave --layout out"),
+        ({"model": "xxl", "layout": "fsdp=2"}, "on layout fsdp=2 is not supported: .* leave --layout out"),
         ({"model": "small", "model.num_layers": 10**9}, "take --model.num-layers 200 or fewer"),
     ],
 )

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from steplab.specs.study import Grid
 
 STEP = Group.create_ordered("The step")
-_SPREAD = Group.create_ordered("Several processes")
+SPREAD = Group.create_ordered("Several processes")
 _SIZES = Group.create_ordered("Sizes that replace those of a built-in model")
 _OUTPUT = Group.create_ordered("Store and output")
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 
 
-_GROUPS = {"step": STEP, "processes": _SPREAD, "sizes": _SIZES}
+_GROUPS = {"step": STEP, "processes": SPREAD, "sizes": _SIZES}
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -97,7 +97,7 @@ class ProcessOptions:
         Parameter(
             name="--gpus",
             help="Number of processes to start, each on its own GPU; they communicate through NCCL",
-            group=_SPREAD,
+            group=SPREAD,
         ),
     ] = None
     processes: Annotated[
@@ -105,7 +105,7 @@ class ProcessOptions:
         Parameter(
             name="--processes",
             help="Number of processes to start on the CPU; they communicate through gloo",
-            group=_SPREAD,
+            group=SPREAD,
         ),
     ] = None
 

@@ -7,19 +7,38 @@ from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.step_time import StepTimePrediction
+from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.step import StepSpec
 
 
-def plan_memory(spec: StepSpec | str | None = None, **fields: object) -> MemoryPrediction:
-    """The predicted memory peak of a step on CUDA, by category.
+def plan_memory(
+    spec: StepSpec | str | None = None, *, variant: str | None = None, **fields: object
+) -> MemoryPrediction:
+    """The predicted memory peak of a step on CUDA, by category, and on a layout for every rank.
 
     `spec` and `fields` are as in `measure`:
 
         plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
+    `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
+    `torch_ddp:25`, `sharded`, `fsdp2`.
+
     Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
     """
-    return predict_memory(asked_step("plan_memory", spec, fields))
+    asked = asked_step("plan_memory", spec, fields)
+    return predict_memory(asked, variant=asked_variant(asked, variant))
+
+
+def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:
+    """The variant of this name on the spec's layout. Raises UserError where the layout is not of dp alone."""
+    if name is None:
+        return None
+    if spec.layout.world_size == 1 or spec.layout.world_size != spec.layout.dp:
+        raise UserError(
+            f"a variant is of a layout of dp alone, not of {spec.layout}; use --layout dp=2, or leave it out"
+        )
+    found = variants_of([name], [DEFAULT_BUCKET_MB])
+    return found[0]
 
 
 DEFAULT_GPU = "H200 SXM"

@@ -12,10 +12,20 @@ from steplab.units import MIB
 OUTSIDE_BYTES = 784 * MIB
 """The CUDA context, the kernels' code and what libraries allocate for themselves: up to 762.9 MiB in recorded cells,
 778.8 MiB where cuDNN has the attention."""
+NCCL_BYTES, COMMUNICATOR_BYTES, PIPELINE_BYTES = 330 * MIB, 483 * MIB, 155 * MIB
+"""What NCCL takes once, for each group of ranks, and for messages between neighbours of a pipeline. Device memory in
+use on four H200s less what the allocator had reserved was 1593 to 1597 MiB with one group, 2076 to 2080 with two, and
+155 to 160 more with a pipeline, OUTSIDE_BYTES among it (benchmarks/results/layout_h200_202611.md)."""
 RESERVED_MARGIN = 0.10
 """By which more may be reserved than the dry run finds: up to 8.9 % in recorded cells, up to 3.3 % but for five."""
 LEAST_USABLE = 0.96
 """Of the stated GiB, on a card that nobody has read it from. A caution: an H200 has 0.991, a GeForce about 0.98."""
+
+
+def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
+    """What a rank takes of the device outside of torch's allocator."""
+    of_nccl = NCCL_BYTES + num_communicators * COMMUNICATOR_BYTES if num_communicators else 0
+    return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if pipeline else 0)
 
 
 def least_device_bytes(peak_bytes: int) -> int:

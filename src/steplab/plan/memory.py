@@ -16,10 +16,12 @@ from steplab.plan.dry_run.memory import Peak
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import memory_of
 from steplab.plan.dry_run.tensors import Piece
+from steplab.plan.layout.prediction import by_category, predict_layout_memory
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
 from steplab.units import KIB, MIB, format_bytes
 
@@ -33,12 +35,14 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
-def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPrediction:
+def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Variant | None = None) -> MemoryPrediction:
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it; None: a Hopper, such as the H200. Raises Unsupported for a step that
     does not run on CUDA, and for a model other than a built-in size, whose operators are not known. For a size for
-    planning only, and with CUDA graphs, it is a lower bound: `kind` says so.
+    planning only, and with CUDA graphs, it is a lower bound: `kind` says so. On a layout the prediction is of the ranks
+    that need most, with all others beside it; `variant` says how the ranks of a layout of dp alone share their state,
+    where that is none of `spec.data_parallel`.
     """
     _refuse_what_is_not_known(spec)
     refuse_unserved_attention(spec)
@@ -48,6 +52,8 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
         return _without_activations(spec)
     on_hopper = device is None or _HOPPER.search(device) is not None
     workspace = HOPPER_WORKSPACE if on_hopper else WORKSPACE
+    if spec.layout.world_size > 1:
+        return predict_layout_memory(spec, workspace.value, variant, _notes(spec, workspace.value, device))
     ledger = memory_of(spec, workspace=workspace)
     peak = ledger.peak()
     terms, kind = _terms(peak), _kind(spec)
@@ -55,7 +61,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPredic
     safe = None if kind == "at_least" else safe_device_bytes(ledger.reserved_bytes)
     return MemoryPrediction(
         peak_bytes=peak.num_bytes,
-        at_peak=_by_category(terms),
+        at_peak=by_category(terms),
         peak_phase=peak.phase,
         peak_where=f"{peak.piece.where}: {peak.piece.what}",
         terms=terms,
@@ -84,12 +90,14 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
-    if spec.compile == "block":
+    if spec.compile == "block" and spec.layout.world_size == 1:
         why = "what the compiler keeps for backward is known of a model that is compiled as a whole"
         raise Unsupported(f"{what} with compile block", why, "use --compile default, or measure it: `steplab memory`")
     if spec.layout.world_size > 1:
-        why = "the prediction is of a step that one process takes by itself"
-        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
+        if not shape.num_heads:
+            why = "it is a size for planning only, which no layout can split"
+            raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
+        return
     if shape.num_heads and shape.num_layers > _MOST_LAYERS:
         why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
         raise Unsupported(what, why, f"take --model.num-layers {_MOST_LAYERS} or fewer; each further one adds the same")
@@ -115,14 +123,6 @@ def _named(piece: Piece) -> str:
     return piece.what.partition(", in ")[0] if piece.category == "gradients" else piece.what
 
 
-def _by_category(terms: tuple[Term, ...]) -> dict[str, int]:
-    totals = {
-        category: sum(term.num_bytes * term.count for term in terms if term.category == category)
-        for category in MEMORY_CATEGORIES
-    }
-    return {category: total for category, total in totals.items() if total}
-
-
 def _without_activations(spec: StepSpec) -> MemoryPrediction:
     """Of a size for planning only: its weights, and what training keeps for each of them."""
     shape = spec.model.shape
@@ -144,7 +144,7 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
         for category, count in kept.items()
     )
     why = f"at least this: '{spec.model.name}' is a size for planning only, whose activations are not defined"
-    total = _by_category(terms)
+    total = by_category(terms)
     peak_bytes = sum(total.values())
     least = least_device_bytes(peak_bytes)
     return MemoryPrediction(

@@ -14,13 +14,15 @@ MEMORY_CATEGORIES = (
     "autocast_copies",
     "inputs",
     "workspaces",
+    "communication",
     "temporaries",
     "rounding",
 )
 """Categories of memory by owner. parameters: parameters and buffers. gradients: gradients of parameters. activations:
 tensors made in a forward pass (also a recomputed one) and still alive at its end, for the backward pass.
 autocast_copies: weights that autocast cast once for all uses. workspaces: memory of a library, such as cuBLAS, that is
-allocated before and after the step and belongs to no tensor. temporaries: everything else allocated in the step.
+allocated before and after the step and belongs to no tensor. communication: weights gathered from other ranks, and
+buffers of messages (in predictions only). temporaries: everything else allocated in the step.
 rounding: what the allocator added to the requested sizes."""
 
 UNNAMED_CATEGORIES = ("before", "during", "rounding")

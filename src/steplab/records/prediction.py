@@ -46,6 +46,40 @@ class CardFit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """The peak of the ranks of a layout that do the same, of the first one, which has the largest shards."""
+
+    ranks: str
+    """The ranks in words, such as 'ranks 0 to 3'."""
+    first_rank: int
+    """Number of the first of them."""
+    num_ranks: int
+    """Number of ranks."""
+    has: str
+    """Parts of the model that they have, such as 'embedding, blocks 0 to 7'."""
+    in_flight: int
+    """Most microbatches in flight at once; 1 without a pipeline."""
+    peak_bytes: int
+    """Most bytes allocated at once."""
+    peak_phase: str
+    """Phase of the peak."""
+    peak_where: str
+    """Moment of the peak in words."""
+    phase_peaks: dict[str, int]
+    """Most bytes allocated at once in each phase."""
+    reserved_bytes: int
+    """Most bytes that the allocator reserves, including its cache."""
+    terms: tuple[Term, ...]
+    """The terms of the peak."""
+    parameters_bytes: int
+    """Bytes of the weights that a rank keeps."""
+    gradients_bytes: int
+    """Bytes of their gradients before the update."""
+    optimizer_bytes: int
+    """Bytes of the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPrediction:
     """The peak of a step by category, from a dry run of its operators with a model of the allocator."""
 
@@ -74,6 +108,12 @@ class MemoryPrediction:
     """Memory of a device that is sure to run the step, including room for fragmentation; None: not known."""
     cards: tuple[CardFit, ...] = ()
     """Whether the step fits each GPU of the catalogue, the largest GPU first."""
+    rank: str = ""
+    """Ranks of a layout that need most and that the other figures are of, such as 'ranks 0 to 3'; empty for a step of
+    one process."""
+    ranks: tuple[RankMemory, ...] = ()
+    """The peak of every group of ranks of a layout that do the same, in the order of the pipeline; empty for a step of
+    one process."""
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
     schema: str = field(default=PREDICTION_SCHEMA)

@@ -4,19 +4,33 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import FileOptions, OutputOptions, StepOptions
+from steplab.cli.options import SPREAD, FileOptions, OutputOptions, StepOptions
 
 plan = App(name="plan", help_format="plaintext")
 
 
 @plan.command
-def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOptions()) -> None:
+def memory(
+    *,
+    step: StepOptions = StepOptions(),
+    variant: Annotated[
+        str | None,
+        Parameter(
+            help="How the ranks of --layout dp=N share state, as `steplab ddp` names it: torch_ddp:25, sharded, fsdp2",
+            group=SPREAD,
+        ),
+    ] = None,
+    out: OutputOptions = OutputOptions(),
+) -> None:
     """Predict the peak memory of a step on a CUDA device, with everything that it consists of.
 
     Nothing is allocated and nothing is stored: the step is run dry, operator
     by operator, with a model of torch's allocator. Each summand is shown with
     its formula, followed by the GPUs that the step fits. Besides the sizes
     below there is xxl, for which only a lower bound is predicted.
+
+    With --layout each group of ranks is predicted, and the ranks that need
+    most are shown in full.
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
@@ -30,7 +44,7 @@ def memory(*, step: StepOptions = StepOptions(), out: OutputOptions = OutputOpti
 
     spec = resolve_step(step.fields())
     chosen = chosen_format(out.format, out)
-    prediction = plan_memory(spec)
+    prediction = plan_memory(spec, variant=variant)
     if chosen == "json":
         emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
     else:

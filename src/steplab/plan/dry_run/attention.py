@@ -159,7 +159,7 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
     """Batched matmul, of copies where heads do not lie apart. Keeps both."""
     x, y = _heads_apart(m, x), _heads_apart(m, y)
     names, sizes = (x.what, y.what), m.sizes
-    rows, heads = sizes.context, sizes.batch * sizes.shape.num_heads
+    rows, heads = sizes.context, sizes.batch * sizes.heads
     k, n = x.count.value // (heads * rows), out.value // (heads * rows)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,14 +120,14 @@ class CompiledTransformer:
             return kept
         kept = [
             _Kind(sizes.residual, m.weight_dtype, "residual stream, normalised", 2),
-            _Kind(sizes.tokens, FP32, "reciprocal root mean squares", 2),
-            _Kind(sizes.residual, compute, "norms", 2),
+            _Kind(sizes.rows_of_stream, FP32, "reciprocal root mean squares", 2),
+            _Kind(sizes.gathered, compute, "norms", 2),
             *self._attended(keys, "query, key, value", num_others=1),
             _Kind(sizes.residual, compute, "attention output"),
             _Kind(sizes.inner, compute, self._inner_words, len(inner) + 1),
             *(self._of_scores() if in_memory else self._of_fused_attention()),
         ]
-        if m.autocast is not None:
+        if m.autocast is not None and not (m.gathering and m.gathering.low_precision):
             kept += self._cast_projections(m.autocast) + self._cast_feed_forward(m.autocast)
         return kept
 

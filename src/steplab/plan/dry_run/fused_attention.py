@@ -47,9 +47,7 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
     sizes = m.sizes
     rows = _rounded(sizes, row.saved_rows, None)
     dtype = q.dtype
-    scores = Product(
-        batch=sizes.batch * sizes.shape.num_heads, m=sizes.context, n=sizes.context, k=sizes.shape.head_dim
-    )
+    scores = Product(batch=sizes.batch * sizes.heads, m=sizes.context, n=sizes.context, k=sizes.shape.head_dim)
     flops = float(scores.flops)  # two products, of which the causal mask leaves half
 
     def run() -> Tensor:
@@ -84,7 +82,7 @@ def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None, lea
     if tokens_multiple == 1 and width_multiple in (None, 1):
         return sizes.rows if width_multiple is None else sizes.residual
     tokens = _up(sizes.context, tokens_multiple)
-    rows = Count(sizes.batch * sizes.shape.num_heads * tokens, f"B h {tokens}")
+    rows = Count(sizes.batch * sizes.heads * tokens, f"B h {tokens}")
     if width_multiple is None:
         return rows
     width = max(_up(sizes.shape.head_dim, width_multiple), least_width)
@@ -97,8 +95,8 @@ def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, .
     width = _up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
     if width == shape.head_dim:
         return []
-    of_queries = Count(tokens * shape.num_heads * width, f"B h T {width}")
-    of_keys = of_queries if shape.num_kv_heads is None else Count(tokens * shape.kv_heads * width, f"B k T {width}")
+    of_queries = Count(tokens * m.sizes.heads * width, f"B h T {width}")
+    of_keys = of_queries if shape.num_kv_heads is None else Count(tokens * m.sizes.kv_heads * width, f"B k T {width}")
     keys = (*_KEYS, *_GRADIENTS_OF_KEYS)
     return [m.new(of_keys if what in keys else of_queries, dtype, f"{what}, padded") for what in tensors]
 

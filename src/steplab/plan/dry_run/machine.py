@@ -4,6 +4,7 @@ Whatever the machine does is told to its listener, event by event: see events.py
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from steplab.costs.operators import flops_of_elements
@@ -40,12 +41,26 @@ class Parameter:
         return self.tensor.slot
 
 
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How weights are there that FSDP2 gathers."""
+
+    low_precision: bool = True
+    """Whether all but the embedding's are gathered in the format of matmuls, so that autocast makes no copies."""
+    fused_norms: bool = True
+    """Whether norms of an fp32 stream with such weights run as one kernel: autocast casts their weights from torch 2.12
+    on. Earlier each is composed of operators, which keep the normalised stream in fp32 as well."""
+
+
 class Machine:
     """One device and the state of torch on it."""
 
-    def __init__(self, sizes: Sizes, precision: str, workspace: Count, listen: Listener) -> None:
+    def __init__(
+        self, sizes: Sizes, precision: str, workspace: Count, listen: Listener, gathering: Gathering | None = None
+    ) -> None:
         """workspace: the bytes that a cuBLAS handle takes; one belongs to each thread that multiplies matrices. listen:
-        gets every event."""
+        gets every event. gathering: how FSDP2 gives the weights; None: they are kept whole."""
+        self.gathering = gathering
         self.sizes = sizes
         self.phase = ""
         """What part of the step is under way; see `begin`."""
@@ -215,7 +230,7 @@ class Machine:
 
     def weight(self, parameter: Parameter) -> Tensor:
         """A weight as a matmul takes it: under autocast a copy, made once in each pass."""
-        if self.autocast is None:
+        if self.autocast is None or parameter.tensor.dtype is self.autocast:
             return parameter.tensor
         if id(parameter) not in self._weight_copies:
             copy = self.cast(parameter.tensor, self.autocast)

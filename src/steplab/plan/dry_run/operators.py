@@ -15,7 +15,7 @@ _BACKWARD = {"silu": "silu_backward", "gelu": "gelu_backward"}
 def embedding(m: Machine, weight: Parameter) -> Tensor:
     """Rows of the table. Keeps the tokens alone, which are there anyway."""
     tokens_bytes = m.sizes.tokens.value * INT64.num_bytes
-    return _rows(m, weight, m.sizes.residual, "residual stream", (), tokens_bytes)
+    return _rows(m, weight, m.sizes.gathered, "residual stream", (), tokens_bytes)
 
 
 def learned_positions(m: Machine, weight: Parameter) -> Tensor:
@@ -118,9 +118,11 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     Autocast has a rule for it from torch 2.12 on, fp32. Of the residual stream, in the weight's format, that casts
     nothing: both are fp32 under autocast.
     """
+    if x.dtype is not weight.tensor.dtype and m.gathering is not None and not m.gathering.fused_norms:
+        return _composed_rms_norm(m, x, weight, what)
     like, named = (x.count, x.dtype), x.what
     output = m.new(*like, what)
-    reciprocal = m.new(m.sizes.tokens, FP32, "reciprocal root mean squares")
+    reciprocal = m.new(m.sizes.rows_of_stream, FP32, "reciprocal root mean squares")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         gradient_x, gradient_w = m.new(*like, f"gradient of {named}"), _gradient_of(m, weight)
@@ -132,6 +134,30 @@ def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
     return output
 
 
+def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
+    """The same in torch's own operators (rms_norm_composite): x times its reciprocal root mean square, then the weight.
+    Keeps x, the reciprocals and the product of both."""
+    like, named = (x.count, x.dtype), x.what
+    reciprocal = m.new(m.sizes.rows_of_stream, FP32, "reciprocal root mean squares")
+    _squares = m.run("pow", (x,), *like, "squares")
+    del _squares
+    normalised = m.run("mul", (x, reciprocal), *like, f"{what}, before its weight")
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
+        products = m.run("mul", (gradient, kept[2]), *like, "gradient of the norm's weight, token by token")
+        gradient_w = _gradient_of(m, weight)
+        m.ran("sum", (products,), (gradient_w,))
+        del products
+        gradient_n = m.run("mul", (gradient, weight.tensor), *like, f"gradient of {what}, before its weight")
+        gradient_x = m.run("mul", (gradient_n, kept[1]), *like, f"gradient of {named}")
+        _of_reciprocals = m.run("mul", (gradient_n, kept[0]), *like, f"gradient of {named}, by its mean square")
+        return gradient_x, gradient_w
+
+    output = m.run("mul", (normalised, weight.tensor), *like, what)
+    m.node((x.slot, weight.slot), (x, reciprocal, normalised), backward).gives(output)
+    return output
+
+
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
     """torch's kernel: keeps its input and two numbers a row. Autocast runs it in fp32, which casts nothing: the
     residual stream and the weights are in fp32 there."""
@@ -139,7 +165,8 @@ def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None,
     parameters = (weight,) if bias is None else (weight, bias)
     tensors = tuple(parameter.tensor for parameter in parameters)
     output = m.new(*like, what)
-    mean, reciprocal = (m.new(m.sizes.tokens, FP32, which) for which in ("means", "reciprocal standard deviations"))
+    names = ("means", "reciprocal standard deviations")
+    mean, reciprocal = (m.new(m.sizes.rows_of_stream, FP32, which) for which in names)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
         gradients = (m.new(*like, f"gradient of {named}"), *(_gradient_of(m, p) for p in parameters))

@@ -1,7 +1,8 @@
 """How many elements the tensors of a step have, as a number and in the symbols of docs/memory_formulas.md.
 
 B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block,
-h heads, k heads of keys and values where they are fewer, P learned positions.
+h heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
+1/n of each matrix, of the heads and of the vocabulary and, between the products, of the tokens (model/tensor_plan.py).
 """
 
 from dataclasses import dataclass
@@ -51,30 +52,40 @@ def half(count: Count) -> Count:
 class Sizes:
     """Every number of elements that occurs in a step of the plain Transformer."""
 
-    def __init__(self, shape: TransformerShape, batch: int, context: int) -> None:
+    def __init__(self, shape: TransformerShape, batch: int, context: int, tp: int = 1) -> None:
         B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
         P, grouped, keys = shape.learned_positions, shape.num_kv_heads is not None, shape.kv_width
-        self.shape, self.batch, self.context = shape, batch, context
+        self.shape, self.batch, self.context, self.tp = shape, batch, context, tp
+        self.heads, self.kv_heads = h // tp, shape.kv_heads // tp
+        """Heads of one rank."""
+
+        def part(value: int, symbols: str) -> Count:
+            return Count(value // tp, symbols if tp == 1 else f"{symbols} / n")
+
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
-        self.residual = Count(B * T * d, "B T d")
-        self.keys = Count(B * T * keys, "B T d k / h") if grouped else self.residual
-        self.inner = Count(B * T * f, "B T f")
-        self.logits = Count(B * T * V, "B T V")
-        self.scores = Count(B * h * T * T, "B h T²")
+        self.rows_of_stream = part(B * T, "B T")
+        self.gathered = Count(B * T * d, "B T d")
+        self.residual = part(B * T * d, "B T d")
+        """The residual stream, of which a rank has some tokens, and queries, of which it has some heads."""
+        self.keys = part(B * T * keys, "B T d k / h") if grouped else self.residual
+        self.inner = part(B * T * f, "B T f")
+        self.logits = part(B * T * V, "B T V")
+        self.scores = part(B * h * T * T, "B h T²")
         self.square = Count(T * T, "T²")
-        self.rows = Count(B * h * T, "B h T")
+        self.rows = part(B * h * T, "B h T")
         self.width = Count(d, "d")
-        self.inner_width = Count(f, "f")
-        self.key_width = Count(keys, "d k / h") if grouped else self.width
-        self.projection = Count(d * d, "d²")
-        self.key_projection = Count(d * keys, "d² k / h") if grouped else self.projection
-        self.feed_forward = Count(d * f, "d f")
-        self.vocabulary = Count(d * V, "d V")
+        self.query_width = part(d, "d")
+        self.inner_width = part(f, "f")
+        self.key_width = part(keys, "d k / h") if grouped else self.query_width
+        self.projection = part(d * d, "d²")
+        self.key_projection = part(d * keys, "d² k / h") if grouped else self.projection
+        self.feed_forward = part(d * f, "d f")
+        self.vocabulary = part(d * V, "d V")
         self.rotary = Count(T * d // h, "T d / h")
         self.positions = Count(T, "T")
         self.positions_width = Count(T * d, "T d")
-        self.position_table = Count(P * d, "P d")
+        self.position_table = part(P * d, "P d")
 
     def one_order(self, x: Count) -> bool:
         """Whether [B, T, heads, d / h] and [B, heads, T, d / h] lie alike in memory, so that none is copied to the

@@ -5,7 +5,7 @@ import dataclasses
 from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.fused_attention import attention_of
-from steplab.plan.dry_run.machine import Machine
+from steplab.plan.dry_run.machine import Gathering, Machine
 from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.operators import divided
 from steplab.plan.dry_run.optimizers import Optimizer
@@ -30,6 +30,14 @@ def memory_of(spec: StepSpec, *, workspace: Count) -> Ledger:
     return ledger
 
 
+def run_dry(spec: StepSpec, listen: Listener, *, tp: int, gathering: Gathering | None) -> None:
+    """One step of a rank of `tp` ranks of tensor parallelism, told to `listen`; the spec's own layout is not looked at.
+
+    gathering: how FSDP2 gives the weights; None: they are kept whole.
+    """
+    _Step(spec, Count(0, ""), listen, tp=tp, gathering=gathering).run()
+
+
 def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
     """The operators of a step, in order.
 
@@ -49,11 +57,13 @@ def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
 class _Step:
     """measurement.step.step.ModelStep."""
 
-    def __init__(self, spec: StepSpec, workspace: Count, listen: Listener) -> None:
+    def __init__(
+        self, spec: StepSpec, workspace: Count, listen: Listener, *, tp: int = 1, gathering: Gathering | None = None
+    ) -> None:
         self._spec = spec = dataclasses.replace(spec, attention=chosen_attention(spec))
         assert spec.model.shape is not None
         self._machine = m = Machine(
-            Sizes(spec.model.shape, spec.batch, spec.context), spec.precision, workspace, listen
+            Sizes(spec.model.shape, spec.batch, spec.context, tp), spec.precision, workspace, listen, gathering
         )
         m.begin("build")
         self._model = (
@@ -63,7 +73,8 @@ class _Step:
         )
         self._parameters = self._model.parameters.all
         for parameter in self._parameters:
-            parameter.convert(m, m.weight_dtype)
+            low = gathering is not None and gathering.low_precision and parameter not in self._model.parameters.tables
+            parameter.convert(m, m.product_dtype if low else m.weight_dtype)
         self._batches = [m.new(m.sizes.tokens, INT64, "tokens and targets", "inputs") for _ in range(2 * _BATCHES)]
         self._optimizer = Optimizer(m, self._parameters, spec.optimizer)
 

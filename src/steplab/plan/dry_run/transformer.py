@@ -16,6 +16,7 @@ from steplab.plan.dry_run.operators import (
     silu,
 )
 from steplab.plan.dry_run.sizes import FP32, Count, Sizes
+from steplab.plan.dry_run.split import gather, scatter
 from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import is_recomputed
 
@@ -60,7 +61,7 @@ def _of_block(sizes: Sizes) -> dict[str, Count]:
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if biased else {})
 
     found = _of_norm(sizes, "attention_norm")
-    found |= linear("query", sizes.projection, sizes.width, shape.biases != "none")
+    found |= linear("query", sizes.projection, sizes.query_width, shape.biases != "none")
     for name in ("key", "value"):
         found |= linear(name, sizes.key_projection, sizes.key_width, shape.biases != "none")
     found |= linear("output", sizes.projection, sizes.width)
@@ -91,11 +92,12 @@ class Transformer:
                 x = block.forward(x)
         m.where = "head and loss"
         norm = self.parameters.norm
-        logits = linear(m, normalised(m, x, norm, "norm", "final norm"), self.parameters.head, m.sizes.logits, "logits")
+        head = self.parameters.head
+        logits = linear(m, gather(m, normalised(m, x, norm, "norm", "final norm")), head, m.sizes.logits, "logits")
         return cross_entropy(m, logits)
 
     def _embedded(self) -> Tensor:
-        x = embedding(self._machine, self.parameters.embedding)
+        x = scatter(self._machine, embedding(self._machine, self.parameters.embedding))
         if self.parameters.positions is None:
             return x
         return add_positions(self._machine, x, learned_positions(self._machine, self.parameters.positions))
@@ -128,8 +130,10 @@ class Block:
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream after the block."""
         m, parameters = self._machine, self._parameters
-        x = add(m, x, self._attention(normalised(m, x, parameters, "attention_norm", "attention norm")))
-        return add(m, x, self._feed_forward(normalised(m, x, parameters, "feed_forward_norm", "feed-forward norm")))
+        x = add(m, x, self._attention(gather(m, normalised(m, x, parameters, "attention_norm", "attention norm"))))
+        return add(
+            m, x, self._feed_forward(gather(m, normalised(m, x, parameters, "feed_forward_norm", "feed-forward norm")))
+        )
 
     def _linear(self, name: str, x: Tensor, out: Count, what: str) -> Tensor:
         weight, bias = self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias")
@@ -142,15 +146,16 @@ class Block:
             for name, out in (("query", sizes.residual), ("key", sizes.keys), ("value", sizes.keys))
         )
         o = self._attend(m, rotate(m, q, "query"), rotate(m, k, "key"), v)
-        return self._linear("output", merge_heads(m, o), sizes.residual, "attention branch")
+        return scatter(m, self._linear("output", merge_heads(m, o), sizes.gathered, "attention branch"))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        m, inner, residual = self._machine, self._machine.sizes.inner, self._machine.sizes.residual
+        m, inner, whole = self._machine, self._machine.sizes.inner, self._machine.sizes.gathered
 
         # Nested as in the model, where the factors have no names that would hold them.
         if m.sizes.shape.feed_forward == "gelu":
-            return self._linear("down", gelu(m, self._linear("up", x, inner, "up")), residual, "feed-forward branch")
+            raised = gelu(m, self._linear("up", x, inner, "up"))
+            return scatter(m, self._linear("down", raised, whole, "feed-forward branch"))
         product = multiply(
             m, silu(m, self._linear("gate", x, inner, "gate")), self._linear("up", x, inner, "up"), "gated product"
         )
-        return self._linear("down", product, residual, "feed-forward branch")
+        return scatter(m, self._linear("down", product, whole, "feed-forward branch"))

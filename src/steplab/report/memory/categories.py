@@ -20,6 +20,7 @@ _COLORS = {
     "autocast_copies": 1,
     "inputs": 6,
     "workspaces": 7,
+    "communication": 8,
     "temporaries": 4,
     "rounding": 10,
     "before": 0,

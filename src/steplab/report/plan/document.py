@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from steplab import units
-from steplab.records.prediction import CardFit, MemoryPrediction, Term
+from steplab.records.prediction import CardFit, MemoryPrediction, RankMemory, Term
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import Column, Document, Section, Sentences, Table, named_section, notes_section
 from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
@@ -23,13 +23,21 @@ def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
     return Document(
         title="Predicted peak memory",
         subtitle=describe(spec),
-        verdict=(f"The peak is {peak}: {prediction.peak_where}.",),
+        verdict=(f"The peak{_of_rank(prediction)} is {peak}: {prediction.peak_where}.",),
         sections=tuple(_sections(spec, prediction)),
         data=Table(name="prediction", columns=(), rows=tuple(prediction_rows(prediction))),
     )
 
 
+def _of_rank(prediction: MemoryPrediction) -> str:
+    if len(prediction.ranks) < 2:
+        return " of every rank" if prediction.ranks else ""
+    return f" of {prediction.rank}, which need most,"
+
+
 def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:
+    if prediction.ranks:
+        yield named_section("Memory by rank", _ranks(prediction))
     yield named_section("Peak by category", _categories(prediction))
     if prediction.phase_peaks:
         yield named_section("Peaks by phase", _phases(prediction))
@@ -43,6 +51,40 @@ _SIZE = (
     Column(key="total_bytes", header="size", quantity=BYTES),
     Column(key="total_bytes", header="bytes", quantity=NUMBER, rank=1),
 )
+
+
+def _ranks(prediction: MemoryPrediction) -> Table:
+    pipeline = any(rank.in_flight > 1 for rank in prediction.ranks)
+    return Table(
+        name="ranks",
+        columns=(
+            Column(key="ranks", header="ranks"),
+            Column(key="has", header="parts of the model", wraps_from=14, rank=2),
+            *((Column(key="in_flight", header="in flight", quantity=LABEL, rank=3),) if pipeline else ()),
+            Column(key="parameters_bytes", header="parameters", quantity=BYTES, rank=1),
+            Column(key="gradients_bytes", header="gradients", quantity=BYTES, rank=1),
+            Column(key="optimizer_bytes", header="optimizer state", quantity=BYTES, rank=1),
+            Column(key="peak_bytes", header="peak", quantity=BYTES),
+            Column(key="reserved_bytes", header="reserved", quantity=BYTES),
+        ),
+        rows=tuple(_rank(rank) for rank in prediction.ranks),
+        caption="Of several ranks the first, which has the largest shards. Gradients are those before the update; the "
+        "peak is what is allocated at most, reserved what the allocator holds."
+        + (" In flight is the most microbatches between their two passes at once." if pipeline else ""),
+    )
+
+
+def _rank(rank: RankMemory) -> Row:
+    return {
+        "ranks": rank.ranks,
+        "has": rank.has,
+        "in_flight": rank.in_flight,
+        "parameters_bytes": rank.parameters_bytes,
+        "gradients_bytes": rank.gradients_bytes,
+        "optimizer_bytes": rank.optimizer_bytes,
+        "peak_bytes": rank.peak_bytes,
+        "reserved_bytes": rank.reserved_bytes,
+    }
 
 
 def _categories(prediction: MemoryPrediction) -> Table:
@@ -93,9 +135,19 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
 def _symbols(spec: StepSpec) -> str:
     shape = spec.model.shape
     assert shape is not None  # no other model is predicted
-    sizes = {"B": spec.batch, "T": spec.context, "d": shape.d_model, "f": shape.d_ff, "h": shape.num_heads}
+    microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
+    sizes = {
+        "B": spec.batch // microbatches,
+        "T": spec.context,
+        "d": shape.d_model,
+        "f": shape.d_ff,
+        "h": shape.num_heads,
+    }
     sizes |= {"k": shape.num_kv_heads or 0, "L": shape.num_layers, "V": shape.vocab_size, "P": shape.learned_positions}
-    return ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if size)  # those that a model does not have
+    named = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items() if size)  # those that the model has
+    if spec.layout.world_size == 1:
+        return named
+    return f"{named}, n = {spec.layout.tp} ranks of tp, and W the weights of the rank's part of the model"
 
 
 def _cards(prediction: MemoryPrediction) -> Table:
@@ -147,6 +199,8 @@ def prediction_rows(prediction: MemoryPrediction) -> list[Row]:
         ("device", "a device must have at the least", prediction.least_device_bytes),
         ("device", "a device must have to be sure", prediction.safe_device_bytes),
         *(("phase", phase, size) for phase, size in prediction.phase_peaks.items()),
+        *(("rank", f"{rank.ranks}: {rank.has}", rank.peak_bytes) for rank in prediction.ranks),
+        *(("reserved by rank", rank.ranks, rank.reserved_bytes) for rank in prediction.ranks),
     )
     rows: list[Row] = [{"row": row, "what": what, "total_bytes": size} for row, what, size in sizes if size is not None]
     rows += [{"row": "category", "category": name, "total_bytes": size} for name, size in prediction.at_peak.items()]

@@ -1,0 +1,251 @@
+"""What the parts of a step hold: the embedding, one block, the head; from a dry run of a model of two blocks.
+
+Blocks are alike, so what a rank with n blocks of a pipeline's stage holds is made of these parts (plan.rank_memory),
+without running all of its blocks. At the highest moment of each part everything alive is told by whose it is; weights,
+gradients of parts that are over and the optimizer's state are left out, since a layout divides them.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from steplab.plan.dry_run.allocator import Block, CachingAllocator
+from steplab.plan.dry_run.events import Allocated, Event, Freed, Operator
+from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.dry_run.step import run_dry
+from steplab.plan.dry_run.tensors import Piece
+from steplab.specs.step import StepSpec
+
+PartName = Literal["embedding", "block", "head"]
+_STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
+_LAST, _FIRST = "block 1", "block 0"
+_HEAD = "head and loss"
+_WHERE: dict[PartName, str] = {"embedding": "embedding", "block": _LAST, "head": _HEAD}
+_KEPT_BEFORE: dict[PartName, tuple[str, ...]] = {
+    "embedding": (),
+    "block": ("embedding", _FIRST),
+    "head": ("embedding", _FIRST, _LAST),
+}
+"""Whose tensors are there because they are kept for the backward pass, while a part is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Tensors alike."""
+
+    category: str
+    """As in MEMORY_CATEGORIES."""
+    what: str
+    """Whose they are, in words."""
+    formula: str
+    """Bytes of one, in symbols."""
+    num_bytes: int
+    """Bytes of one."""
+    rounding_bytes: int
+    """What the allocator adds to one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Tensors that are there together."""
+
+    holdings: Mapping[Held, int]
+    """How many there are of each."""
+    num_bytes: int
+    """Bytes of all, rounding included."""
+
+
+NOTHING = Bundle({}, 0)
+
+
+def bundle_of(holdings: Mapping[Held, int]) -> Bundle:
+    """These tensors together."""
+    total = sum(count * (held.num_bytes + held.rounding_bytes) for held, count in holdings.items())
+    return Bundle(holdings, total)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """The highest moment of one part in one pass."""
+
+    phase: str
+    """forward or backward."""
+    part: PartName
+    """Which part is under way."""
+    where: str
+    """The allocation that reached it, in words."""
+    own: Bundle
+    """What the part itself holds, and what is there for it, gradients of its weights included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """A micro-step of one rank, in parts."""
+
+    moments: tuple[Moment, ...]
+    """The highest moment of each part in each pass."""
+    kept_by_block: Bundle
+    """What a block keeps from its forward to its backward pass."""
+    held_by_block: Bundle
+    """What is there of a block while later parts run forward: autocast frees its copies of weights when the forward
+    pass is over."""
+    kept_by_embedding: Bundle
+    """What the embedding keeps."""
+    kept_by_head: Bundle
+    """What head and loss keep."""
+    operators: Mapping[tuple[str, PartName], tuple[Operator, ...]]
+    """Operators by phase and part, of one block; the optimizer's are left out."""
+
+    def moment(self, phase: str, part: PartName) -> Moment | None:
+        """The highest moment of a part in a pass; None: there is no such pass."""
+        return next((moment for moment in self.moments if (moment.phase, moment.part) == (phase, part)), None)
+
+
+def parts_of(spec: StepSpec, *, tp: int, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
+    """The parts of a micro-step of `batch` sequences; `recomputed`: none, full or selective, for each block.
+
+    gathering: as in `run_dry`. The spec's sizes, context, precision, attention, compilation and passes count; its
+    layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is eager.
+    """
+    assert spec.model.shape is not None
+    two_blocks = dataclasses.replace(spec.model, shape=dataclasses.replace(spec.model.shape, num_layers=2))
+    lone = StepSpec(
+        model=two_blocks,
+        batch=batch,
+        context=spec.context,
+        pass_name="forward" if spec.pass_name == "forward" else "forward_backward",
+        precision=spec.precision,
+        compile="off" if spec.compile == "off" else "default",
+        attention=spec.attention,
+        checkpointing=recomputed,
+    )
+    return _parts_of(lone, tp, gathering)
+
+
+@functools.lru_cache(maxsize=512)
+def _parts_of(spec: StepSpec, tp: int, gathering: Gathering | None) -> Parts:
+    if spec.compile != "off":
+        compiled = _reading(spec, tp, gathering)
+        eager = _parts_of(dataclasses.replace(spec, compile="off"), tp, gathering)
+        of_blocks = [moment for moment in compiled.moments() if moment.part == "block"]
+        others = [moment for moment in eager.moments if moment.part != "block"]
+        kept = compiled.kept(_FIRST)
+        return dataclasses.replace(eager, moments=(*of_blocks, *others), kept_by_block=kept, held_by_block=kept)
+    found = _reading(spec, tp, gathering)
+    return Parts(
+        moments=tuple(found.moments()),
+        kept_by_block=found.kept(_FIRST),
+        held_by_block=found.held_by_block(),
+        kept_by_embedding=found.kept("embedding"),
+        kept_by_head=found.kept(_HEAD),
+        operators=_by_part(found.operators),
+    )
+
+
+def _reading(spec: StepSpec, tp: int, gathering: Gathering | None) -> "_Reading":
+    log = _Log()
+    run_dry(spec, log.listen, tp=tp, gathering=gathering)
+    return _Reading(log)
+
+
+class _Log:
+    """All that happened."""
+
+    def __init__(self) -> None:
+        self.memory: list[tuple[Piece, int, bool, str]] = []
+        """What was allocated or freed, the size of its block, whether it was allocated, and in which phase."""
+        self.operators: list[Operator] = []
+        self._allocator = CachingAllocator()
+        self._blocks: dict[int, Block] = {}
+        self._phase = ""
+
+    def listen(self, event: Event) -> None:
+        if isinstance(event, Allocated):
+            block = self._allocator.allocate(event.piece.num_bytes)
+            self._blocks[id(event.piece)] = block
+            self.memory.append((event.piece, block.num_bytes, True, self._phase))
+        elif isinstance(event, Freed):
+            block = self._blocks.pop(id(event.piece))
+            self.memory.append((event.piece, block.num_bytes, False, self._phase))
+            self._allocator.free(block)
+        elif isinstance(event, Operator):
+            self.operators.append(event)
+        else:
+            self._phase = event.phase
+
+
+class _Reading:
+    """The log read once it is whole, when the category of each piece is settled."""
+
+    def __init__(self, log: _Log) -> None:
+        self.operators = log.operators
+        self._peaks: dict[tuple[str, str], tuple[int, str, list[tuple[Piece, int]]]] = {}
+        self._after_forward: list[tuple[Piece, int]] = []
+        alive: dict[int, tuple[Piece, int]] = {}
+        phase_before = ""
+        for piece, size, made, phase in log.memory:
+            if phase == "backward" != phase_before:
+                self._after_forward = list(alive.values())
+            phase_before = phase
+            if piece.category in _STATE:
+                continue
+            if not made:
+                del alive[id(piece)]
+                continue
+            alive[id(piece)] = piece, size
+            now = [
+                (other, of_other)
+                for other, of_other in alive.values()
+                if other.category != "gradients" or other.where == piece.where
+            ]
+            level = sum(of_other for _, of_other in now)
+            if level > self._peaks.get((phase, piece.where), (0,))[0]:
+                self._peaks[phase, piece.where] = level, f"{_part_word(piece.where)}: {piece.what}", now
+        if not self._after_forward:
+            self._after_forward = list(alive.values())
+
+    def moments(self) -> Iterable[Moment]:
+        """Of the embedding, the last block and the head in each pass; what other parts keep is not among their own."""
+        for phase in ("forward", "backward"):
+            for part, where in _WHERE.items():
+                if (phase, where) not in self._peaks:
+                    continue
+                _, reached, alive = self._peaks[phase, where]
+                own = [one for one in alive if one[0].where not in _KEPT_BEFORE[part]]
+                streams = [one for one in alive if one[0].what == "residual stream"]
+                if part == "head" and not any(piece.where == _FIRST for piece, _ in streams):
+                    own += [one for one in streams if one[0].where == _LAST]  # no block keeps it, and the head reads it
+                yield Moment(phase=phase, part=part, where=reached, own=_counted(own))
+
+    def held_by_block(self) -> Bundle:
+        """What is there of the first block when the head runs forward."""
+        return _counted(one for one in self._peaks["forward", _HEAD][2] if one[0].where == _FIRST)
+
+    def kept(self, where: str) -> Bundle:
+        """What a part keeps at the end of the forward pass."""
+        return _counted(one for one in self._after_forward if one[0].where == where)
+
+
+def _counted(alive: Iterable[tuple[Piece, int]]) -> Bundle:
+    return bundle_of(
+        Counter(
+            Held(piece.category, piece.what, piece.formula, piece.num_bytes, size - piece.num_bytes)
+            for piece, size in alive
+        )
+    )
+
+
+def _part_word(where: str) -> str:
+    return "a block" if where in (_FIRST, _LAST) else where
+
+
+def _by_part(operators: Iterable[Operator]) -> dict[tuple[str, PartName], tuple[Operator, ...]]:
+    found: dict[tuple[str, PartName], list[Operator]] = {}
+    names = {where: part for part, where in _WHERE.items()}
+    for operator in operators:
+        if operator.where in names:
+            found.setdefault((operator.phase, names[operator.where]), []).append(operator)
+    return {key: tuple(those) for key, those in found.items()}

@@ -1,0 +1,387 @@
+"""What each rank of a layout holds at its highest moment: the parts of a step put together as the layout has them.
+
+A rank with n blocks holds, while one of them is under way, what that block holds then, what each block before it keeps,
+as often again as further microbatches are in flight, and the state that the layout divides: weights, gradients,
+optimizer state. On top come the weights that are gathered from other ranks, and the buffers of messages.
+
+FSDP2 (torch/distributed/fsdp/_fully_shard), with G the bytes of a unit's weights as they are gathered and R those of
+its gradients as they are reduced: forward, the unit under way has its weights and the message that brought them, 2 G;
+backward its weights, the message of the unit that comes next, and the gradients of the one before on their way:
+2 G + R. Weights of the head stay gathered between the passes, and so do all without --reshard-after-forward.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from steplab.plan.dry_run.allocator import CachingAllocator
+from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of, parts_of
+from steplab.plan.layout.buckets import owned_bytes
+from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
+from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
+from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
+from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.records.prediction import RankMemory, Term
+from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.ddp import Variant
+from steplab.specs.step import StepSpec
+
+_BATCHES = 2
+_INT64_BYTES = 8
+_FP32_BYTES = 4
+_MOST_ROUNDED = 8
+"""Blocks whose tensors are placed in memory to find the rounding; that of more grows in proportion."""
+
+CACHED_SHARE = 0.04
+"""Of what is allocated at most, by which the allocator holds more in gaps and cache: the median over the ranks of
+benchmarks/results/layout_h200_202611.jsonl.gz is 0.035, and 0.03 over the single GPUs of docs/memory_formulas.md."""
+
+Holdings = list[tuple[Bundle, int]]
+"""Tensors that are there together, and how many times."""
+
+
+def memory_by_rank(
+    spec: StepSpec, workspace_bytes: int, variant: Variant | None = None, gathering: Gathering = GATHERING
+) -> tuple[RankMemory, ...]:
+    """The highest moment of each group of ranks, in the order of the pipeline."""
+    sharing = sharing_of(spec, variant, gathering)
+    return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in rank_groups(spec))
+
+
+class _Rank:
+    """The first rank of a group, which has the largest shards."""
+
+    def __init__(self, spec: StepSpec, group: RankGroup, sharing: Sharing, workspace_bytes: int) -> None:
+        assert spec.model.shape is not None
+        self._spec, self._group, self._sharing = spec, group, sharing
+        shape, tp, microbatches = spec.model.shape, spec.layout.tp, spec.num_microbatches
+        self._shape, self._microbatches = shape, microbatches if spec.layout.pp > 1 else 1
+        self._batch = spec.batch // self._microbatches
+        self._gradients = spec.pass_name != "forward"
+        self._adds_up, self._less = False, 0
+        """The scene that is looked at; see `_scenes`."""
+        self._embedding = weights_of(shape, "embedding", tp) if group.stages[0].first else ()
+        self._head = weights_of(shape, "head", tp) if group.stages[-1].last else ()
+        self._block = weights_of(shape, "block", tp)
+        self._num_blocks = len(group.blocks)
+        self._always = [*self._state(), (self._others(workspace_bytes), 1)]
+
+    def memory(self) -> RankMemory:
+        """The highest moment, and what it is made of."""
+        phases: dict[str, int] = {}
+        highest: tuple[int, str, str, Holdings] | None = None
+        most_of_main_stream = 0
+        for phase, where, holdings in self._moments():
+            size = sum(bundle.num_bytes * count for bundle, count in holdings)
+            aside = sum(bundle.num_bytes * count for bundle, count in holdings if _is_aside(bundle))
+            most_of_main_stream = max(most_of_main_stream, size - aside)
+            phases[phase] = max(size, phases.get(phase, 0))
+            if highest is None or size > highest[0]:
+                highest = size, phase, where, holdings
+        assert highest is not None
+        peak_bytes, phase, where, holdings = highest
+        return RankMemory(
+            ranks=self._group.label,
+            first_rank=self._group.first_rank,
+            num_ranks=self._group.num_ranks,
+            has=self._group.has,
+            in_flight=max(stage.in_flight for stage in self._group.stages),
+            peak_bytes=peak_bytes,
+            peak_phase=phase,
+            peak_where=where,
+            phase_peaks=phases,
+            reserved_bytes=round(most_of_main_stream * (1 + CACHED_SHARE)) + self._aside_bytes(),
+            terms=_terms(holdings),
+            parameters_bytes=self._parameter_bytes(),
+            gradients_bytes=self._gradient_bytes() if self._gradients else 0,
+            optimizer_bytes=self._optimizer_bytes(),
+        )
+
+    def _aside_bytes(self) -> int:
+        """What the allocator holds for FSDP2's own streams, whose memory the step's stream cannot use, and they not
+        its: two messages of weights, and the shards of all gradients."""
+        sharing = self._sharing
+        if not sharing.gathers or not self._gradients:
+            return 0
+        unit = sharing.gathered_bytes * self._padded(self._block)
+        return 2 * max(unit, sharing.weight_bytes * self._padded(self._embedding)) + self._local_bytes()
+
+    # --- moments ------------------------------------------------------------------------------------------
+
+    def _moments(self) -> Iterator[tuple[str, str, Holdings]]:
+        """Phase, place in words, and all that is held, of each moment that may be the highest."""
+        for adds_up, less in self._scenes():
+            yield from self._passes(adds_up, less)
+        if self._spec.pass_name == "train":
+            in_allocator = not (self._sharing.buckets and self._sharing.buckets.shared_bytes)
+            gradients = self._share("gradients", self._local_bytes()) if in_allocator else []
+            yield "optimizer", self._spec.optimizer, [*self._always, *gradients, *self._of_optimizer()]
+
+    def _scenes(self) -> list[tuple[bool, int]]:
+        """Whether gradients of an earlier microbatch are there when another's come, and by how many fewer are in flight
+        than at most: where all microbatches are in flight at once, each may be, but not both."""
+        if not self._gradients or (self._spec.micro_steps == 1 and self._microbatches == 1):
+            return [(False, 0)]
+        if self._microbatches > max(stage.in_flight for stage in self._group.stages) or self._microbatches == 1:
+            return [(True, 0)]
+        return [(False, 0), (True, 1)]
+
+    def _passes(self, adds_up: bool, less: int) -> Iterator[tuple[str, str, Holdings]]:
+        self._adds_up, self._less = adds_up, less
+        for stage in self._group.stages:
+            first, last = stage.blocks[0], stage.blocks[-1]
+            parts: list[tuple[PartName, int]] = [("block", last)]
+            parts += [("embedding", first)] if stage.first else []
+            parts += [("head", last)] if stage.last else []
+            for part, block in parts:
+                yield from self._in_part(stage, "forward", part, block)
+            if not self._gradients:
+                continue
+            for part, block in [*parts, ("block", first)]:
+                yield from self._in_part(stage, "backward", part, block)
+
+    def _in_part(self, stage: Stage, phase: str, part: PartName, block: int) -> Iterator[tuple[str, str, Holdings]]:
+        moment = self._parts(block).moment(phase, part)
+        if moment is None:
+            return
+        held = [*self._always, (moment.own, 1)]
+        if part != "embedding":
+            before = range(stage.blocks[0], block + (part == "head"))
+            held += self._kept_by(before, embedding=stage.first, forward=phase == "forward")
+        for other in self._group.stages:
+            held += [
+                (bundle, count * max(other.in_flight - (other is stage) - self._less, 0))
+                for bundle, count in self._kept_by(other.blocks, embedding=other.first, head=other.last)
+            ]
+        held += self._gathered(stage, phase, part, block)
+        held += self._gradients_there(stage, phase, part, block)
+        yield phase, moment.where, held
+
+    def _parts(self, block: int) -> Parts:
+        checkpointing = self._spec.checkpointing if self._spec.checkpoints_apply else "none"
+        if checkpointing != "selective":
+            checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
+        gathering = self._sharing.gathering
+        return parts_of(
+            self._spec, tp=self._spec.layout.tp, gathering=gathering, batch=self._batch, recomputed=checkpointing
+        )
+
+    def _kept_by(self, blocks: range, *, embedding: bool, head: bool = False, forward: bool = False) -> Holdings:
+        """What these parts keep of one microbatch for the backward pass; forward: what is there of them before it."""
+        kinds = {id(self._parts(block)): self._parts(block) for block in blocks}
+        alike = Counter(id(self._parts(block)) for block in blocks)
+        held: Holdings = [
+            (kinds[kind].held_by_block if forward else kinds[kind].kept_by_block, count)
+            for kind, count in alike.items()
+        ]
+        if not self._gradients:
+            return held if forward else []
+        some = self._parts(self._group.blocks[0])
+        held += [(some.kept_by_embedding, 1)] if embedding else []
+        held += [(some.kept_by_head, 1)] if head else []
+        return held
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def _weights(self) -> tuple[Weight, ...]:
+        return (*self._embedding, *self._block * self._num_blocks, *self._head)
+
+    def _local(self, weight: Weight) -> int:
+        return weight.shard(self._sharing.fsdp)
+
+    def _parameter_bytes(self) -> int:
+        if self._sharing.kind == "sharded":
+            return owned_bytes(self._shape, self._sharing.weight_bytes, self._spec.layout.dp)[2]
+        return self._sharing.weight_bytes * sum(map(self._local, self._weights()))
+
+    def _gradient_bytes(self) -> int:
+        """When the step's backward passes are over: all of them whole, or their shards."""
+        buckets = self._sharing.buckets
+        if buckets and buckets.shared_bytes:
+            return buckets.shared_bytes
+        return self._local_bytes()
+
+    def _local_bytes(self) -> int:
+        return self._sharing.weight_bytes * sum(map(self._local, self._weights()))
+
+    def _optimizer_bytes(self) -> int:
+        if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
+            return 0
+        moments, number = 2 * self._local_bytes(), len(self._weights())
+        if self._sharing.kind == "sharded":
+            owned, number, _ = owned_bytes(self._shape, self._sharing.weight_bytes, self._spec.layout.dp)
+            moments = 2 * owned
+        return moments + (_FP32_BYTES * number if self._spec.optimizer == "adamw_fused" else 0)
+
+    def _state(self) -> Holdings:
+        """Weights and optimizer state, with what the allocator adds to them and to gradients."""
+        return [
+            *self._share("parameters", self._parameter_bytes(), formula=self._formula(1)),
+            *self._share("optimizer_state", self._optimizer_bytes(), formula=self._formula(2)),
+            *self._share("rounding", self._rounding(copies=3 if self._optimizer_bytes() else 1)),
+        ]
+
+    def _share(self, category: str, num_bytes: int, what: str = "", formula: str = "") -> Holdings:
+        if not num_bytes:
+            return []
+        return [(_single(category, what or _WORDS.get(category, category), formula or _SUM, num_bytes), 1)]
+
+    def _formula(self, copies: int) -> str:
+        ranks = self._sharing.fsdp if self._sharing.gathers else 1
+        return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
+
+    def _rounding(self, copies: int) -> int:
+        """What the allocator adds to the weights and to other tensors like them, `copies` of each in all."""
+        width = self._sharing.weight_bytes
+        sizes = [tuple(width * self._local(w) for w in part) for part in (self._embedding, self._block, self._head)]
+        return _rounding(*sizes, self._num_blocks, copies)
+
+    def _others(self, workspace_bytes: int) -> Bundle:
+        """Inputs, the rotary table, the workspaces of cuBLAS, and a pipeline's messages."""
+        spec, shape = self._spec, self._shape
+        held = {
+            Held("inputs", "tokens and targets", "8 B T", _INT64_BYTES * spec.tokens, 0): 2 * _BATCHES,
+            Held("workspaces", "cuBLAS", "workspace", workspace_bytes, 0): 2 if self._gradients else 1,
+        }
+        if not shape.learned_positions:
+            table = _FP32_BYTES * spec.context * shape.head_dim
+            held[Held("parameters", "rotary table", "4 T d / h", table, 0)] = 1
+        num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
+        if num_messages:
+            element = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
+            size = element * self._batch * spec.context * shape.d_model // spec.layout.tp
+            what = "residual stream and its gradient, from neighbours"
+            held[Held("communication", what, f"{element} B T d / n", size, -size % 512)] = num_messages
+        return bundle_of(held)
+
+    def _of_optimizer(self) -> Holdings:
+        """Temporary tensors of an optimizer that is not fused."""
+        width = self._sharing.weight_bytes
+        if self._spec.optimizer == "adamw_foreach":
+            return self._share("temporaries", self._local_bytes(), "roots of the second moments")
+        if self._spec.optimizer == "adamw_loop":
+            return self._share("temporaries", 2 * width * max(map(self._local, self._weights())), "root, denominator")
+        return []
+
+    # --- gradients and messages ---------------------------------------------------------------------------
+
+    def _gradients_there(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
+        """Gradients besides those that the part under way makes."""
+        sharing, buckets = self._sharing, self._sharing.buckets
+        if not self._gradients:
+            return []
+        whole = elements(self._weights())
+        later = self._elements_after(stage, part, block) if phase == "backward" else 0
+        if sharing.gathers:
+            reduced = _FP32_BYTES if sharing.gathered_bytes != sharing.weight_bytes else sharing.weight_bytes
+            if self._adds_up:
+                return self._share("gradients", reduced * whole, "gradients, not yet sharded", f"{reduced} W")
+            of_head = sharing.gathered_bytes * elements(self._head) if phase == "backward" and part != "head" else 0
+            shards = sharing.weight_bytes * max(later - elements(self._head), 0) // sharing.fsdp
+            return [
+                *self._share("gradients", shards, _SHARDS),
+                *self._share("gradients", of_head, "gradients of the head"),
+            ]
+        width = sharing.weight_bytes
+        if buckets is None:
+            there = whole if self._adds_up else later
+            rounding = round(self._rounding(copies=1) * there / whole)
+            return [*self._share("gradients", width * there), *self._share("rounding", rounding)]
+        alone = 0 if buckets.shared_bytes else width * whole - buckets.buffered_bytes
+        if self._adds_up:
+            born = width * whole  # in the memory where autograd made them, until the last micro-step
+            return self._share("gradients", buckets.buffered_bytes + born)
+        share = later / whole
+        waiting = min(width * later, buckets.waiting_bytes)
+        return [
+            *self._share("gradients", buckets.buffered_bytes + round(alone * share)),
+            *self._share("communication", waiting, "gradients that wait for their bucket"),
+        ]
+
+    def _elements_after(self, stage: Stage, part: PartName, block: int) -> int:
+        """Elements of weights whose gradients are there when the backward pass has come to a part."""
+        if part == "head":
+            return 0
+        after = elements(self._head)
+        blocks = [b for other in self._group.stages for b in other.blocks if b > block or part == "embedding"]
+        return after + elements(self._block) * len(blocks)
+
+    def _gathered(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
+        """Weights that FSDP2 gathered, and its messages under way; see the head of this file."""
+        sharing = self._sharing
+        if not sharing.gathers:
+            return []
+        unit, width = self._padded(self._block), sharing.gathered_bytes
+        of_head, of_embedding = width * self._padded(self._head), sharing.weight_bytes * self._padded(self._embedding)
+        reduced = _FP32_BYTES if width != sharing.weight_bytes else width
+        if not sharing.reshard:
+            all_of = of_embedding + of_head + width * unit * self._num_blocks
+            return self._share("communication", all_of, "gathered weights")
+        weights = of_embedding if part == "embedding" else 0 if part == "head" else width * unit
+        message = of_embedding if part == "embedding" and phase == "forward" else width * unit
+        if phase == "backward" and block == stage.blocks[0] and part == "block":
+            message = of_embedding
+        if part == "embedding" and phase == "backward":
+            message = 0
+        follows_block = part == "embedding" or (part == "block" and block != stage.blocks[-1])
+        sent = reduced * unit if phase == "backward" and follows_block and not self._adds_up else 0
+        return [
+            *self._share("communication", weights + of_head, "gathered weights"),
+            *self._share("communication", message, _ON_THEIR_WAY),
+            *self._share("communication", sent, "gradients on their way"),
+        ]
+
+    def _padded(self, weights: Sequence[Weight]) -> int:
+        return sum(weight.padded(self._sharing.fsdp) for weight in weights)
+
+
+_SHARDS, _ON_THEIR_WAY = "shards of gradients", "weights on their way"
+"""What FSDP2 allocates in streams of its own."""
+
+
+def _is_aside(bundle: Bundle) -> bool:
+    return len(bundle.holdings) == 1 and next(iter(bundle.holdings)).what in (_SHARDS, _ON_THEIR_WAY)
+
+
+_SUM = "sum over weights"
+_WORDS = {"optimizer_state": "moments and step numbers"}
+
+
+@functools.lru_cache(maxsize=4096)
+def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
+    if category == "rounding":
+        return bundle_of({Held(category, what, formula, 0, num_bytes): 1})
+    return bundle_of({Held(category, what, formula, num_bytes, 0): 1})
+
+
+@functools.lru_cache(maxsize=4096)
+def _rounding(
+    embedding: tuple[int, ...], block: tuple[int, ...], head: tuple[int, ...], num_blocks: int, copies: int
+) -> int:
+    """What the allocator adds to the weights of these sizes and to `copies` - 1 tensors more for each."""
+    placed = min(num_blocks, _MOST_ROUNDED)
+    sizes = (*embedding, *block * placed, *head)
+    allocator = CachingAllocator()
+    for size in (*sizes, *(size for size in sizes for _ in range(copies - 1))):
+        allocator.allocate(size)
+    return round((allocator.allocated_bytes - copies * sum(sizes)) * num_blocks / placed)
+
+
+def _terms(holdings: Holdings) -> tuple[Term, ...]:
+    """The summands, largest first within a category; rounding last."""
+    counted: Counter[Held] = Counter()
+    rounding = 0
+    for bundle, times in holdings:
+        for held, count in bundle.holdings.items():
+            rounding += held.rounding_bytes * count * times
+            if held.num_bytes:
+                counted[Held(held.category, held.what, held.formula, held.num_bytes, 0)] += count * times
+    terms = [
+        Term(category=held.category, what=held.what, formula=held.formula, num_bytes=held.num_bytes, count=count)
+        for held, count in counted.items()
+        if count
+    ]
+    terms.sort(key=lambda term: (MEMORY_CATEGORIES.index(term.category), -term.num_bytes * term.count, term.what))
+    what = "up to 512 bytes, or up to 1 MiB not split off"
+    return (*terms, Term(category="rounding", what=what, formula="blocks - asked", num_bytes=rounding))

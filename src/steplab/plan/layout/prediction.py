@@ -1,0 +1,84 @@
+"""The memory of a layout as a prediction: every group of ranks, the one that needs most, and the GPUs that it fits."""
+
+from collections.abc import Sequence
+
+from steplab.plan.cards import fits_of, outside_bytes, safe_device_bytes
+from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.sharing import sharing_of
+from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.records.prediction import MemoryPrediction, RankMemory, Term
+from steplab.specs.ddp import Variant
+from steplab.specs.layout import Layout
+from steplab.specs.step import StepSpec
+from steplab.units import format_bytes
+
+
+def predict_layout_memory(
+    spec: StepSpec, workspace_bytes: int, variant: Variant | None, notes: Sequence[str]
+) -> MemoryPrediction:
+    """The prediction for the ranks that need most, with all others beside it."""
+    ranks = memory_by_rank(spec, workspace_bytes, variant)
+    worst = worst_of(ranks)
+    outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
+    shared = _shared_bytes(spec, variant)
+    least = worst.peak_bytes + outside + shared
+    safe = safe_device_bytes(worst.reserved_bytes) - safe_device_bytes(0) + outside + shared
+    return MemoryPrediction(
+        peak_bytes=worst.peak_bytes,
+        at_peak=by_category(worst.terms),
+        peak_phase=worst.peak_phase,
+        peak_where=worst.peak_where,
+        terms=worst.terms,
+        phase_peaks=worst.phase_peaks,
+        notes=(*notes, *_notes(spec, variant, outside, shared)),
+        kind="estimate",
+        reserved_bytes=worst.reserved_bytes,
+        least_device_bytes=least,
+        safe_device_bytes=safe,
+        cards=fits_of("estimate", least, safe),
+        rank=worst.ranks,
+        ranks=ranks,
+        spec=spec,
+    )
+
+
+def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
+    """The ranks that need most; of equal ones the first."""
+    return max(ranks, key=lambda rank: (rank.peak_bytes, -rank.first_rank))
+
+
+def num_communicators(layout: Layout) -> int:
+    """Groups that a rank exchanges messages with: one for each axis that it shares with others."""
+    return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)
+
+
+def by_category(terms: Sequence[Term]) -> dict[str, int]:
+    """Bytes by category, in their order; categories without any are left out."""
+    totals = {
+        category: sum(term.num_bytes * term.count for term in terms if term.category == category)
+        for category in MEMORY_CATEGORIES
+    }
+    return {category: total for category, total in totals.items() if total}
+
+
+def _shared_bytes(spec: StepSpec, variant: Variant | None) -> int:
+    buckets = sharing_of(spec, variant).buckets
+    return buckets.shared_bytes if buckets else 0
+
+
+def _notes(spec: StepSpec, variant: Variant | None, outside: int, shared: int) -> list[str]:
+    sharing = sharing_of(spec, variant)
+    notes = [f"outside of the allocator: {format_bytes(outside)}, of which NCCL has most"]
+    if shared:
+        notes.append(f"peer copies share {format_bytes(shared)} between ranks, which torch's allocator does not count")
+    if sharing.gathers and spec.precision == "bf16":
+        notes.append(
+            "norms run as one kernel, as autocast has them from torch 2.12 on; an earlier torch keeps 8 B T d / tp "
+            "bytes more in each block"
+        )
+    if sharing.kind == "torch_ddp" and sharing.buckets:
+        notes.append(
+            f"torch DDP makes its buckets anew after the first step; until the old ones are freed it may hold "
+            f"{format_bytes(sharing.buckets.buffered_bytes)} more"
+        )
+    return notes

@@ -1,0 +1,118 @@
+"""Which ranks of a layout do the same: those of one place in the pipeline; and what is in flight there.
+
+Ranks are numbered as parallel.mesh numbers them, pp outermost, so that the ranks of one place are neighbours.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from steplab.specs.layout import Layout
+from steplab.specs.layout_fit import STAGES_A_RANK
+from steplab.specs.step import StepSpec
+from steplab.units import counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A stage of the pipeline on one rank; without a pipeline, the whole model."""
+
+    blocks: range
+    """Which blocks it has."""
+    first: bool
+    """Whether it has the embedding."""
+    last: bool
+    """Whether it has the head."""
+    in_flight: int
+    """Most microbatches whose forward pass is over, or under way, and whose backward pass is not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankGroup:
+    """Ranks that do the same."""
+
+    first_rank: int
+    num_ranks: int
+    place: int
+    """Along pp, from 0."""
+    stages: tuple[Stage, ...]
+    """In the order of the model."""
+
+    @property
+    def label(self) -> str:
+        """The ranks, in words: 'ranks 0 to 3'."""
+        last = self.first_rank + self.num_ranks - 1
+        return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
+
+    @property
+    def has(self) -> str:
+        """What of the model they have, in words."""
+        parts = ["embedding"] if self.stages[0].first else []
+        for stage in self.stages:
+            first, last = stage.blocks[0], stage.blocks[-1]
+            parts.append(f"block {first}" if first == last else f"blocks {first} to {last}")
+        return ", ".join([*parts, "head"] if self.stages[-1].last else parts)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of all their blocks."""
+        return tuple(block for stage in self.stages for block in stage.blocks)
+
+    def __str__(self) -> str:
+        return f"{self.label} ({counted(self.num_ranks, 'GPU')}: {self.has})"
+
+
+def rank_groups(spec: StepSpec) -> tuple[RankGroup, ...]:
+    """The groups of a step's layout, in the order of the pipeline."""
+    assert spec.model.shape is not None
+    schedule = spec.pipeline_schedule if spec.layout.pp > 1 else "1f1b"
+    microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
+    return _groups(spec.layout, schedule, microbatches, spec.model.shape.num_layers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _groups(layout: Layout, schedule: str, microbatches: int, num_layers: int) -> tuple[RankGroup, ...]:
+    per_rank = STAGES_A_RANK[schedule]
+    num_stages, size = layout.pp * per_rank, layout.world_size // layout.pp
+    groups = []
+    for place in range(layout.pp):
+        flights = in_flight(schedule, place, layout.pp, microbatches)
+        numbers = [place + layout.pp * turn for turn in range(per_rank)]
+        stages = tuple(
+            Stage(
+                blocks=blocks_of_stage(number, num_stages, num_layers),
+                first=number == 0,
+                last=number == num_stages - 1,
+                in_flight=flight,
+            )
+            for number, flight in zip(numbers, flights, strict=True)
+        )
+        groups.append(RankGroup(first_rank=place * size, num_ranks=size, place=place, stages=stages))
+    return tuple(groups)
+
+
+def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
+    """As model.stages cuts the model: evenly, the first stages one block more where it does not come out even."""
+    least, more = divmod(num_layers, num_stages)
+    first = number * least + min(number, more)
+    return range(first, first + least + (number < more))
+
+
+def in_flight(schedule: str, place: int, pp: int, microbatches: int) -> tuple[int, ...]:
+    """Most microbatches in flight at once in each of the stages of one rank, as torch's schedules run them.
+
+    gpipe: all. 1f1b: as many forward passes as there are stages from this one to the last come first, and a backward
+    pass before each further one. interleaved: the warm-up of torch's ScheduleInterleaved1F1B, counted stage by stage
+    at the moment when all stages together have most in flight.
+    """
+    if schedule == "gpipe":
+        return (microbatches,)
+    if schedule == "1f1b":
+        return (min(microbatches, pp - place),)
+    stages = STAGES_A_RANK[schedule]
+    in_round = microbatches // max(1, microbatches // pp)
+    total = microbatches * stages
+    warmup = min((stages - 1) * in_round + 2 * (pp - 1 - place), total)
+    flying = [0] * stages
+    for number in range(min(warmup + 1, total)):
+        flying[number // in_round % stages] += 1
+    return tuple(flying)

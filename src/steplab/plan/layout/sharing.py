@@ -1,0 +1,66 @@
+"""How the ranks of a step share weights, gradients and the optimizer's state."""
+
+from dataclasses import dataclass
+
+from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.layout.buckets import Buckets, buckets_of
+from steplab.specs.ddp import Variant
+from steplab.specs.step import StepSpec
+
+_FP32_BYTES = 4
+GATHERING = Gathering()
+"""FSDP2 as measurement.laying_out sets it up, with a torch of today."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How the ranks of a step share its state."""
+
+    kind: str
+    """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
+    fsdp: int
+    """Ranks over which FSDP2 shards."""
+    reshard: bool
+    """Whether weights that FSDP2 gathered are freed after the forward pass."""
+    weight_bytes: int
+    """Bytes of an element of a weight as it is kept, and of its gradient and moments."""
+    gathered_bytes: int
+    """Bytes of an element as FSDP2 gathers it."""
+    gathering: Gathering | None
+    """How FSDP2 gives the weights; None: it does not."""
+    buckets: Buckets | None
+    """Buckets of gradients; None: there are none."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 keeps the weights."""
+        return self.gathering is not None
+
+
+def sharing_of(spec: StepSpec, variant: Variant | None = None, gathering: Gathering = GATHERING) -> Sharing:
+    """How the ranks of the spec's layout share state; a variant is of a data-parallel study, whose ranks are all
+    along dp."""
+    assert spec.model.shape is not None
+    layout = spec.layout
+    kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")
+    weight_bytes = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
+    size_mb = variant.bucket_size_mb if variant else spec.bucket_size_mb
+    reshard = layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
+    with_buckets = kind not in ("none", "fsdp2")
+    return Sharing(
+        kind=kind,
+        fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
+        reshard=reshard,
+        weight_bytes=weight_bytes,
+        gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else weight_bytes,
+        gathering=gathering if kind == "fsdp2" else None,
+        buckets=buckets_of(
+            spec.model.shape,
+            kind,
+            size_mb or 0.0,
+            weight_bytes,
+            peers=layout.dp if variant and variant.transport == "peer_copy" else 0,
+        )
+        if with_buckets
+        else None,
+    )

@@ -1,0 +1,79 @@
+"""The weights of one rank: which there are, how tensor parallelism splits them, and what a shard of each takes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from steplab.specs.model import TransformerShape
+
+PartName = Literal["embedding", "block", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter of a rank, after tensor parallelism and before sharding."""
+
+    name: str
+    """As the model names it, without the block's number."""
+    rows: int
+    """Size of the first dimension, along which FSDP2 shards."""
+    row_elements: int
+    """Elements of one row."""
+
+    @property
+    def elements(self) -> int:
+        """Elements."""
+        return self.rows * self.row_elements
+
+    def shard(self, ranks: int) -> int:
+        """Elements of the largest shard, which the first rank has: rows are dealt out whole."""
+        return math.ceil(self.rows / ranks) * self.row_elements
+
+    def padded(self, ranks: int) -> int:
+        """Elements that travel when all shards do, each padded to the largest."""
+        return self.shard(ranks) * ranks
+
+
+def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight, ...]:
+    """The weights of the embedding, of one block or of the head on a rank, in the order in which the model has them.
+
+    Tensor parallelism splits matrices by outputs or by inputs and leaves norms whole (model.tensor_plan).
+    """
+    d, f, v, learned = shape.d_model, shape.d_ff, shape.vocab_size, shape.learned_positions
+    if part == "embedding":
+        positions = (Weight("positions.weight", learned // tp, d),) if learned else ()
+        return (Weight("embedding.weight", v // tp, d), *positions)
+    if part == "head":
+        return (*_norm(shape, "norm"), *(() if shape.head == "tied" else (Weight("head.weight", v // tp, d),)))
+    of_inputs, of_all = shape.biases != "none", shape.biases == "all"
+    *wide, last = shape.feed_forward_layers
+    widths = {"query": d, "key": shape.kv_width, "value": shape.kv_width}
+    return (
+        *_norm(shape, "attention_norm"),
+        *(w for name, width in widths.items() for w in _linear(f"attention.{name}", width // tp, d, of_inputs)),
+        *_linear("attention.output", d, d // tp, of_all),
+        *_norm(shape, "feed_forward_norm"),
+        *(weight for name in wide for weight in _linear(f"feed_forward.{name}", f // tp, d, of_all)),
+        *_linear(f"feed_forward.{last}", d, f // tp, of_all),
+    )
+
+
+def _linear(name: str, rows: int, row_elements: int, has_bias: bool) -> tuple[Weight, ...]:
+    bias = (Weight(f"{name}.bias", rows, 1),) if has_bias else ()
+    return (Weight(f"{name}.weight", rows, row_elements), *bias)
+
+
+def _norm(shape: TransformerShape, name: str) -> tuple[Weight, ...]:
+    return _linear(name, shape.d_model, 1, shape.has_norm_biases)
+
+
+def model_weights(shape: TransformerShape) -> tuple[Weight, ...]:
+    """All weights of the model in the order of its parameters."""
+    blocks = weights_of(shape, "block", 1) * shape.num_layers
+    return (*weights_of(shape, "embedding", 1), *blocks, *weights_of(shape, "head", 1))
+
+
+def elements(weights: Sequence[Weight]) -> int:
+    """Elements of all."""
+    return sum(weight.elements for weight in weights)
