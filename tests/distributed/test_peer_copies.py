@@ -21,7 +21,7 @@ from tests.distributed.shared_memory import SharedMemory
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.parallel import DataParallel, peer_copies
+from steplab.parallel import DataParallel, peer_copies, peer_parts
 from steplab.parallel.collectives import GroupCollectives
 from steplab.parallel.transports import bucket_maker
 
@@ -140,7 +140,7 @@ def the_memory_that_is_shared_is_counted() -> None:
     memory = SharedMemory()
     model = DataParallel(modules.plain(), "flat", transport=memory)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    whole_pages = peer_copies._PAGE * (1 + memory.size)
+    whole_pages = peer_parts.PAGE * (1 + memory.size)
     assert model.shared_bytes == memory.everyone[memory.rank].nbytes
     assert 0 <= model.shared_bytes - num_bytes * (2 - 1 / memory.size) <= whole_pages
     assert DataParallel(modules.plain()).shared_bytes == 0

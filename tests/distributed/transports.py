@@ -27,6 +27,10 @@ class Recorder:
     def reduce_scatter(self, part: Tensor, tensor: Tensor, *, average: bool) -> Pending:
         return self._noted("reduce_scatter", tensor, self.inner.reduce_scatter(part, tensor, average=average))
 
+    def reduce(self, tensor: Tensor, *, destination: int, average: bool) -> Pending:
+        pending = self.inner.reduce(tensor, destination=destination, average=average)
+        return self._noted("reduce", tensor, pending)
+
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
         return self._noted("broadcast", tensor, self.inner.broadcast(tensor, source=source))
 

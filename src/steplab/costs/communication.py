@@ -25,7 +25,7 @@ def bus_factor(collective: str, world_size: int) -> float:
         return 2 * (world_size - 1) / world_size
     if collective in ("all_gather", "reduce_scatter", "all_to_all"):
         return (world_size - 1) / world_size
-    return 1.0  # broadcast, send_recv
+    return 1.0  # broadcast, reduce, send_recv
 
 
 def wire_bytes(spec: CommSpec) -> float:

@@ -54,10 +54,11 @@ class Bucket(Protocol):
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
 
-    def wait(self) -> list[Tensor]:
-        """The averages of the last launch, each shaped as its parameter."""
+    def wait(self) -> Sequence[Tensor | None]:
+        """The averages of the last launch, each shaped as its parameter; None for one that is on another rank alone,
+        the owner of the parameter."""
 
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The averages plus gradients that came too late for the launch: what to launch next."""
 
     def release(self) -> None:
@@ -71,6 +72,35 @@ def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]
         views.append(buffer.as_strided(parameter.size(), layout_of(parameter), buffer.storage_offset() + start))
         start += aligned(parameter)
     return views
+
+
+def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Copy gradients to their targets, unless they are there already."""
+    moved = [
+        (target, gradient)
+        for target, gradient in zip(targets, gradients, strict=True)
+        if gradient is not None and not same(target, gradient)
+    ]
+    if moved:
+        torch._foreach_copy_([target for target, _ in moved], [gradient for _, gradient in moved])
+    absent = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is None]
+    if absent:
+        torch._foreach_zero_(absent)
+
+
+def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
+    """The averages plus gradients that came too late, where each average is on its owner alone: what to launch next.
+
+    Only the owner has the average, so it is multiplied by the number of ranks, `size`.
+    """
+    found: list[Tensor | None] = []
+    for average, gradient in zip(averages, gradients, strict=True):
+        if average is None:
+            found.append(gradient)
+        else:
+            average.mul_(size)
+            found.append(average if gradient is None else average.add_(gradient))
+    return found
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -17,7 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import aligned, dense, flat, is_shared, layout_of, references_of_its_own, same, views_of
+from steplab.parallel.buckets import (
+    aligned,
+    dense,
+    fill,
+    flat,
+    is_shared,
+    layout_of,
+    references_of_its_own,
+    views_of,
+)
 from steplab.parallel.collectives import Collectives, Pending
 
 COMPRESSED_DTYPES = (torch.float32, torch.float64)
@@ -64,10 +73,10 @@ class CollectiveBucket:
             buffer = flat(self._averages[0])
             gradients = self._averages
         if self._wire is None:
-            _fill(self._averages, gradients)
+            fill(self._averages, gradients)
             self._pending = self._collectives.all_reduce(buffer, average=True)
         else:
-            _fill(self._wire_views, gradients)
+            fill(self._wire_views, gradients)
             self._pending = self._collectives.all_reduce(self._wire, average=True, into=buffer)
 
     def wait(self) -> list[Tensor]:
@@ -88,17 +97,3 @@ class CollectiveBucket:
         """Drop references to gradients that are not in the bucket's own memory."""
         if self._buffer is None:
             self._averages = []
-
-
-def _fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their targets, unless they are there already."""
-    moved = [
-        (target, gradient)
-        for target, gradient in zip(targets, gradients, strict=True)
-        if gradient is not None and not same(target, gradient)
-    ]
-    if moved:
-        torch._foreach_copy_([target for target, _ in moved], [gradient for _, gradient in moved])
-    absent = [target for target, gradient in zip(targets, gradients, strict=True) if gradient is None]
-    if absent:
-        torch._foreach_zero_(absent)

@@ -44,6 +44,9 @@ class Collectives(Protocol):
     def reduce_scatter(self, part: Tensor, tensor: Tensor, *, average: bool) -> Pending:
         """`part` (n elements) becomes this rank's slice of the sum or average of `tensor` (size · n elements)."""
 
+    def reduce(self, tensor: Tensor, *, destination: int, average: bool) -> Pending:
+        """`tensor` becomes the sum or average over ranks on that rank of the group; on others it is undefined."""
+
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
         """`tensor` becomes what it is on the rank `source` of the group."""
 
@@ -91,6 +94,11 @@ class GroupCollectives:
         operation, divisor = self._operation(tensor, average)
         work = reduce_scatter_single(part, tensor, op=operation, group=self._group, async_op=True)
         return _Work(work, part, divisor)
+
+    def reduce(self, tensor: Tensor, *, destination: int, average: bool) -> Pending:
+        operation, divisor = self._operation(tensor, average)
+        work = dist.reduce(tensor, group_dst=destination, op=operation, group=self._group, async_op=True)
+        return _Work(work, tensor, divisor)
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
         work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)

@@ -20,7 +20,7 @@ Where the loss is the mean over a rank's batch and all ranks have batches of one
 the mean over the whole batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,9 @@ from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.parallel.agreement import check_alike
+from steplab.parallel.buckets import Bucket
 from steplab.parallel.collectives import Collectives, collectives_of
+from steplab.parallel.ownership import owners_in
 from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.reduction import GradientReducer
 from steplab.parallel.strategies import strategy_of
@@ -63,6 +65,11 @@ class DataParallel(nn.Module):
     over, so the rank waits, in Python's garbage collector maybe, for what others may never send. A RuntimeWarning
     tells of it.
 
+    With `to_owners` each gradient is averaged on one rank alone, the owner of its parameter, at half the traffic, and
+    is None on the others after that: for `ShardedOptimizer(..., owners=model.owners)`, which updates each parameter on
+    that rank. Gradients have to be dropped or zeroed between a synchronisation and the next backward pass; what needs
+    all of them (the norm for clipping, whether one is infinite) has to ask all ranks.
+
     With `compress="bf16"`, gradients of float32 and float64 travel as bf16, are summed in it, and take memory for
     a copy in bf16.
     """
@@ -75,6 +82,7 @@ class DataParallel(nn.Module):
         group: dist.ProcessGroup | Collectives | None = None,
         compress: str | None = None,
         transport: str | PeerMemory = "collectives",
+        to_owners: bool = False,
     ) -> None:
         """See the class; `bucket_size_mb` is in units of 1e6 bytes of gradients, and matters to `bucketed` alone.
 
@@ -83,12 +91,13 @@ class DataParallel(nn.Module):
         """
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
-        check_transport(transport, compress)
+        check_transport(transport, compress, to_owners)
         self.module = module
         collectives = collectives_of(group)
         named = transport if isinstance(transport, str) else "peer_copy"
         settings = {
-            "strategy": strategy, "bucket_size_mb": bucket_size_mb, "compress": compress, "transport": named
+            "strategy": strategy, "bucket_size_mb": bucket_size_mb, "compress": compress, "transport": named,
+            "to_owners": to_owners,
         }  # fmt: skip
         check_alike(collectives, settings, _forms(module))
         _refuse_sparse(module)
@@ -100,13 +109,16 @@ class DataParallel(nn.Module):
         # Backward's threads have the gradients' device for the current one, and who calls this may have another: peer
         # copies ask the driver and Triton, which go by it. A negative number is no device, and changes nothing.
         self._gpu = next((p.get_device() for _, p in trained if p.is_cuda), -1)
+        self._owners: dict[Tensor, int] | None = {} if to_owners else None
+
+        def make_buckets(groups: list[list[nn.Parameter]]) -> Sequence[Bucket]:
+            if self._owners is not None:
+                self._owners.update(owners_in(groups, collectives.size))
+            return bucket_maker(transport, compress, collectives, group, self._owners)(groups)
+
         with torch.cuda.device(self._gpu):
             self._reducer = GradientReducer(
-                self._trained_names,
-                [p for _, p in trained],
-                chosen,
-                bucket_maker(transport, compress, collectives, group),
-                collectives,
+                self._trained_names, [p for _, p in trained], chosen, make_buckets, collectives, self._owners
             )
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 
@@ -117,7 +129,8 @@ class DataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Average the gradients of all backward passes since the last time; call it before the optimizer's step.
 
-        A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks. Between
+        A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks
+        (with `to_owners`, it is on its owner alone). Between
         backward and this, gradients that are under way are not to be seen in `.grad`, and `zero_grad` does not reach
         them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then. Until it
         is called, `step` of any torch optimizer that has these parameters raises UserError.
@@ -145,6 +158,11 @@ class DataParallel(nn.Module):
     def buckets(self) -> list[list[str]]:
         """The names of the parameters that travel together, in the order of launch."""
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
+
+    @property
+    def owners(self) -> Mapping[Tensor, int]:
+        """With `to_owners`, the rank that has each parameter's average; empty without."""
+        return self._owners or {}
 
     @property
     def shared_bytes(self) -> int:

@@ -5,7 +5,9 @@ How the owners' updates reach the other ranks, for P parameters of S bytes on N 
 - a broadcast a parameter: P calls, one after the other, of S bytes together;
 - `broadcast`, one an owner of all it owns: N calls, one after the other, of S bytes together;
 - `all_gather` of equal shares: 1 call in which all ranks send at once, (N − 1) / N · S bytes to each; the smaller
-  shares are padded to the size of the largest.
+  shares are padded to the size of the largest;
+- `peer_copy`: each owner copies its share into the buffers of the others, which is as many bytes and needs no padding
+  (parameter_copies.py).
 
 `auto` takes the all-gather on GPUs, unless padding would take more than an eighth of the parameters' own memory: then,
 from nine ranks on, the broadcasts move no more than it would, and below that the memory is worth more than the time.
@@ -18,7 +20,7 @@ A copy into a buffer and back would cost 4 · S bytes of memory traffic and a bu
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -27,14 +29,10 @@ from torch import Tensor, nn
 from steplab.errors import Unsupported, UserError
 from steplab.parallel.buckets import fills_its_memory
 from steplab.parallel.collectives import Collectives, Pending
+from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
+from steplab.parallel.parameter_copies import ParameterCopies
 
-ALIGNMENT_BYTES = 256
-"""What torch's own allocators grant at least matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
-
-Exchange = Literal["auto", "all_gather", "broadcast"]
-
-MOST_PADDING = 1 / 8
-"""Of the parameters' own bytes, for `auto`."""
+Exchange = Literal["auto", "all_gather", "broadcast", "peer_copy"]
 
 
 class FlatParameters:
@@ -43,14 +41,28 @@ class FlatParameters:
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], ranks: Collectives, exchange: Exchange
     ) -> None:
+        """They stay where they are until `move_in`."""
         self.params = list(params)
         self._ranks = ranks
-        shares = _shares(self.params, owners, ranks.size)
+        shares = shares_of(self.params, owners, ranks.size)
         self._gathers = _gathers(shares, params[0].device, exchange)
-        self._slots = _slots([max(shares)] * ranks.size if self._gathers else shares)
-        self._buffer = params[0].new_zeros(self._slots[-1][1], requires_grad=False)
-        self._starts = _starts(self.params, owners, [start for start, _ in self._slots])
+        self._slots = owner_slots(self.params, owners, ranks.size, even=self._gathers)
+        self._copies: ParameterCopies | None = None
+        self._place = 0
         self._under_way: list[Pending] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffer."""
+        return self._slots.size * self.params[0].element_size()
+
+    def move_in(self, copies: ParameterCopies | None = None, place: int = 0) -> None:
+        """Move the parameters into a buffer, which is the one of that number in `copies`, if they travel by those."""
+        first, self._copies, self._place = self.params[0], copies, place
+        if copies is None:
+            self._buffer = first.new_zeros(self._slots.size, requires_grad=False)
+        else:
+            self._buffer = copies.buffer(place).view(first.dtype)
         self._move_in(range(len(self.params)))
 
     @property
@@ -62,16 +74,22 @@ class FlatParameters:
         """Whether a step can have changed any of these: all are frozen and without a gradient if not."""
         return self._buffer.numel() > 0 and any(param.requires_grad or param.grad is not None for param in self.params)
 
+    def bring_back(self) -> None:
+        """Move those into the buffer again that were given other memory; before `start_exchange`."""
+        self._move_in(self._moved_out())
+
     def start_exchange(self) -> None:
         """Begin to send what this rank owns and to receive the rest; nothing may be read before `wait`."""
-        self._move_in(self._moved_out())
-        if self._gathers:
-            start, end = self._slots[self._ranks.rank]
+        start, end = self._slots.bounds[self._ranks.rank]
+        if self._copies is not None:
+            width = self._buffer.element_size()
+            self._under_way = [self._copies.start(self._place, start * width, (end - start) * width)]
+        elif self._gathers:
             self._under_way = [self._ranks.all_gather(self._buffer, self._buffer[start:end])]
         else:
             self._under_way = [
                 self._ranks.broadcast(self._buffer[start:end], source=owner)
-                for owner, (start, end) in enumerate(self._slots)
+                for owner, (start, end) in enumerate(self._slots.bounds)
                 if end > start
             ]
         # A backward pass that saved the old values must fail, as it does when an optimizer changes them here.
@@ -87,7 +105,7 @@ class FlatParameters:
         address, width = self._buffer.data_ptr(), self._buffer.element_size()
         return [
             index
-            for index, (param, start) in enumerate(zip(self.params, self._starts, strict=True))
+            for index, (param, start) in enumerate(zip(self.params, self._slots.starts, strict=True))
             if param.numel() and param.data_ptr() != address + start * width
         ]
 
@@ -99,45 +117,17 @@ class FlatParameters:
                     f"a parameter was moved to {param.dtype} on {param.device} after its sharded optimizer was built; "
                     "move the model first and build the optimizer then"
                 )
-            home = self._buffer.as_strided(param.shape, param.stride(), self._starts[index])
+            start = self._buffer.storage_offset() + self._slots.starts[index]
+            home = self._buffer.as_strided(param.shape, param.stride(), start)
             home.copy_(param.detach())
             param.data = home
-
-
-def _aligned(param: Tensor) -> int:
-    """The elements a parameter takes in the buffer."""
-    grain = max(1, ALIGNMENT_BYTES // param.element_size())
-    return -(-param.numel() // grain) * grain
-
-
-def _shares(params: Sequence[Tensor], owners: Sequence[int], size: int) -> list[int]:
-    """The elements each owner's parameters take."""
-    shares = [0] * size
-    for param, owner in zip(params, owners, strict=True):
-        shares[owner] += _aligned(param)
-    return shares
 
 
 def _gathers(shares: Sequence[int], device: torch.device, exchange: Exchange) -> bool:
     """Whether to exchange by one all-gather rather than by broadcasts; see the head of this file."""
     if exchange != "auto":
         return exchange == "all_gather"
-    return device.type != "cpu" and len(shares) * max(shares) <= (1 + MOST_PADDING) * sum(shares)
-
-
-def _slots(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each owner's parameters begin and end in the buffer."""
-    ends = list(accumulate(lengths))
-    return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-
-
-def _starts(params: Sequence[Tensor], owners: Sequence[int], free: list[int]) -> list[int]:
-    """Where each parameter begins, in elements, given where each owner's slot does."""
-    starts = []
-    for param, owner in zip(params, owners, strict=True):
-        starts.append(free[owner])
-        free[owner] += _aligned(param)
-    return starts
+    return worth_padding(shares, device)
 
 
 def check_movable(params: Sequence[nn.Parameter]) -> None:

@@ -4,7 +4,12 @@ Parameters stay whole: an optimizer may look at the shape of what it updates (Mu
 the form it has without sharding. The price is a balance that is only as good as the largest parameter allows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+Owners = Mapping[Tensor, int]
+"""The rank that owns each parameter."""
 
 
 def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
@@ -19,6 +24,15 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
         owners[index] = owner
         loads[owner] += elements[index]
     return owners
+
+
+def owners_in(groups: Sequence[Sequence[nn.Parameter]], size: int) -> dict[Tensor, int]:
+    """An owner for each parameter of some groups, so that each group is spread over ranks, and all of them evenly."""
+    loads = [0] * size
+    found: dict[Tensor, int] = {}
+    for members in groups:
+        found.update(zip(members, owners_of([parameter.numel() for parameter in members], loads), strict=True))
+    return found
 
 
 def largest_share_bound(elements: Sequence[int], size: int) -> float:

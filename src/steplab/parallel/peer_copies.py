@@ -8,9 +8,11 @@ Each rank owns a part of every bucket. For a bucket, on two lines of work beside
    landed gradients into its part of the bucket, copies that into the same part of everybody's, and tells all.
 
 When all have told, the bucket holds the averages, which are the parameters' gradients. Both lines' copies share one
-link, so a third line for the means would gain nothing.
+link, so a third line for the means would gain nothing. Where gradients go to their owners alone, a rank's part is what
+it owns, and the means stay there: nothing is copied back, and no rank has memory for the averages of others.
 
-Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring; the copy engines move them. The
+Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half of that where they go to
+owners; the copy engines move them. The
 multiprocessors read and write (n + 1)/n B for the means. A gradient is read where it was born, and never copied into a
 bucket first. The mean of an element is made by one rank alone, so all ranks have the same bits.
 
@@ -25,48 +27,34 @@ The n-th launch of a step is the n-th on every rank, so counters hold numbers of
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate
 
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import aligned, dense, views_of
+from steplab.parallel.buckets import dense, layout_of, views_of, with_late
+from steplab.parallel.ownership import Owners
 from steplab.parallel.peer_memory import PeerMemory, Piece
+from steplab.parallel.peer_parts import Division, divided, pages
 
 OUTWARD, HOMEWARD = range(2)
 """The two lines."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
 whose gradients come in bursts need not wait. At least three of the largest bucket, two on their way and one to come."""
-_PAGE = 256
-"""Buckets and landing places begin at multiples of so many bytes."""
 
 
-class _Overlap(NamedTuple):
-    """Where a rank's part of a bucket and a gradient overlap, in bytes."""
-
-    gradient: int
-    """The gradient's number in the bucket."""
-    in_gradient: int
-    """The beginning of the overlap in the gradient."""
-    in_part: int
-    """The beginning of the overlap in the part."""
-    num_bytes: int
-    """The length of the overlap."""
-
-
-def peer_buckets(groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory) -> list["PeerBucket"]:
+def peer_buckets(
+    groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory, owners: Owners | None = None
+) -> list["PeerBucket"]:
     """The buckets of one module, one for each group of parameters; a collective call.
 
-    They share `memory`, which is freed with the last of them.
+    With `owners` each average is on the rank that owns the parameter alone. The buckets share `memory`, which is freed
+    with the last of them.
     """
-    sizes = [sum(map(aligned, group)) * group[0].element_size() for group in groups]
-    starts = [0, *accumulate(map(_pages, sizes))]
-    copies = PeerCopies(memory, sizes, starts[-1])
-    return [
-        PeerBucket(copies, group, copies.own[start : start + size], start)
-        for group, start, size in zip(groups, starts, sizes, strict=False)
-    ]
+    divisions = [divided(group, memory.size, owners) for group in groups]
+    starts = [[0, *accumulate(pages(d.kept_bytes(rank)) for d in divisions)] for rank in range(memory.size)]
+    copies = PeerCopies(memory, [division.landing_bytes for division in divisions], max(ends[-1] for ends in starts))
+    return [PeerBucket(copies, division, [of[place] for of in starts]) for place, division in enumerate(divisions)]
 
 
 class PeerCopies:
@@ -76,15 +64,15 @@ class PeerCopies:
     collector runs.
     """
 
-    def __init__(self, memory: PeerMemory, sizes: Sequence[int], rings_start: int) -> None:
-        """Take the buckets' `sizes` in bytes; they lie before `rings_start`."""
+    def __init__(self, memory: PeerMemory, landing_bytes: Sequence[int], rings_start: int) -> None:
+        """Take the bytes of each bucket's landing place, `landing_bytes`; the buckets lie before `rings_start`."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.num_launched = 0
         self._num_awaited = 0
         self.under_way: deque[PeerBucket] = deque()
-        window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes, default=0)))
-        self.ring_bytes = _part(window, memory.size)
+        window = max(pages(-(-WINDOW_BYTES // memory.size)), 3 * max(landing_bytes))
+        self.ring_bytes = min(sum(landing_bytes), window)
         self._rings_start, self._cursor = rings_start, 0
         self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
         everyone = range(memory.size)
@@ -131,14 +119,18 @@ class PeerCopies:
 class PeerBucket:
     """Gradients that are sent together; see buckets.Bucket."""
 
-    def __init__(self, copies: PeerCopies, parameters: Sequence[nn.Parameter], buffer: Tensor, start: int) -> None:
+    def __init__(self, copies: PeerCopies, division: Division, starts: Sequence[int]) -> None:
+        """`starts`: where what each rank keeps of the bucket begins in its memory."""
         self._copies = copies
-        self._parameters = tuple(parameters)
-        self._averages = views_of(buffer.view(self._parameters[0].dtype), self._parameters)
-        self._part_bytes = _part(buffer.numel(), copies.memory.size)
-        self._plan(start, buffer.numel())
-        self._dtype = self._averages[0].dtype
-        self._strides = [average.stride() for average in self._averages]
+        self._parameters = tuple(division.parameters)
+        self._strides = [layout_of(parameter) for parameter in self._parameters]
+        self._dtype = self._parameters[0].dtype
+        self._to_owners = division.owners is not None
+        self._landing_bytes = division.landing_bytes
+        rank = copies.memory.rank
+        self._kept = division.overlaps(rank)
+        self._averages = self._places(division, copies.own[starts[rank] :][: division.kept_bytes(rank)])
+        self._plan(division, starts)
         self._sources: list[Tensor] = []
         self._addresses: list[int] = []
         self.number = 0
@@ -146,21 +138,30 @@ class PeerBucket:
         self.landing = (0, 0)
         """Its place in the rings."""
 
-    def _plan(self, start: int, num_bytes: int) -> None:
-        """Compute what is the same in every launch, when the host has no time, for a bucket at `start` on all ranks."""
+    def _places(self, division: Division, kept: Tensor) -> list[Tensor | None]:
+        """Where the averages lie that this rank keeps."""
+        if division.owners is None:
+            return list(views_of(kept.view(self._dtype), self._parameters))
+        mine = [index for index in division.order if division.owners[index] == self._copies.memory.rank]
+        views = views_of(kept.view(self._dtype), [self._parameters[index] for index in mine])
+        found: list[Tensor | None] = [None] * len(self._parameters)
+        for index, view in zip(mine, views, strict=True):
+            found[index] = view
+        return found
+
+    def _plan(self, division: Division, starts: Sequence[int]) -> None:
+        """Compute what is the same in every launch, when the host has no time."""
         copies, rank = self._copies, self._copies.memory.rank
-        begins = [min(owner * self._part_bytes, num_bytes) for owner in range(copies.memory.size + 1)]
-        overlaps = [_overlaps(self._parameters, *bounds) for bounds in pairwise(begins)]
-        sent = [(copies.landing(peer, rank), overlap) for peer in copies.peers for overlap in overlaps[peer]]
+        sent = [(copies.landing(peer, rank), overlap) for peer in copies.peers for overlap in division.overlaps(peer)]
         self._landings = [landing + overlap.in_part for landing, overlap in sent]
         self._sent = [(overlap.gradient, overlap.in_gradient) for _, overlap in sent]
         self._sizes = [overlap.num_bytes for _, overlap in sent]
-        self._kept = overlaps[rank]
         self._landed = copies.landing(rank, copies.peers[0])
-        parts = [base + start + begins[rank] for base in copies.bases]
+        begin = 0 if self._to_owners else division.borders[rank]
+        parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
         self._mine = parts[rank]
-        self._homes = [parts[peer] for peer in copies.peers] if self._kept else []
-        self._home_bytes = begins[rank + 1] - begins[rank]
+        self._homes = [parts[peer] for peer in copies.peers] if self._kept and not self._to_owners else []
+        self._home_bytes = division.part_bytes(rank)
 
     @property
     def shared_bytes(self) -> int:
@@ -170,10 +171,13 @@ class PeerBucket:
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
         copies = self._copies
-        room = copies.make_room(self._part_bytes)
-        self.landing = room, room + self._part_bytes
-        given = zip(gradients, self._averages, self._strides, strict=True)
-        self._sources = [average.zero_() if g is None else dense(g, average, strides) for g, average, strides in given]
+        room = copies.make_room(self._landing_bytes)
+        self.landing = room, room + self._landing_bytes
+        given = zip(gradients, self._averages, self._parameters, self._strides, strict=True)
+        self._sources = [
+            average.zero_() if g is None and average is not None else dense(g, parameter, strides)
+            for g, average, parameter, strides in given
+        ]
         self._addresses = [source.data_ptr() for source in self._sources]
         copies.num_launched += 1
         self.number = copies.num_launched
@@ -182,18 +186,21 @@ class PeerBucket:
         self._return()
         copies.under_way.append(self)
 
-    def wait(self) -> list[Tensor]:
-        """The averages of the last launch, each shaped as its parameter."""
+    def wait(self) -> Sequence[Tensor | None]:
+        """The averages of the last launch that this rank keeps, each shaped as its parameter."""
         if self.number:
             self._copies.await_all()
         return self._averages
 
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The averages plus gradients that came too late for the launch: what to launch next."""
-        for average, gradient in zip(self.wait(), gradients, strict=True):
-            if gradient is not None:
+        averages = self.wait()
+        if self._to_owners:
+            return with_late(averages, gradients, self._copies.memory.size)
+        for average, gradient in zip(averages, gradients, strict=True):
+            if average is not None and gradient is not None:
                 average.add_(gradient)
-        return self._averages
+        return averages
 
     def release(self) -> None:
         """Drop references to gradients that are not in the bucket's own memory; to be called after `wait`."""
@@ -223,6 +230,7 @@ class PeerBucket:
             pieces = [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
             landed = self._landed + self.landing[0]
             memory.mean(HOMEWARD, pieces, self._mine, landed, copies.ring_bytes, self._dtype)
+        if self._homes:
             count = len(self._homes)
             memory.copy(HOMEWARD, self._homes, [self._mine] * count, [self._home_bytes] * count)
         memory.signal(HOMEWARD, copies.tell_of_means, self.number)
@@ -236,26 +244,3 @@ def _gradients_told_by(rank: int) -> int:
 def _means_told_by(rank: int) -> int:
     """The counter of launches whose means from this rank are in the bucket."""
     return 2 * rank + 1
-
-
-def _pages(num_bytes: int) -> int:
-    """The size rounded up to whole pages."""
-    return -(-num_bytes // _PAGE) * _PAGE
-
-
-def _part(num_bytes: int, size: int) -> int:
-    """Bytes of a rank's part of a bucket, in whole pages; the last rank's may be less, and of a small bucket
-    nothing."""
-    return _pages(-(-num_bytes // size))
-
-
-def _overlaps(parameters: Sequence[nn.Parameter], begin: int, end: int) -> list[_Overlap]:
-    """The overlaps of gradients with the bytes between two places of a bucket."""
-    found, start = [], 0
-    for index, parameter in enumerate(parameters):
-        size = parameter.element_size()
-        first, last = max(start, begin), min(start + parameter.numel() * size, end)
-        if first < last:
-            found.append(_Overlap(index, first - start, first - begin, last - first))
-        start += aligned(parameter) * size
-    return found

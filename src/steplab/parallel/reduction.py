@@ -35,6 +35,8 @@ from steplab.errors import UserError
 from steplab.parallel.agreement import StepAgreement
 from steplab.parallel.buckets import Bucket, grouped
 from steplab.parallel.collectives import Collectives
+from steplab.parallel.ownership import Owners
+from steplab.parallel.sharded_optimizer import ShardedOptimizer
 from steplab.parallel.strategies import Strategy
 
 
@@ -48,8 +50,11 @@ class GradientReducer:
         strategy: Strategy,
         make_buckets: Callable[[list[list[nn.Parameter]]], Sequence[Bucket]],
         collectives: Collectives,
+        owners: Owners | None = None,
     ) -> None:
+        """`owners`: each average is on the rank that owns the parameter alone; filled once the buckets are made."""
         self.active = True
+        self._rank, self._owners = collectives.rank, owners
         self._parameters = tuple(parameters)
         self._strategy = strategy
         self._members = grouped(self._parameters, strategy.bucket_bytes)
@@ -98,13 +103,23 @@ class GradientReducer:
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raise UserError if the optimizer is about to update parameters by gradients that have not been averaged."""
-        if not self._ready:
+        if not self._ready and self._owners is None:
             return
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if self._owners is not None and not isinstance(optimizer, ShardedOptimizer):
+            self._check_owned(updated)
         if any(self._parameters[index] in updated for index in self._ready):
             raise UserError(
                 "an optimizer's step would update parameters whose gradients are not averaged yet: call "
                 "finish_gradient_synchronization() after backward, before the step"
+            )
+
+    def _check_owned(self, updated: set[Any]) -> None:
+        assert self._owners is not None
+        if any(self._owners.get(parameter, self._rank) != self._rank for parameter in updated):
+            raise UserError(
+                "an optimizer's step would update parameters whose gradients are averaged on other ranks alone: use "
+                "ShardedOptimizer(..., owners=model.owners), or build DataParallel without to_owners"
             )
 
     @torch.no_grad()

@@ -3,11 +3,13 @@
 Data parallelism repeats the optimizer on every rank with the same gradients and the same result. Here each parameter is
 updated by one rank, its owner, which alone keeps state for it; the owners then exchange the updated parameters.
 With AdamW in fp32 on N ranks the state takes 8 / N bytes a parameter in place of 8, and the update 1 / N of the time;
-the exchange moves (N − 1) / N of the parameters' bytes to each rank.
+the exchange moves (N − 1) / N of the parameters' bytes to each rank. Where `DataParallel` averages each gradient on its
+owner alone (`to_owners`), that is all: 2 (N − 1) / N of the model's bytes a step, as much as data parallelism without
+sharding.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -19,7 +21,10 @@ from steplab.parallel import sharded_state
 from steplab.parallel.collectives import Collectives, collectives_of
 from steplab.parallel.flat_parameters import Exchange, FlatParameters, check_movable
 from steplab.parallel.ownership import owners_of, runs_of
+from steplab.parallel.parameter_copies import ParameterCopies
+from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.sharded_state import StateDict, options
+from steplab.parallel.transports import open_peer_memory
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -41,7 +46,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | Collectives | None = None,
         *,
         bucket_size_mb: float = math.inf,
-        exchange: Exchange = "auto",
+        exchange: Exchange | PeerMemory = "auto",
+        owners: Mapping[Tensor, int] | None = None,
         **kwargs: Any,
     ) -> None:
         """`params` and `kwargs` are what `optimizer_cls` takes; `group` is all processes if None.
@@ -49,10 +55,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `bucket_size_mb` (1e6 bytes): exchange in buckets of about that size, in the order of `params`, so that the next
         forward pass can begin when the first has arrived (`overlap_with`). By default there is one bucket a dtype: the
         fewest calls and the best balance. `exchange` says how: by one all-gather a bucket, by one broadcast a bucket
-        and owner, or as is best for the device (`flat_parameters`).
+        and owner, as of these is best for the device (`flat_parameters`), or by `peer_copy` between the GPUs of one
+        host, which then holds the parameters outside of torch's allocator (those of groups added later travel by
+        collectives). `owners` are those that parameters have already: `DataParallel.owners`, if it was built with
+        `to_owners`.
 
         Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers that
-        look at all parameters together (LBFGS), and for parameters that share memory without being one `nn.Parameter`.
+        look at all parameters together (LBFGS), for parameters that share memory without being one `nn.Parameter`, and
+        for peer_copy between GPUs that do not reach each other's memory.
         """
         if not isinstance(optimizer_cls, type):
             raise UserError("optimizer_cls must be a class, as torch.optim.AdamW is, with its options beside it")
@@ -60,11 +70,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise Unsupported("sharding LBFGS", "it updates all parameters as one vector", "use another optimizer")
         if not bucket_size_mb > 0:
             raise UserError(f"bucket_size_mb must be above 0, and is {bucket_size_mb}")
-        if exchange not in get_args(Exchange):
+        if isinstance(exchange, str) and exchange not in get_args(Exchange):
             raise UserError(f"exchange must be one of {', '.join(get_args(Exchange))}, and is {exchange!r}")
         self._local: torch.optim.Optimizer | None = None
         self._ranks = collectives_of(group)
-        self._bucket_bytes, self._exchange_by = bucket_size_mb * 1e6, exchange
+        self._bucket_bytes, self._group = bucket_size_mb * 1e6, group
+        self._exchange_by: Exchange | PeerMemory = exchange
+        self._copies: ParameterCopies | None = None
+        self._given_owners = owners or {}
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
         self._owner: dict[Tensor, int] = {}
         self._flats: list[FlatParameters] = []
@@ -87,6 +100,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def padding_bytes(self) -> int:
         """What the buffers take beyond the parameters in them: with `auto`, at most about an eighth of those."""
         return sum(flat.padding_bytes for flat in self._flats)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Device memory of parameters that `peer_copy` holds on this rank, outside of torch's allocator."""
+        return self._copies.shared_bytes if self._copies else 0
 
     def owner(self, param: Tensor) -> int:
         """The rank in the group that updates a parameter and has its state."""
@@ -122,15 +140,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param in params:
             # What is frozen now may be trained later: balanced by itself, it is so before and after.
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
+        memory = self._memory_for(params)
+        way: Exchange = "peer_copy" if memory else self._exchange_by  # type: ignore[assignment]
+        added: list[FlatParameters] = []
         for (_, _, trained), alike in kinds.items():
             loads = self._loads if trained else self._frozen_loads
             for bucket in runs_of([param.nbytes for param in alike], self._bucket_bytes):
                 members = [alike[index] for index in bucket]
-                owners = owners_of([param.numel() for param in members], loads)
-                flat = FlatParameters(members, owners, self._ranks, self._exchange_by)
-                self._flats.append(flat)
+                owners = self._owners_of(members, loads)
+                flat = FlatParameters(members, owners, self._ranks, way)
+                added.append(flat)
                 for param, owner in zip(members, owners, strict=True):
                     self._owner[param], self._flat_of[param] = owner, flat
+        if memory:
+            self._copies = ParameterCopies(memory, [flat.num_bytes for flat in added])
+        for place, flat in enumerate(added):
+            flat.move_in(self._copies if memory else None, place)
+        self._flats += added
+
+    def _owners_of(self, params: Sequence[nn.Parameter], loads: list[int]) -> list[int]:
+        """The owners that are given, and of the others those that keep the balance."""
+        found = {param: self._given_owners[param] for param in params if param in self._given_owners}
+        for param, owner in found.items():
+            loads[owner] += param.numel()
+        others = [param for param in params if param not in found]
+        found.update(zip(others, owners_of([param.numel() for param in others], loads), strict=True))
+        return [found[param] for param in params]
+
+    def _memory_for(self, params: Sequence[nn.Parameter]) -> PeerMemory | None:
+        """What these parameters are to lie in, if they travel by peer copies; from then on others do not."""
+        asked = self._exchange_by
+        if asked != "peer_copy" and isinstance(asked, str):
+            return None
+        self._exchange_by = "auto"
+        if self._ranks.size == 1 or not params:
+            return None
+        return open_peer_memory(asked, self._ranks, self._group, params)
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
         """Ranks that assign different parameters would wait for each other, or write over each other's weights."""
@@ -194,6 +239,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._ranks.size == 1:
             return
         exchanged = [flat for flat in self._flats if flat.in_use()]
+        for flat in exchanged:
+            flat.bring_back()
+        if self._copies:
+            self._copies.begin()
         for flat in exchanged:
             flat.start_exchange()
         for flat in exchanged:

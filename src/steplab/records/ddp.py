@@ -55,7 +55,7 @@ class Messages:
     """Consecutive collectives of one kind in one step of a rank."""
 
     collective: str
-    """The collective: all_reduce, all_gather, reduce_scatter or broadcast."""
+    """The collective: all_reduce, all_gather, reduce_scatter, reduce or broadcast."""
     sizes_bytes: tuple[int, ...]
     """Size of each message in order: for all-gather that of the output, for reduce-scatter that of the input."""
 

@@ -42,7 +42,9 @@ def make_call(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
 def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
     """Average the whole message as one gradient of a bucket, whose average is written to the bucket's own memory."""
     (bucket,) = peer_buckets([[nn.Parameter(buffers.send)]], memory)
-    (buffers.receive,) = bucket.wait()
+    (average,) = bucket.wait()
+    assert average is not None  # without owners every rank has it
+    buffers.receive = average
 
     def call() -> None:
         bucket.launch([buffers.send])

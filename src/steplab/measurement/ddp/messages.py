@@ -47,6 +47,10 @@ class RecordingCollectives:
         self._write("reduce_scatter", tensor)
         return self._inner.reduce_scatter(part, tensor, average=average)
 
+    def reduce(self, tensor: Tensor, *, destination: int, average: bool) -> Pending:
+        self._write("reduce", tensor)
+        return self._inner.reduce(tensor, destination=destination, average=average)
+
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
         self._write("broadcast", tensor)
         return self._inner.broadcast(tensor, source=source)
@@ -128,6 +132,8 @@ class MessagesAlone:
         collectives = self._world.collectives
         if collective == "all_reduce":
             return collectives.all_reduce(tensor, average=True)
+        if collective == "reduce":
+            return collectives.reduce(tensor, destination=number % collectives.size, average=True)
         if collective == "broadcast":
             return collectives.broadcast(tensor, source=number % collectives.size)
         share = tensor.numel() // collectives.size

@@ -1,0 +1,209 @@
+"""Gradients that go to the owners of their parameters alone, and the sharded optimizer that updates them there."""
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed import modules
+from tests.distributed.parity import TINY_MB, Loss, batches, mean_square
+from tests.distributed.ranks import Cases, on_ranks
+from tests.distributed.shared_memory import SharedMemory
+from tests.distributed.transports import Delays
+from torch import Tensor, nn
+
+from steplab.errors import Unsupported, UserError
+from steplab.parallel import DataParallel, ShardedOptimizer
+from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.ownership import largest_share_bound
+
+cases = Cases()
+STEPS = 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_to_owners(size: int, subtests: pytest.Subtests) -> None:
+    cases.run(size, subtests)
+
+
+def test_eight_ranks() -> None:
+    on_ranks(8, tied_unused_and_rank_dependent_parameters_train_as_without_sharding)
+
+
+def ways(delay_s: float = 0.0) -> list[dict[str, Any]]:
+    """Options of DataParallel and of ShardedOptimizer, by collectives and by peer copies."""
+    slow = Delays(GroupCollectives(), delay_s) if delay_s else None
+    return [
+        {"model": {"group": slow}, "optimizer": {"group": slow}},
+        {"model": {"transport": SharedMemory(delay_s)}, "optimizer": {"exchange": SharedMemory(delay_s)}},
+    ]
+
+
+def assert_trains_as_the_whole_optimizer(
+    module: nn.Module,
+    way: dict[str, Any],
+    *,
+    loss: Loss = mean_square,
+    silent_passes: tuple[bool, ...] = (False,),
+    strategy: str = "bucketed",
+    set_to_none: bool = True,
+    overlapped: Callable[[nn.Module], list[nn.Module]] = lambda module: [],
+) -> tuple[DataParallel, ShardedOptimizer]:
+    """Weights are those of the same optimizer on every rank with averages of collectives.
+
+    Bit for bit by AdamW where all is sent at once between two ranks, as a sum of two has one order. Else by SGD, within
+    a rounding of each gradient, rank and pass in each step: Adam's quotients would magnify the roundings of sums that
+    are nearly zero.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    exact = size == 2 and silent_passes.count(False) == 1
+    kind: Any = torch.optim.AdamW if exact else torch.optim.SGD
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1} | ({} if exact else {"momentum": 0.9})
+    whole = DataParallel(copy.deepcopy(module), strategy, TINY_MB)
+    plain = kind(whole.parameters(), **options)
+    model = DataParallel(module, strategy, TINY_MB, to_owners=True, **way["model"])
+    sharded = ShardedOptimizer(
+        model.parameters(), kind, owners=model.owners, bucket_size_mb=TINY_MB, **way["optimizer"], **options
+    )
+    sharded.overlap_with(*overlapped(module))
+    for step in batches(STEPS, len(silent_passes), 3, 8):
+        for net in (whole, model):
+            for silent, batch in zip(silent_passes, step, strict=True):
+                if silent:
+                    with net.no_sync():
+                        loss(net, batch[rank], rank).backward()
+                else:
+                    loss(net, batch[rank], rank).backward()
+            net.finish_gradient_synchronization()
+        assert_only_owners_have_averages(model, whole, rank)
+        for optimizer in (plain, sharded):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    sharded.wait()
+    coarsest = max(torch.finfo(parameter.dtype).eps for parameter in model.parameters())
+    tolerance = 0.0 if exact else STEPS * size * len(silent_passes) * coarsest
+    for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
+    assert_equal_on_all_ranks(model)
+    return model, sharded
+
+
+def assert_only_owners_have_averages(model: DataParallel, whole: DataParallel, rank: int) -> None:
+    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        if model.owners.get(found) == rank:
+            assert (found.grad is None) == (expected.grad is None)
+        else:
+            assert found.grad is None
+
+
+def assert_equal_on_all_ranks(module: nn.Module) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [p.detach().clone() for p in module.parameters()])
+    for theirs in everyone:
+        assert all(torch.equal(a, b) for a, b in zip(everyone[0], theirs, strict=True))
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    return list(module.children())
+
+
+def awkward_loss(module: nn.Module, batch: Tensor, rank: int) -> Tensor:
+    """Every rank has another expert, and one has none."""
+    return module(batch, -1 if rank == 1 else rank % 2).square().mean()
+
+
+@cases
+def weights_are_those_of_the_whole_optimizer() -> None:
+    for way in ways():
+        assert_trains_as_the_whole_optimizer(modules.plain(), way)
+
+
+@cases
+def tied_unused_and_rank_dependent_parameters_train_as_without_sharding() -> None:
+    for way in ways():
+        assert_trains_as_the_whole_optimizer(modules.Awkward(), way, loss=awkward_loss)
+
+
+@cases
+def several_passes_of_which_all_or_one_are_sent() -> None:
+    """Those sent twice go a second time, in which an average counts for all ranks."""
+    for silent in [(True, False), (False, False, False)]:
+        for way in ways():
+            assert_trains_as_the_whole_optimizer(modules.plain(), way, silent_passes=silent, strategy="overlap")
+
+
+@cases
+def late_copies_and_late_ranks_change_nothing() -> None:
+    """Nor does a forward pass that begins before the parameters are there."""
+    for way in ways(delay_s=0.003):
+        assert_trains_as_the_whole_optimizer(
+            modules.plain(), way, set_to_none=False, overlapped=lambda m: list(m.children())
+        )
+
+
+@cases
+def nobody_overwrites_parameters_that_others_still_read() -> None:
+    """A rank that is late reads in its forward pass what it had, though the others have updated theirs."""
+    rank, late = dist.get_rank(), random.Random(dist.get_rank())
+    model = modules.plain()
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, exchange=SharedMemory(0.002), lr=1.0)
+    for step in range(STEPS):
+        time.sleep(late.uniform(0, 0.03))
+        seen = [p.detach().clone() for p in model.parameters()]
+        time.sleep(late.uniform(0, 0.03))
+        for parameter, before in zip(model.parameters(), seen, strict=True):
+            assert torch.equal(parameter, before), f"rank {rank}, step {step}"
+            parameter.grad = torch.full_like(parameter, 1.0)
+        sharded.step()
+        for parameter, before in zip(model.parameters(), seen, strict=True):
+            assert torch.equal(parameter, before - 1)
+
+
+@cases
+def what_is_sent_is_the_volume_of_stage_1() -> None:
+    """(n - 1)/n of all bytes of gradients, and as much of parameters."""
+    gradients, parameters = SharedMemory(), SharedMemory()
+    way = {"model": {"transport": gradients}, "optimizer": {"exchange": parameters}}
+    model, _ = assert_trains_as_the_whole_optimizer(modules.plain(), way)
+    size = dist.get_world_size()
+    for memory in (gradients, parameters):
+        everyone = [0] * size
+        dist.all_gather_object(everyone, memory.copied_bytes)
+        least = STEPS * (size - 1) * sum(p.nbytes for p in model.parameters())
+        padding = STEPS * (size - 1) * len(list(model.parameters())) * 256
+        assert least <= sum(everyone) <= least + (padding if memory is parameters else 0)
+
+
+@cases
+def the_memory_of_a_rank_is_bounded() -> None:
+    """Of gradients its share and what is under way; of parameters all of them."""
+    model, sharded = assert_trains_as_the_whole_optimizer(modules.plain(), ways()[1])
+    elements = [p.numel() for p in model.parameters()]
+    count, size, width = len(elements), dist.get_world_size(), 8
+    share = width * largest_share_bound(elements, size) + 256 * count
+    under_way = (size - 1) * (width * sum(elements) + 256 * count)  # few enough bytes for one window
+    assert model.shared_bytes <= share + under_way
+    assert sharded.shared_bytes <= width * sum(elements) + 256 * count * (size + 1)
+
+
+@cases.in_a_small_world
+def an_optimizer_that_is_not_sharded_alike_is_refused() -> None:
+    model = DataParallel(modules.plain(), to_owners=True)
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ShardedOptimizer(list(model.parameters())[::-1], torch.optim.SGD, owners=_swapped(model.owners), lr=0.1),
+    ):
+        with pytest.raises(UserError, match=r"averaged on other ranks alone.*owners=model\.owners"):
+            optimizer.step()
+    with pytest.raises(Unsupported, match="compression to bf16 of gradients that go to owners"):
+        DataParallel(modules.plain(), to_owners=True, compress="bf16")
+    with pytest.raises(Unsupported, match="peer_copy on cpu"):
+        ShardedOptimizer(modules.plain().parameters(), torch.optim.SGD, exchange="peer_copy", lr=0.1)
+
+
+def _swapped(owners: Any) -> dict[Tensor, int]:
+    return {parameter: 1 - owner for parameter, owner in owners.items()}
