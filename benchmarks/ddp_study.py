@@ -2,10 +2,10 @@
 
     python benchmarks/ddp_study.py STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
 
-A piece is a call of `steplab ddp`, and a record in STORE; without any, both are run. Each takes some three minutes: the
-step without communication, bucketed at several sizes over NCCL and by peer copies, torch's DDP at several, the sharded
-optimizer, FSDP2 and, eager, the simpler strategies. A short table of all that STORE holds is printed last, and pages of
-them lie beside STORE.
+A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. Each takes some three minutes on four
+H200s: the step without communication, bucketed at several sizes and the sharded optimizer over NCCL and by peer copies,
+torch's DDP at several sizes, FSDP2 and, eager, the simpler strategies in a piece of their own. A short table of all that
+STORE holds is printed last, and pages of them lie beside STORE.
 """
 
 import argparse
@@ -19,17 +19,13 @@ from steplab.store.database import Store
 from steplab.units import format_time
 
 STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--warmup", "3", "--steps", "10"]
-LARGE = "sharded:100,fsdp2"
 PIECES = {
     "compiled": [
         *["--compile", "block", "--contenders"],
-        f"bucketed:100,bucketed:200,bucketed:400,torch_ddp:25,torch_ddp:100,torch_ddp:400,torch_ddp:1000,{LARGE}",
+        "bucketed:100,bucketed:200,bucketed:400,sharded:100,torch_ddp:25,torch_ddp:400,torch_ddp:1000,fsdp2",
     ],
-    "eager": [
-        "--contenders",
-        "bucketed:10,bucketed:100,bucketed:400,bucketed:1000,torch_ddp:25,torch_ddp:100,torch_ddp:400,"
-        f"{LARGE},overlap,flat,naive",
-    ],
+    "eager": ["--contenders", "bucketed:100,bucketed:400,sharded:100,torch_ddp:25,torch_ddp:400,fsdp2"],
+    "strategies": ["--contenders", "bucketed:10,bucketed:1000,overlap,flat,naive,torch_ddp:100"],
 }
 
 

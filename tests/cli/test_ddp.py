@@ -23,7 +23,7 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
         (("--precision", "fp16"), "use --precision bf16"),
         (("--transport", "peer_copy"), "transport peer_copy on a CPU is not supported"),
         (("--transport", "magic"), "transport 'magic' is not known; choose some of collectives, peer_copy"),
-        (("--contenders", "flat,torch_ddp", "--transport", "collectives"), "add bucketed to --contenders"),
+        (("--contenders", "flat,torch_ddp", "--transport", "collectives"), "add bucketed or sharded to --contenders"),
         (("--contenders", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no effect on flat, bucketed:5"),
         (("--microbatches", "2"), "Unknown option"),
     ],

@@ -100,8 +100,10 @@ def assert_sent(sizes: dict[str, dict[str, tuple[int, ...]]], each: tuple[int, .
     assert sizes["flat"] == {"all_reduce": (total,)}
     assert sum(sizes["bucketed"]["all_reduce"]) == sum(sizes["torch_ddp"]["all_reduce"]) == total
     assert all(size <= BUCKET_MB * 1e6 or size in each for size in sizes["bucketed"]["all_reduce"])
-    exchanged = {name: sum(sent) for name, sent in sizes["sharded"].items() if name != "all_reduce"}
-    assert sum(exchanged.values()) >= total  # every parameter is sent by whoever updated it
+    # Every gradient goes to its owner, and every parameter is sent by it; slots begin at multiples of 256 bytes.
+    padding = 256 * len(each)
+    assert set(sizes["sharded"]) == {"reduce", "broadcast"}
+    assert all(total <= sum(sent) <= total + padding for sent in sizes["sharded"].values())
     # Forward gathers the root, the embedding and two blocks, backward all but the root once more.
     assert sum(sizes["fsdp2"]["reduce_scatter"]) == total
     assert total < sum(sizes["fsdp2"]["all_gather"]) < 2 * total
@@ -169,7 +171,8 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
         assert cell.turns == "interleaved"
         assert [rank.rank for rank in cell.ranks] == [0, 1]
         for of_rank in cell.ranks:
-            assert [samples.phase for samples in of_rank.phases][-3:] == ["gradient sync", "optimizer", "step"]
+            phases = {samples.phase for samples in of_rank.phases}
+            assert phases == {"forward", "backward", "gradient sync", "optimizer", "step"}
             assert len(of_rank.samples("step")) == len(of_rank.samples("step", baseline=True)) == 4  # two turns of two
             assert len(of_rank.alone_s) == study.repeats
             assert [memory.moment for memory in of_rank.memory] == list(MOMENTS)

@@ -2,6 +2,9 @@
 
 import copy
 import os
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steplab.parallel import DataParallel, ShardedOptimizer
+from steplab.parallel.flat_parameters import Exchange
 
 STEPS = 3
 WAYS = [
-    (strategy, transport)
-    for transport in ("collectives", "peer_copy")
-    for strategy in ("naive", "flat", "overlap", "bucketed")
+    ("bucketed", "collectives"),
+    *((strategy, "peer_copy") for strategy in ("naive", "flat", "overlap", "bucketed")),
 ]
+Case = Callable[[int, int, torch.device], None]
+CASES: list[Case] = []
+
+
+def case(function: Case) -> Case:
+    """One that all ranks call, with rank, number of ranks and device."""
+    CASES.append(function)
+    return function
 
 
 class Awkward(nn.Module):
@@ -43,14 +54,21 @@ class Awkward(nn.Module):
         return apart + nn.functional.cross_entropy(self.head(x).flatten(0, -2), tokens.flatten())
 
 
-def in_a_group(rank: int, size: int, port: int, what: str) -> None:
-    """Join, and do one of the functions below."""
+def in_a_group(rank: int, size: int, port: int) -> None:
+    """Join, and do all cases; rank 0 tells how long each takes."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, device_id=device)
     try:
-        globals()[what](rank, size, device)
+        for function in CASES:
+            torch.cuda.set_device(device)
+            started = time.perf_counter()
+            function(rank, size, device)
+            torch.cuda.synchronize(device)
+            dist.barrier()
+            if rank == 0:
+                print(f"{size} ranks, {function.__name__}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
     finally:
         dist.destroy_process_group()
 
@@ -59,6 +77,7 @@ def expert_of(rank: int) -> int:
     return -1 if rank == 1 else rank % 2
 
 
+@case
 def trains_as_one_process_does(rank: int, size: int, device: torch.device) -> None:
     """Weights after each step, with two backward passes of which the first is silent."""
     torch.manual_seed(3)
@@ -89,6 +108,7 @@ def trains_as_one_process_does(rank: int, size: int, device: torch.device) -> No
             )
 
 
+@case
 def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device) -> None:
     """Bit for bit between two ranks, where a sum has one order; else within a rounding a rank."""
     torch.manual_seed(rank)
@@ -111,6 +131,7 @@ def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device)
             torch.testing.assert_close(found, wanted, rtol=relative, atol=absolute, msg=message)
 
 
+@case
 def the_current_device_may_be_another(rank: int, size: int, device: torch.device) -> None:
     """Where the module is built and its gradients are waited for."""
     torch.manual_seed(3)
@@ -131,6 +152,7 @@ def the_current_device_may_be_another(rank: int, size: int, device: torch.device
     assert torch.cuda.current_device() == (rank + 1) % size
 
 
+@case
 def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: torch.device) -> None:
     """Thirty steps with work of another length on every rank before each backward pass; every gradient is checked."""
     inner = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))).to(device)
@@ -152,6 +174,7 @@ def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: to
                 parameter.grad = None
 
 
+@case
 def a_sharded_optimizer_does_what_the_whole_one_does(rank: int, size: int, device: torch.device) -> None:
     torch.manual_seed(5)
     first = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.Linear(300, 7)).to(device)
@@ -168,6 +191,68 @@ def a_sharded_optimizer_does_what_the_whole_one_does(rank: int, size: int, devic
             optimizer.step()
     for right, found in zip(whole.parameters(), inner.parameters(), strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+@case
+def a_sharded_optimizer_of_owners_trains_as_the_whole_one_does(rank: int, size: int, device: torch.device) -> None:
+    """Bit for bit between two ranks, where a sum has one order; else by SGD, within a rounding a rank and step."""
+    torch.manual_seed(7)
+    steps, width = 6, 192
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6)]
+    first = nn.Sequential(*layers, nn.Linear(width, 7)).to(device)
+    kind: Any = torch.optim.AdamW if size == 2 else torch.optim.SGD
+    options: dict[str, Any] = {"lr": 0.01, "fused": True} | ({} if size == 2 else {"momentum": 0.9})
+    ways: list[tuple[str, Exchange]] = [("collectives", "all_gather"), ("peer_copy", "peer_copy")]
+    for transport, exchange in ways:
+        inner, whole = copy.deepcopy(first), DataParallel(copy.deepcopy(first), bucket_size_mb=0.3)
+        model = DataParallel(inner, bucket_size_mb=0.3, transport=transport, to_owners=True)
+        sharded = ShardedOptimizer(
+            model.parameters(), kind, owners=model.owners, bucket_size_mb=0.3, exchange=exchange, **options
+        )
+        sharded.overlap_with(*inner)
+        for net, optimizer in ((whole, kind(whole.parameters(), **options)), (model, sharded)):
+            data = torch.Generator(device).manual_seed(rank)
+            for step in range(steps):
+                idle(0.002 * ((rank + step) % size))
+                net(torch.randn(64, width, device=device, generator=data)).square().mean().backward()
+                net.finish_gradient_synchronization()
+                optimizer.step()
+                optimizer.zero_grad()
+        sharded.wait()
+        assert_alike_on_all_ranks(list(model.parameters()))
+        tolerance = 0.0 if size == 2 else steps * size * 4 * torch.finfo(torch.float32).eps
+        for right, found in zip(whole.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance, msg=f"by {transport}")
+
+
+@case
+def nobody_overwrites_parameters_that_others_still_read(rank: int, size: int, device: torch.device) -> None:
+    """Late ranks read what they had, though the others have updated theirs."""
+    layers = [nn.Linear(1024, 1024, bias=False, device=device) for _ in range(8)]
+    for layer in layers:
+        nn.init.zeros_(layer.weight)
+    weights = [layer.weight for layer in layers]
+    sharded = ShardedOptimizer(weights, torch.optim.SGD, bucket_size_mb=8, exchange="peer_copy", lr=1.0)
+    sharded.overlap_with(*layers)
+    x, wrong = torch.zeros(1, 1024, device=device), torch.zeros((), device=device)
+    for step in range(20):
+        idle(0.001 * ((3 * rank + step) % 4))
+        for layer in layers:
+            layer(x)  # waits for its weight
+            wrong += torch.ne(layer.weight, -step).sum()
+        idle(0.001 * ((rank + 2 * step) % 3))
+        for weight in weights:
+            wrong += torch.ne(weight, -step).sum()
+            weight.grad = torch.ones_like(weight)
+        sharded.step()
+    assert wrong.item() == 0
+
+
+def idle(seconds: float) -> None:
+    """Keep this rank's GPU from its work for about so long."""
+    sleep: Any = torch.cuda._sleep
+    if seconds:
+        sleep(round(seconds * 1.8e9))
 
 
 def assert_alike_on_all_ranks(tensors: list[Tensor | None]) -> None:

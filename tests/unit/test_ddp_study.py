@@ -33,13 +33,15 @@ def test_each_with_buckets_stands_once_a_size_and_the_baseline_first() -> None:
 
 
 def test_a_transport_is_a_choice_of_what_is_bucketed_alone() -> None:
-    found = variants_of(("bucketed", "torch_ddp"), (10.0,), ("collectives", "peer_copy"))
+    found = variants_of(("bucketed", "torch_ddp", "sharded:5"), (10.0,), ("collectives", "peer_copy"))
     assert [contender.label for contender in found] == [
         "bucketed 10 MB",
         "bucketed 10 MB, peer_copy",
         "torch DDP 10 MB",
+        "sharded 5 MB",
+        "sharded 5 MB, peer_copy",
     ]
-    assert [contender.family for contender in found] == ["bucketed", "bucketed, peer_copy", "torch DDP"]
+    assert [contender.family for contender in found[:3]] == ["bucketed", "bucketed, peer_copy", "torch DDP"]
 
 
 def test_a_cpu_gets_small_steps_and_small_buckets() -> None:

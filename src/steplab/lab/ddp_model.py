@@ -7,9 +7,8 @@ from statistics import median
 from steplab.costs.communication import bus_factor
 from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, OverheadModel, StateMemory
-from steplab.specs.ddp import BYTES_PER_MB, DdpStudy
+from steplab.specs.ddp import BYTES_PER_MB, DdpStudy, Variant
 
-_STAGES = {"sharded": 1, "fsdp2": 3}
 _FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
 """Kinds of variant whose communication by itself the link is fitted to: all-reduces, launched without waiting."""
 _POINTS_A_DECADE = 12
@@ -24,7 +23,7 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
         parameter_bytes=facts.gradient_bytes // facts.num_parameters,
         states=0 if study.step.optimizer == "sgd" else 2,
         size=study.processes,
-        stage=_STAGES.get(cell.contender.kind, 0),
+        stage=_stage(cell.contender),
     )
     moments = zip(MOMENTS, ((0.0, 0.0), (held.gradients, 0.0), (held.gradients, held.optimizer)), strict=True)
     expected = [
@@ -37,6 +36,13 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
         for moment, (gradients, optimizer) in moments
     ]
     return dataclasses.replace(cell, expected=tuple(expected))
+
+
+def _stage(variant: Variant) -> int:
+    """Of ZeRO: peer copies leave averages on their owners alone, and collectives have buckets of all gradients."""
+    if variant.kind == "sharded":
+        return 2 if variant.transport == "peer_copy" else 1
+    return 3 if variant.kind == "fsdp2" else 0
 
 
 def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:

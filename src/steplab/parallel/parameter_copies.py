@@ -9,13 +9,13 @@ pass. Behind each buffer it tells them that its part is there.
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from steplab.parallel.peer_memory import PeerMemory
+from steplab.parallel.peer_parts import pages
 
 _LINE = 0
-_PAGE = 256
-"""Bytes at whose multiples buffers begin."""
 
 
 class ParameterCopies:
@@ -25,8 +25,10 @@ class ParameterCopies:
         """Buffers of so many bytes each, the same on all ranks; a collective call."""
         self._memory = memory
         self._sizes = tuple(sizes_bytes)
-        *self._starts, end = [0, *accumulate(-(-size // _PAGE) * _PAGE for size in sizes_bytes)]
-        self._own, self._bases = memory.allocate(end, 2 * memory.size)
+        *self._starts, end = [0, *accumulate(pages(size) for size in sizes_bytes)]
+        self._gpu = memory.device.index if memory.device.type == "cuda" else -1  # a negative number is no device
+        with torch.cuda.device(self._gpu):
+            self._own, self._bases = memory.allocate(end, 2 * memory.size)
         rank, everyone = memory.rank, range(memory.size)
         self._peers = [peer for peer in everyone if peer != rank]
         self._done_reading = tuple(2 * peer for peer in self._peers)
@@ -47,29 +49,35 @@ class ParameterCopies:
     def begin(self) -> None:
         """What is started next waits until all ranks have come here: then none reads the old parameters."""
         self._num_exchanges += 1
-        self._memory.follow_current(_LINE)
-        self._memory.signal(_LINE, self._tell_done_reading, self._num_exchanges)
-        self._memory.await_signals(_LINE, self._done_reading, self._num_exchanges)
+        with torch.cuda.device(self._gpu):
+            self._memory.follow_current(_LINE)
+            self._memory.signal(_LINE, self._tell_done_reading, self._num_exchanges)
+            self._memory.await_signals(_LINE, self._done_reading, self._num_exchanges)
 
     def start(self, place: int, begin_bytes: int, num_bytes: int) -> "ArrivingCopies":
         """Copy this part of this rank's buffer to all others; all ranks start the same buffers in one order."""
         self._num_copied += 1
-        if num_bytes:
-            begin = self._starts[place] + begin_bytes
-            count = len(self._peers)
-            targets = [self._bases[peer] + begin for peer in self._peers]
-            source = self._bases[self._memory.rank] + begin
-            self._memory.copy(_LINE, targets, [source] * count, [num_bytes] * count)
-        self._memory.signal(_LINE, self._tell_arrived, self._num_copied)
-        return ArrivingCopies(self._memory, self._arrived, self._num_copied)
+        begin, count = self._starts[place] + begin_bytes, len(self._peers)
+        targets = [self._bases[peer] + begin for peer in self._peers]
+        source = self._bases[self._memory.rank] + begin
+        with torch.cuda.device(self._gpu):
+            if num_bytes:
+                self._memory.copy(_LINE, targets, [source] * count, [num_bytes] * count)
+            self._memory.signal(_LINE, self._tell_arrived, self._num_copied)
+        return ArrivingCopies(self, self._num_copied)
+
+    def wait(self, number: int) -> None:
+        """What the current stream is given next comes when so many buffers have been copied on all ranks."""
+        with torch.cuda.device(self._gpu):
+            self._memory.current_awaits(self._arrived, number)
 
 
 class ArrivingCopies:
     """The parts of one buffer on their way from all ranks."""
 
-    def __init__(self, memory: PeerMemory, arrived: tuple[int, ...], number: int) -> None:
-        self._memory, self._arrived, self._number = memory, arrived, number
+    def __init__(self, copies: ParameterCopies, number: int) -> None:
+        self._copies, self._number = copies, number
 
     def wait(self) -> None:
         """What the current stream is given next finds all parts there, and this rank's own sent."""
-        self._memory.current_awaits(self._arrived, self._number)
+        self._copies.wait(self._number)

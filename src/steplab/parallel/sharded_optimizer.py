@@ -175,7 +175,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._exchange_by = "auto"
         if self._ranks.size == 1 or not params:
             return None
-        return open_peer_memory(asked, self._ranks, self._group, params)
+        with torch.cuda.device(params[0].get_device()):  # of a CPU it is negative, which is no device
+            return open_peer_memory(asked, self._ranks, self._group, params)
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
         """Ranks that assign different parameters would wait for each other, or write over each other's weights."""

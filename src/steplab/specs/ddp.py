@@ -45,7 +45,8 @@ class Variant:
 
     kind: Kind
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
-    DistributedDataParallel. sharded: bucketed, with ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
+    DistributedDataParallel. sharded: buckets, each gradient averaged on the owner of its parameter alone, and
+    ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
     bucket_size_mb: float | None = None
     """Largest size of a bucket of gradients, in units of 1e6 bytes; None for kinds without buckets."""
     transport: str | None = None
@@ -150,15 +151,18 @@ def refuse_what_none_uses(
             f"bucket sizes have no effect on {whose}; leave --bucket-sizes out, or add {' or '.join(_SIZED)} to "
             "--contenders"
         )
-    if transports is not None and "bucketed" not in kinds:
-        raise UserError(f"a transport has no effect on {whose}; leave --transport out, or add bucketed to --contenders")
+    if transports is not None and not set(WITH_TRANSPORT) & set(kinds):
+        raise UserError(
+            f"a transport has no effect on {whose}; leave --transport out, or add {' or '.join(WITH_TRANSPORT)} to "
+            "--contenders"
+        )
 
 
 def variants_of(
     names: Sequence[str], bucket_sizes_mb: Sequence[float], transports: Sequence[str] = (COLLECTIVES,)
 ) -> tuple[Variant, ...]:
     """The variants of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
-    `bucketed` once for each transport too; `sharded` with 25 MB unless it names another size.
+    `bucketed` and `sharded` once for each transport too; `sharded` with 25 MB unless it names another size.
 
     Raises UserError for an unknown name and for a size that is not a number.
     """
@@ -172,7 +176,7 @@ def variants_of(
         else:
             sizes = [None]
         for size_mb in sizes:
-            for transport in transports if kind == "bucketed" else [None]:
+            for transport in transports if kind in WITH_TRANSPORT else [None]:
                 found[Variant(kind=kind, bucket_size_mb=size_mb, transport=transport)] = None  # type: ignore[arg-type]
     return tuple(found)
 

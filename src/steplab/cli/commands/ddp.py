@@ -59,7 +59,7 @@ def ddp(
     transport: Annotated[
         str | None,
         Parameter(
-            help="Transport of the gradients of bucketed: collectives, peer_copy (between GPUs of one host), or both "
+            help="Transport of bucketed and sharded: collectives, peer_copy (between GPUs of one host), or both "
             "[default: collectives]",
             group=_VARIANTS,
         ),

@@ -57,7 +57,7 @@ class MeasuredVariant:
         self._warm_up()
         messages = self.step.messages()  # once torch has rebuilt its buckets
         self._begin("measure", self._study.step.steps)
-        together = [baseline.phases, self.step.phases] if baseline else [self.step.phases]
+        together = [baseline.cycle, self.step.cycle] if baseline else [self.step.cycle]
         *others, (samples, held_s) = run_turns(
             together, self._world, self._study.step.steps, self._study.turn, self._on_step
         )
@@ -87,7 +87,7 @@ class MeasuredVariant:
     def timed_by_itself(self, steps: int) -> Samples:
         """The samples of `steps` steps, after the warm-up."""
         self._warm_up()
-        ((samples, _),) = run_turns([self.step.phases], self._world, steps, self._study.turn, self._on_step)
+        ((samples, _),) = run_turns([self.step.cycle], self._world, steps, self._study.turn, self._on_step)
         return samples
 
     def _first_step(self) -> float:
@@ -129,6 +129,8 @@ class MeasuredVariant:
             dtype = next(self.step.module.parameters()).dtype
             alone = MessagesAlone(messages, self._world, dtype, one_at_a_time=kind == "naive")
             return self._repeat(alone.send, lambda: None), ()
+        if kind == "sharded":
+            return (), ("communication alone: not timed, because the optimizer sends the parameters",)
         synchronise = next((phase.run for phase in self.step.phases if phase.name == SYNC_PHASE), None)
         if synchronise is None:
             return (), ("communication alone: not timed, because torch does not report its messages",)

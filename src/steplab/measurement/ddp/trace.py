@@ -10,12 +10,12 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from steplab.measurement.ddp.turns import LONGEST_HOLD_S
+from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.step import ModelStep
 
 
-def trace_steps(step: ModelStep, world: World, num_steps: int, target: Path | None) -> None:
+def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | None) -> None:
     """Record `num_steps` steps, and one before them under another name, into `target`; None on ranks that write no
     file."""
     activities = [ProfilerActivity.CPU]
@@ -28,7 +28,7 @@ def trace_steps(step: ModelStep, world: World, num_steps: int, target: Path | No
             head_start.give()
             started = time.perf_counter()
             with record_function(name):
-                for phase in step.phases:
+                for phase in step.cycle:
                     with record_function(phase.name):
                         phase.run()
             head_start.lengthen(time.perf_counter() - started)

@@ -12,9 +12,10 @@ from steplab.measurement import compat
 from steplab.measurement.ddp.messages import RecordingCollectives, fsdp_messages
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.laying_out import sharding_of, units_of
+from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.parallel import DataParallel
+from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.records.ddp import Messages
 from steplab.specs.ddp import COLLECTIVES, OWN, Variant
 from steplab.specs.step import StepSpec
@@ -38,10 +39,18 @@ class VariantStep(ModelStep):
         super().__init__(workload, spec, device, world, variant)
 
     @property
+    def cycle(self) -> list[Phase]:
+        """The phases of a step, from a moment when nothing is being sent. The parameters of `sharded` are sent during
+        the next forward pass, so its step begins with the optimizer, on the gradients of the step before."""
+        first = -1 if self._variant.kind == "sharded" else 0
+        return [*self.phases[first:], *self.phases[:first]]
+
+    @property
     def shared_bytes(self) -> int:
         """Device memory of the variant's transport that torch's allocator does not count."""
-        called = self.distributed.call
-        return called.shared_bytes if isinstance(called, DataParallel) else 0
+        called, optimizer = self.distributed.call, self.optimizer
+        gradients = called.shared_bytes if isinstance(called, DataParallel) else 0
+        return gradients + (optimizer.shared_bytes if isinstance(optimizer, ShardedOptimizer) else 0)
 
     def messages(self) -> tuple[Messages, ...]:
         """The messages of a step; empty if they cannot be known. A collective call: it runs a step."""

@@ -4,12 +4,13 @@ The one place that knows all ways of doing so, for every command. The order is a
 recompute, compile, and then wrap or shard, so that the averaging of gradients stays outside of compiled code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from steplab.measurement import compat
@@ -89,15 +90,48 @@ def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: Worl
     choices: dict[str, Any] = {} if variant.bucket_size_mb is None else {"bucket_size_mb": variant.bucket_size_mb}
     if variant.transport is not None:
         choices["transport"] = variant.transport
-    strategy = "bucketed" if variant.kind == "sharded" else variant.kind
-    parallel = DataParallel(called, strategy, group=world.collectives, **choices)
+    sharded = variant.kind == "sharded"
+    strategy = "bucketed" if sharded else variant.kind
+    parallel = DataParallel(called, strategy, group=world.collectives, to_owners=sharded, **choices)
     return replace(
         ready,
         call=parallel,
         finish_gradients=parallel.finish_gradient_synchronization,
         no_sync=parallel.no_sync,
-        make_optimizer=partial(ShardedOptimizer, group=world.collectives) if variant.kind == "sharded" else make_whole,
+        make_optimizer=partial(_make_sharded, module, parallel, variant, world) if sharded else make_whole,
     )
+
+
+def _make_sharded(
+    module: nn.Module,
+    parallel: DataParallel,
+    variant: Variant,
+    world: World,
+    parameters: Sequence[nn.Parameter],
+    optimizer: type[torch.optim.Optimizer],
+    **options: Any,
+) -> ShardedOptimizer:
+    """Parameters travel as the gradients do, and each part of the model waits for its own."""
+    assert variant.bucket_size_mb is not None
+    made = ShardedOptimizer(
+        parameters,
+        optimizer,
+        world.collectives,
+        bucket_size_mb=variant.bucket_size_mb,
+        exchange="peer_copy" if variant.transport == "peer_copy" else "auto",
+        owners=parallel.owners,
+        **options,
+    )
+    made.overlap_with(*_waiting_parts(module))
+    return made
+
+
+def _waiting_parts(module: nn.Module) -> list[nn.Module]:
+    """Blocks, which may be compiled as a whole, and the modules outside of them that have parameters of their own."""
+    blocks = [unit.module for unit in units_of(module)]
+    inside = {inner for block in blocks for inner in block.modules()}
+    outside = (inner for inner in module.modules() if inner not in inside)
+    return [*blocks, *(inner for inner in outside if any(True for _ in inner.parameters(recurse=False)))]
 
 
 def _fully_sharded(module: nn.Module, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:

@@ -52,8 +52,8 @@ TERMS = (
     (
         "by formula",
         "P parameters of e bytes, with an optimizer that keeps k values for each, on N ranks: eP bytes of parameters, "
-        "eP of gradients and keP of optimizer state on every rank. The sharded optimizer has keP/N of the state, and "
-        "FSDP2 the N-th part of all three (ZeRO stages 1 and 3).",
+        "eP of gradients and keP of optimizer state on every rank. The sharded optimizer has keP/N of the state (ZeRO "
+        "stage 1) and by peer copies eP/N of the gradients (stage 2), and FSDP2 the N-th part of all three (stage 3).",
     ),
 )
 """Terms of this section, and what they mean."""
@@ -174,6 +174,6 @@ def _memory(rows: Sequence[Row]) -> Table:
         rows=tuple(rows),
         caption="Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the "
         "categories are those after it. The formula counts parameters, gradients and optimizer state, of which ZeRO "
-        "divides nothing, the optimizer state (sharded) or all (FSDP2) by the number of ranks. The peak is the "
-        "allocator's, without the memory that peer copies share.",
+        "divides nothing, the optimizer state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by "
+        "the number of ranks. The peak is the allocator's, without the memory that peer copies share.",
     )
