@@ -2,10 +2,10 @@
 
     python benchmarks/ddp_study.py STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
 
-A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. Each takes some three minutes on four
-H200s: the step without communication, bucketed at several sizes and the sharded optimizer over NCCL and by peer copies,
-torch's DDP at several sizes, FSDP2 and, eager, the simpler strategies in a piece of their own. A short table of all that
-STORE holds is printed last, and pages of them lie beside STORE.
+A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. Each takes some three minutes on
+four H200s: the step without communication, bucketed at several sizes and the sharded optimizer over NCCL and by peer
+copies, torch's DDP at several sizes, FSDP2 and, eager, the simpler strategies in a piece of their own. A short table of
+all that STORE holds is printed last, and pages of them lie beside STORE.
 """
 
 import argparse
