@@ -19,12 +19,12 @@ from steplab.records.registry import kind_of
 from steplab.records.rows import ddp_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
-from steplab.report.ddp.bars import memory_bars, parts_of_step, step_bars
+from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.document import ddp_cell_line, ddp_document
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
-from steplab.report.ddp.words import verdict
+from steplab.report.ddp.words import facts
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
 from steplab.store.database import Store
@@ -75,15 +75,17 @@ def test_a_report_without_any_run_is_of_the_newest_study_and_ids_take_any(run: D
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def test_computation_and_exposed_communication_are_the_step(run: DdpRun) -> None:
-    for cell in run.cells:
-        parts = parts_of_step(run, cell)
-        assert parts is not None
-        assert sum(parts) == (figures.usual_baseline_s(run) if cell is run.baseline else figures.step_s(cell))
-        assert min(parts) >= 0
-        exposed_s = figures.exposed_s(cell)
-        if exposed_s is not None and exposed_s > 0:
-            assert parts[1] == pytest.approx(exposed_s)
+def test_the_bars_are_the_exposed_communication_sorted_and_the_best_stand_out(run: DdpRun) -> None:
+    bars = exposed_bars(run)
+    assert bars is not None
+    drawn = {bar.label: sum(segment.value for segment in bar.segments) for bar in bars.bars}
+    exposed = {cell.contender.label: s for cell in run.cells if (s := figures.exposed_s(cell)) is not None}
+    assert drawn == {name: max(seconds, 0.0) for name, seconds in exposed.items()}
+    assert list(drawn) == sorted(exposed, key=lambda name: exposed[name])
+    theirs = figures.best(run.cells, "torch_ddp")
+    assert theirs is not None
+    winner = min(exposed, key=lambda name: figures.step_s(cell_of(run, name)) or 0.0)
+    assert {bar.label for bar in bars.bars if bar.strong} == {winner, theirs.contender.label}
 
 
 def test_the_slowest_rank_counts_in_the_step_and_in_the_step_without(run: DdpRun) -> None:
@@ -123,7 +125,7 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
         baseline, ranks=tuple(dataclasses.replace(r, phases=_slower(r.phases, 1.2 + r.rank)) for r in baseline.ranks)
     )
     unsettled = dataclasses.replace(run, cells=(first, *run.cells[1:]))
-    row, bar = ddp_rows(unsettled)[0], parts_of_step(unsettled, first)
+    row = ddp_rows(unsettled)[0]
     beside = {
         phase: median(seconds for cell in run.cells[1:] if (seconds := figures.phase_s(cell, phase, baseline=True)))
         for phase in ("step", "forward", "optimizer")
@@ -131,7 +133,6 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
     assert (row["step_s"], row["forward_s"], row["optimizer_s"]) == tuple(beside.values())
     assert row["tokens_per_s"] == pytest.approx(run.study.tokens / beside["step"])
     assert float(str(row["rank_spread"])) < 0.02
-    assert bar == (beside["step"], 0.0)
     failed = dataclasses.replace(run, cells=(make_ddp_run(broken=("none",)).cells[0], *run.cells[1:]))
     assert ddp_rows(failed)[0]["step_s"] is None
 
@@ -155,7 +156,7 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
         assert ("Hidden is" in render_ddp(dataclasses.replace(run, cells=(beside(0.104, noise),)))) == explained
     noisy = dataclasses.replace(run, cells=(run.cells[0], beside(0.104, 0.1)), model=None)
     text = render_ddp(noisy, "md")
-    assert "4.00 ms of it exposed (-6.40 ms to 14.4 ms), 4.0 % of the step without communication" in text
+    assert "adds 4.00 ms (-6.40 ms to 14.4 ms) of exposed communication to a step of 100 ms" in text
     assert "exposed, min" in text
 
 
@@ -193,10 +194,10 @@ def test_every_format_names_every_contender_and_every_failure(format: str) -> No
 
 
 def test_for_how_long_devices_were_held_is_told_where_it_is_known(run: DdpRun) -> None:
-    assert not any("held" in text for text in verdict(run))
+    assert not any("held" in text for text in facts(run))
     held = [dataclasses.replace(rank, held_s=0.1 + 0.02 * rank.rank) for rank in run.cells[1].ranks]
     cells = (run.cells[0], dataclasses.replace(run.cells[1], ranks=tuple(held)), *run.cells[2:])
-    (text,) = (text for text in verdict(dataclasses.replace(run, cells=cells)) if "held" in text)
+    (text,) = (text for text in facts(dataclasses.replace(run, cells=cells)) if "held" in text)
     assert "held idle for 100 ms to 120 ms" in text
 
 
@@ -209,7 +210,8 @@ def test_a_line_of_progress_says_the_step_and_what_is_exposed(run: DdpRun) -> No
 def test_the_page_has_its_pictures(run: DdpRun) -> None:
     page = render_page([run], title="Study")
     assert 'id="ddp"' in page
-    assert page.count("<svg") == 1 + 1 + 3 + len(run.cells)
+    assert page.count("<svg") == 1 + len(run.cells)
+    assert page.count('<ol class="bars">') == 2
     for words in ("exposed communication", "before the update", "messages", "sqrt(s w o)", "optimizer state"):
         assert words in page
     assert page == render_page([run], title="Study")
@@ -217,12 +219,12 @@ def test_the_page_has_its_pictures(run: DdpRun) -> None:
 
 def test_pictures_leave_out_what_was_not_measured() -> None:
     bare = make_ddp_run(("naive",), broken=("none", "naive"))
-    assert step_bars(bare) is None
+    assert exposed_bars(bare) is None
     assert memory_bars(bare) is None
     assert timelines(bare) is None
     assert bucket_curve(bare) is None
     assert bare.model is None
-    assert "OOM" in str(render_page([make_ddp_run(broken=("flat",))], title="Study"))
+    assert "out of memory" in str(render_page([make_ddp_run(broken=("flat",))], title="Study"))
     unfitted = dataclasses.replace(make_ddp_run(), model=None)
     curve = bucket_curve(unfitted)
     assert curve is not None

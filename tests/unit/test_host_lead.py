@@ -11,7 +11,7 @@ from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, lead_s
 from steplab.report.ddp.rows import ddp_rows
-from steplab.report.ddp.words import verdict
+from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.run.cells import cells_of
 from steplab.report.run.host_lead import waiting_words
 from steplab.report.run.narrative import facts
@@ -91,12 +91,12 @@ def test_a_study_names_the_contenders_that_wait_for_python_on_some_rank() -> Non
         return dataclasses.replace(cell, ranks=ranks)
 
     measured = dataclasses.replace(run, cells=tuple(map(with_leads, run.cells)))
-    said = [sentence for sentence in verdict(measured) if "launch-bound" in sentence]
+    said = [sentence for sentence in ddp_verdict(measured).cautions if "launch-bound" in sentence]
     assert said == [
-        f"Nearly launch-bound (host lead under 1 % of the step): {late.contender.label}. Exposed communication there "
-        "includes the device's waits for the host."
+        f"Warning: nearly launch-bound (host lead under 1 % of the step): {late.contender.label}. Exposed "
+        "communication there includes the device's waits for the host."
     ]
     found = {row["contender"]: row["host_lead_s"] for row in ddp_rows(measured)}
     assert found[late.contender.label] == 0.004
     assert set(found.values()) == {0.2, 0.004}
-    assert not [sentence for sentence in verdict(run) if "launch-bound" in sentence]
+    assert not [sentence for sentence in ddp_verdict(run).cautions if "launch-bound" in sentence]

@@ -13,7 +13,8 @@ from steplab.records.comm import CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.timing import find_phase
 from steplab.report.ddp import figures
-from steplab.report.ddp.words import verdict
+from steplab.report.ddp.verdict import ddp_verdict
+from steplab.report.ddp.words import facts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 Record = TypeVar("Record", CommRun, DdpRun)
@@ -78,7 +79,7 @@ def test_where_less_was_allocated_than_is_held_no_count_of_all_and_no_peak_is_to
     assert after.other_bytes is None
     assert figures.peak_bytes(cell(run, "torch DDP 400 MB")) is None
     assert figures.peak_bytes(cell(run, "torch DDP 25 MB")) == pytest.approx(45.1 * 2**30, rel=1e-2)
-    (text,) = (text for text in verdict(run) if "Other memory and the peak are not known" in text)
+    (text,) = (text for text in facts(run) if "Other memory and the peak are not known" in text)
     assert "torch DDP 100 MB, torch DDP 400 MB, torch DDP 1000 MB, sharded 100 MB: an earlier" in text
 
 
@@ -105,7 +106,7 @@ def test_every_collective_was_right_and_an_all_reduce_of_a_gigabyte_fills_the_li
 
 def test_a_baseline_that_was_disturbed_is_told(studies: dict[str, DdpRun]) -> None:
     """On four GPUs the turns beside torch DDP of 25 MB were; those of two GPUs were steady."""
-    told = {name: [text for text in verdict(run) if "disturbed" in text] for name, run in studies.items()}
+    told = {name: [text for text in ddp_verdict(run).cautions if "disturbed" in text] for name, run in studies.items()}
     assert told["compiled-2"] == told["eager-2"] == []
     (text,) = told["compiled-4"]
     assert "84.3 ms beside one variant and 93.5 ms beside another" in text

@@ -9,7 +9,19 @@ import re
 import pytest
 
 from steplab.errors import UserError
-from steplab.report.kit.document import RESULT, Chart, Column, Document, Pairs, Picture, Row, Section, Sentences, Table
+from steplab.report.kit.document import (
+    RESULT,
+    Chart,
+    Column,
+    Document,
+    Pairs,
+    Picture,
+    Row,
+    Section,
+    Sentences,
+    Table,
+    Verdict,
+)
 from steplab.report.kit.html import section_html
 from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME
 from steplab.report.kit.rendering import FORMATS, render
@@ -44,7 +56,7 @@ def document(*blocks: object, **fields: object) -> Document:
 
 
 def test_a_terminal_has_texts_of_raw_values_and_says_once_what_rows_share() -> None:
-    assert render(document(verdict=("It is 5 ms.",)), width=80) == (
+    assert render(document(verdict=Verdict(sentences=("It is 5 ms.",))), width=80) == (
         "Title\n"
         "made\n"
         "\n"

@@ -17,6 +17,7 @@ from steplab.report.page import render_page
 from steplab.report.run.cells import FIELDS, arrange, axis_name, cells_of, label, varying
 from steplab.report.run.narrative import facts
 from steplab.report.run.phases import phases
+from steplab.report.run.verdict import runs_verdict
 from steplab.report.run.words import describe
 from steplab.specs.resolve import resolve_step
 
@@ -163,9 +164,8 @@ def test_group_names_stay_within_their_groups() -> None:
 def test_a_loop_with_one_part_has_a_bar_beside_training_cells() -> None:
     chart = phases(cells_of([make_run(), own_loop("my loop", step=(2.0, 2.0), forward=(0.5, 0.5))]))
     assert chart is not None
-    svg = chart.pictures[0].svg
-    assert "my loop" in svg
-    assert "forward: 500 ms, 25.0 % of the step" in svg
+    (loop,) = [bar for bar in chart.bars if bar.label == "my loop"]
+    assert [segment.tip for segment in loop.segments] == ["forward: 500 ms, 25.0 % of the step"]
     assert chart.note.endswith("The empty part of a bar is time outside all parts.")
 
 
@@ -174,7 +174,7 @@ def test_a_cell_that_only_its_training_cell_covers_has_no_bar_of_its_own() -> No
     covered = [run for run in runs if not (run.spec and run.spec.context == 128 and run.spec.pass_name == "train")]
     chart = phases(cells_of(covered))
     assert chart is not None
-    assert chart.pictures[0].svg.count("forward: ") == 2  # training at 64; forward and backward at 128
+    assert len(chart.bars) == 2  # training at 64; forward and backward at 128
     assert "The empty part of a bar" not in chart.note
 
 
@@ -190,7 +190,7 @@ def test_bars_of_steplabs_own_steps_are_full_however_noisy_the_medians() -> None
     )
     chart = phases(cells_of([replace(run, timing=noisy)]))
     assert chart is not None
-    assert "forward: 500 ms, 50.0 % of its parts&#x27; sum" in chart.pictures[0].svg
+    assert chart.bars[0].segments[0].tip == "forward: 500 ms, 50.0 % of its parts' sum"
 
 
 # --- the summary ------------------------------------------------------------------------------------------
@@ -201,11 +201,11 @@ def test_unlike_things_are_not_ranked() -> None:
         return " ".join(fact.text for fact in facts(cells_of(list(runs))))
 
     small, medium, loop = make_run(), make_run({"model": "medium"}), recorder_run()
-    assert "Fastest step: small" in told(small, medium)
-    assert "Fastest" not in told(small, loop)
-    assert "Fastest" not in told(loop, recorder_run(name="another", id="other"))
-    assert "Fastest step: run" in told(loop, recorder_run(id="other"))
-    assert "Slowest" not in told(small, loop)
+    answer = " ".join(runs_verdict(cells_of([small, loop])).sentences)
+    assert "Fastest" not in told(small, medium)  # the fastest step is that of the smallest model
+    assert "grows" not in answer
+    assert "From small to medium the step grows" in runs_verdict(cells_of([small, medium])).sentences[0]
+    assert "grows" not in " ".join(runs_verdict(cells_of([loop, recorder_run(name="another", id="other")])).sentences)
 
 
 def test_figures_on_the_page_stay_with_their_units() -> None:

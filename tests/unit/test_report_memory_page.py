@@ -95,8 +95,8 @@ def test_a_page_with_watched_memory_is_whole_and_needs_nothing_else(runs: list[R
     assert_whole(page)
     assert page.count('<a href="#memory">') == 1
     section, watched = section_of(page), [run for run in runs if run.memory_profile]
-    assert section.count("Memory over time</h4>") == len(watched)
-    assert section.count("Peak by category</h4>") == len(watched)
+    assert len(re.findall("Memory over time</h[34]>", section)) == len(watched)
+    assert len(re.findall("Peak by category</h[34]>", section)) == len(watched)
     for run in watched:
         assert f"({profile_of(run).peak_bytes:,} bytes)" in section
         for size in profile_of(run).at_peak.values():
@@ -146,10 +146,10 @@ def test_predictions_stand_beside_what_was_measured() -> None:
         assert f">{size:,}</td>" in section
     assert section.count(">+5.00 %</td>") == len(prediction.at_peak) + 1
     assert "What the peaks are made of" in section
-    assert "Hatched bars are predictions" in section
+    assert "The stroke marks the predicted peak" in section
     assert "Notes on the prediction" in section
     assert "attention is plain" in section
-    assert "Hatched" not in render_page([run], title="x")
+    assert "The stroke marks" not in render_page([run], title="x")
 
 
 def test_without_watched_memory_the_page_does_not_speak_of_it() -> None:
@@ -167,7 +167,7 @@ def test_after_six_runs_the_rest_starts_closed_and_long_tables_go_on_closed() ->
     page = render_page([IMPORTED], title="x")
     num_alive = sum(made.at_peak for made in profile_of(IMPORTED).largest)
     assert f"<summary>{num_alive - 10} more rows</summary>" in page
-    assert page.count("Largest allocations alive at the peak</h4>") == 1
+    assert len(re.findall("Largest allocations alive at the peak</h[34]>", page)) == 1
 
 
 def test_hostile_names_are_text_on_the_page() -> None:
@@ -226,9 +226,9 @@ def test_the_summary_says_what_the_highest_peak_is_and_what_each_choice_does_to_
         profile_of(bf16).peak_bytes / profile_of(fp32).peak_bytes - 1
         for fp32, bf16 in zip(CONTEXTS[::2], CONTEXTS[1::2], strict=True)
     )
-    assert low.figure == f"{100 * changes[1]:+.1f} %"
-    assert f"from {100 * changes[0]:+.1f} % at" in low.text
-    assert f"to {100 * changes[2]:+.1f} % at" in low.text
+    assert low.figure == f"{100 * changes[0]:+.1f} % to {100 * changes[2]:+.1f} %"
+    assert f"{100 * changes[0]:+.1f} % at" in low.text
+    assert f"{100 * changes[2]:+.1f} % at" in low.text
     change = profile_of(SETTINGS[0]).peak_bytes / profile_of(CONTEXTS[0]).peak_bytes - 1
     assert full.figure == f"{100 * change:+.1f} %"
     assert full.text == "peak memory, checkpointing full instead of no checkpointing, at context 128 · fp32."

@@ -303,34 +303,20 @@ def test_hostile_names_are_text_in_the_picture() -> None:
 # --- bars --------------------------------------------------------------------------------------------------------
 
 
-def test_the_bars_are_as_long_as_the_bytes_and_the_predicted_ones_are_hatched() -> None:
+def test_the_bars_are_as_long_as_the_bytes_and_a_stroke_marks_the_prediction() -> None:
     runs = [FP32, BF16, CHECKPOINTED]
     prediction = prediction_of(profile_of(BF16), 1.03)
     chart = peak_bars(cells_of(runs), {BF16.id: prediction})
     assert chart is not None
-    svg = chart.pictures[0].svg
-    longest = max(profile_of(run).peak_bytes for run in runs)
-    drawn = re.findall(r"<title>([^<]*)</title> <path d=\"M ([\d.]+) ([\d.]+) L ([\d.]+) \3 L \4 ([\d.]+) ", svg)
-    bars = [(tip, float(right) - float(left), float(bottom) - float(top)) for tip, left, top, right, bottom in drawn]
-    measured = {tip: width for tip, width, height in bars if round(height) == 24}
-    predicted = {tip: width for tip, width, height in bars if round(height) == 14}
-    sums = [sum(width for tip, width in measured.items() if f"{name}:" in tip) for name in ("fp32 · no checkpointing",)]
-    per_px = longest / sums[0]
-    for run in runs:
-        for name, size in profile_of(run).at_peak.items():
-            share = size / profile_of(run).peak_bytes
-            word = name.replace("_", " ")
-            found = [
-                width
-                for tip, width in measured.items()
-                if f": {word} {units.format_bytes(size)}, " in tip and (share < 0.001 or f"{100 * share:.1f} %" in tip)
-            ]
-            assert any(width * per_px == pytest.approx(size, abs=0.05 * per_px) for width in found), name
-    assert sum(predicted.values()) * per_px == pytest.approx(prediction.peak_bytes, rel=1e-3)
-    assert svg.count("fill: url(#") == len(predicted)  # hatched
-    assert all(tip.endswith("+3.00 %") for tip in predicted)
-    assert f">{units.format_bytes(prediction.peak_bytes)}, +3.0 %</text>" in svg
-    assert_labels_fit(svg)
+    for cell, bar in zip(cells_of(runs), chart.bars, strict=True):
+        sizes = {name: size for name, size in profile_of(cell.run).at_peak.items() if size}
+        assert sorted(segment.value for segment in bar.segments) == sorted(sizes.values())
+        for name, size in sizes.items():
+            assert any(f": {name.replace('_', ' ')} {units.format_bytes(size)}, " in s.tip for s in bar.segments)
+        assert bar.mark == (prediction.peak_bytes if cell.run is BF16 else None)
+    (told,) = [bar.detail for bar in chart.bars if bar.detail]
+    assert told == f"predicted {units.format_bytes(prediction.peak_bytes)}, +3.0 %"
+    assert chart.width == max(*(profile_of(run).peak_bytes for run in runs), prediction.peak_bytes)
 
 
 def test_one_bar_or_none_is_no_chart_and_a_snapshots_categories_are_left_out() -> None:
@@ -340,7 +326,7 @@ def test_one_bar_or_none_is_no_chart_and_a_snapshots_categories_are_left_out() -
     chart = peak_bars(cells_of([FP32, BF16, ALL["imported"]]), {})
     assert chart is not None
     assert chart.note.endswith(" 1 more watched run is not drawn.")
-    assert "before" not in chart.pictures[0].svg
+    assert all("before" not in segment.tip for bar in chart.bars for segment in bar.segments)
 
 
 def test_a_category_has_a_colour_of_its_own() -> None:

@@ -277,7 +277,7 @@ BF16_SUM, FP32_SUM = SUM, dataclasses.replace(SUM, accumulator="float32", addend
 
 def verdict(precision: str, **changes: object) -> str:
     audit = dataclasses.replace(AUDIT, **changes)  # type: ignore[arg-type]
-    return " ".join(words.verdict(record(precision, audit=audit, accumulations=(BF16_SUM, FP32_SUM))))
+    return " ".join(words.norm_answers(record(precision, audit=audit, accumulations=(BF16_SUM, FP32_SUM))))
 
 
 def test_the_answer_is_yes_for_the_reasons_of_the_type_and_says_who_keeps_it() -> None:
@@ -323,7 +323,7 @@ def test_what_was_lost_in_the_norms_is_counted() -> None:
 def test_without_a_norm_or_in_fp32_there_is_no_answer() -> None:
     assert verdict("fp16", operations=AUDIT.operations[:1]) == ""
     assert verdict("fp32") == verdict("tf32") == ""
-    assert list(words.verdict(FAILED)) == []
+    assert list(words.norm_answers(FAILED)) == []
 
 
 # --- formats ------------------------------------------------------------------------------------------------

@@ -514,13 +514,16 @@ def test_damage_stands_before_all_figures_and_once() -> None:
     assert text.index("Caution: the file ends early") < text.index("GPU time by phase")
     assert text.count("the file ends early") == 1
     assert "- a remark" in text
-    chapter = profile_chapter(cells_of([replace(IMPORTED, profile=damaged)]))
+    chapter = profile_chapter(cells_of([replace(IMPORTED, profile=damaged), LARGE]))
     assert chapter is not None
-    record = chapter.blocks[1]
-    assert isinstance(record, Section)
-    _, told, *_ = record.blocks
-    assert isinstance(told, Sentences)
-    assert told.texts[0] == "Caution: the file ends early."
+    warned = [
+        block.texts
+        for record in chapter.blocks
+        if isinstance(record, Section)
+        for block in record.blocks
+        if isinstance(block, Sentences) and block.role == "warning"
+    ]
+    assert warned == [("Caution: the file ends early.",)]
 
 
 def test_categories_and_kernels_of_the_text_are_the_raw_ones() -> None:

@@ -1,7 +1,7 @@
 """Explain a stored run, and measure the changes that the findings propose."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -48,6 +48,11 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
         findings=tuple(diagnose(found, ceilings)),
         not_looked_at=not_looked_at(found, ceilings),
     )
+
+
+def findings_of(runs: Sequence[Run], store: Path | str | None = None) -> dict[str, Findings]:
+    """The findings on each of the runs that has a profile, by their ids."""
+    return {run.id: explain(run, store=store) for run in runs if run.profile}
 
 
 def run_to_explain(run_id: str | None = None, *, store: Path | str | None = None) -> Run:

@@ -5,11 +5,20 @@ from collections.abc import Sequence
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.rows import Row
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Column, Document, Section, Table, named_section, notes_section, record_section
+from steplab.report.kit.document import (
+    Column,
+    Document,
+    Section,
+    Table,
+    Verdict,
+    named_section,
+    notes_section,
+    record_section,
+)
 from steplab.report.kit.quantities import LABEL, TIME, Quantity
 from steplab.specs.hardware import HardwareSpec, find_hardware
 from steplab.stats import summarize
-from steplab.units import format_rate
+from steplab.units import format_percent, format_rate
 
 
 def ceilings_document(ceilings: Ceilings) -> Document:
@@ -18,7 +27,7 @@ def ceilings_document(ceilings: Ceilings) -> Document:
     return Document(
         title=ceilings.environment.device.name,
         subtitle=" · ".join((f"record {ceilings.id}", ceilings.created_utc, f"steplab {ceilings.steplab_version}")),
-        verdict=(_verdict(ceilings),),
+        verdict=ceilings_verdict(ceilings),
         sections=(
             *environment_section(ceilings.environment),
             named_section("Ceilings", table),
@@ -33,7 +42,7 @@ def ceilings_chapter(records: Sequence[Ceilings]) -> Section | None:
     parts = [
         record_section(
             " · ".join((made.created_utc, f"record {made.id}")),
-            [_verdict(made)],
+            ceilings_verdict(made),
             [named_section("", _table(made))],
             title=made.environment.device.name,
         )
@@ -42,11 +51,24 @@ def ceilings_chapter(records: Sequence[Ceilings]) -> Section | None:
     return Section(title="Ceilings", anchor="ceilings", blocks=tuple(parts)) if parts else None
 
 
-def _verdict(ceilings: Ceilings) -> str:
+def ceilings_verdict(ceilings: Ceilings) -> Verdict:
+    """The fastest matmul and copy measured, beside the data sheet, and which of the two MFU is relative to."""
     name = ceilings.environment.device.name
-    if find_hardware(name):
-        return f"{name} is in the catalogue: MFU is measured against its data sheet."
-    return f"{name} is not in the catalogue: MFU is measured against the matmul ceilings below."
+    hardware = find_hardware(name)
+    rows = [_row(ceiling, hardware) for ceiling in ceilings.ceilings]
+    told = []
+    for kind, verb in (("matmul", "multiplies matrices"), ("copy", "copies memory")):
+        best = max(
+            (row for row in rows if row["name"] == kind), key=lambda row: float(row["best_per_s"] or 0), default=None
+        )
+        if best:
+            dtype = f" in {best['dtype']}" if best["dtype"] else ""
+            part = float(best["best_per_s"] or 0) / float(best["stated_per_s"]) if best["stated_per_s"] else None
+            share = f" ({format_percent(part)} of the data sheet's)" if part else ""
+            told.append(f"{verb} at up to {best['best']}{dtype}{share}")
+    against = "its data sheet" if hardware else "the matmul ceilings below, because it is not in the catalogue"
+    first = (f"{name} {' and '.join(told)}.",) if told else ()
+    return Verdict(sentences=(*first, f"MFU on this device is relative to {against}."))
 
 
 def _table(ceilings: Ceilings) -> Table:

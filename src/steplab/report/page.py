@@ -6,6 +6,7 @@ from typing import Any
 
 from steplab import units
 from steplab.records.environment import Environment
+from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.record import Record
@@ -15,7 +16,7 @@ from steplab.records.run import Run
 from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html
-from steplab.report.kit.document import Document, Pairs, Section, Sentences, chapter, named_section
+from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict, chapter, named_section
 from steplab.report.kit.table import sheet
 from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import rows_table
@@ -42,12 +43,13 @@ def render_page(
     description: str = "",
     predictions: Mapping[str, MemoryPrediction] | None = None,
     references: MemoryReferences | None = None,
+    findings: Mapping[str, Findings] | None = None,
     attempts: Attempts | None = None,
 ) -> str:
     """The page for records of any kinds, as HTML.
 
     `predictions` of the memory of runs, by the runs' ids, are shown beside the measurements; `references` are the runs
-    that their memory is compared with.
+    that their memory is compared with; `findings` on profiled runs, by the runs' ids, are the answer of those.
 
     A record from which a section cannot be drawn is left out of that section, and the page says so; `attempts` has the
     records left out before. The same records always give the same page.
@@ -55,7 +57,7 @@ def render_page(
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
     cells = tries.draw("the page", runs, cells_of)
-    context = Context(cells=cells, predictions=predictions or {}, references=references)
+    context = Context(cells=cells, predictions=predictions or {}, references=references, findings=findings or {})
     of_kind: dict[str, Sequence[Any]] = {
         kind: cells if kind == "run" else [record for record in records if kind_of(record).name == kind]
         for kind in KINDS
@@ -75,8 +77,8 @@ def render_page(
     left_out = Sentences(texts=tuple(tries.left_out), role="finding") if tries.left_out else None
     page = Document(
         title=title,
-        subtitle="\n".join(filter(None, (subtitle, shared))),
-        verdict=(description,) if description else (),
+        subtitle="\n".join(filter(None, (description, subtitle, shared))),
+        verdict=tries.draw("the verdict", drawn, partial(_verdict, context)),
         sections=(
             *filter(None, [chapter("Left out", "left-out", left_out)]),
             *sections,
@@ -85,6 +87,22 @@ def render_page(
         ),
     )
     return html.to_html(page)
+
+
+def _verdict(context: Context, records: Sequence[Record]) -> Verdict:
+    """The answer of the records of each kind; of several kinds, the first sentence of each."""
+    ids = {record.id for record in records}
+    by_kind: dict[str, Sequence[Any]] = {
+        name: [record for record in records if kind_of(record).name == name] for name in KINDS
+    }
+    by_kind["run"] = [cell for cell in context.cells if cell.id in ids]
+    found = [SECTIONS[name].verdict(some, context) for name, some in by_kind.items() if some]
+    if len(found) == 1:
+        return found[0]
+    return Verdict(
+        sentences=tuple(answer.sentences[0] for answer in found if answer.sentences),
+        cautions=tuple(answer.cautions[0] for answer in found if answer.cautions),
+    )
 
 
 def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section | None:

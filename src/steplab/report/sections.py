@@ -7,25 +7,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.report.attention.document import attention_chapter, attention_document
-from steplab.report.ceilings import ceilings_chapter, ceilings_document
+from steplab.report.attention.figures import default_peer
+from steplab.report.attention.verdict import attention_verdict
+from steplab.report.ceilings import ceilings_chapter, ceilings_document, ceilings_verdict
 from steplab.report.comm import document as comm
+from steplab.report.comm.verdict import comm_verdict
 from steplab.report.ddp import document as ddp
+from steplab.report.ddp.verdict import ddp_verdict
+from steplab.report.ddp.words import asked
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Document, Section, Table
+from steplab.report.kit.document import Document, Section, Table, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.facts import memory_facts
+from steplab.report.memory.verdict import memory_verdict
 from steplab.report.precision.document import precision_chapter, precision_document
-from steplab.report.profile.document import profile_chapter
+from steplab.report.precision.verdict import precision_verdict
+from steplab.report.precision.words import title
+from steplab.report.profile.document import profile_chapter, profile_verdict
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
 from steplab.report.run.cells import RunCell, cells_of, varying
 from steplab.report.run.columns import rows_document
-from steplab.report.run.one_run import verdict
+from steplab.report.run.verdict import runs_verdict
 from steplab.report.run.words import run_subtitle, run_title
 
 Terms = tuple[tuple[str, str], ...]
@@ -41,6 +50,8 @@ class Context:
     """Predictions of the runs' memory, by the runs' ids."""
     references: MemoryReferences | None = None
     """Further runs that the runs' memory is compared with."""
+    findings: Mapping[str, Findings] = field(default_factory=dict)
+    """Findings on the profiled runs, by the runs' ids."""
 
     @property
     def runs(self) -> list[Run]:
@@ -68,6 +79,8 @@ class Sections:
     """One record in full."""
     together: Callable[[Sequence[Any]], Document] | None
     """Several records in one document with one table; None: each has a document of its own."""
+    verdict: Callable[[Sequence[Any], Context], Verdict]
+    """The answer that one or more records (for runs, their cells) give together."""
     chapters: tuple[Chapter, ...]
     """The chapters of a page about such records, in this order."""
 
@@ -93,22 +106,60 @@ def _run_document(record: Run, context: Context) -> Document:
     return Document(
         title=run_title(record),
         subtitle=run_subtitle(record),
-        verdict=tuple(verdict(record)),
+        verdict=_runs_verdict(context.cells, context),
         sections=(*filter(None, chapters), *environment_section(record.environment)),
         data=Table(name="runs", columns=(), rows=(run_row(record),)),
     )
+
+
+def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
+    """The answer of what the runs were made for: a profile, a memory profile, or the step time."""
+    if len(cells) != 1:
+        return runs_verdict(cells)
+    (record,) = (cell.run for cell in cells)
+    if record.profile:
+        return profile_verdict(record, record.profile, context.findings.get(record.id))
+    answer = runs_verdict(cells)
+    if record.memory_profile:
+        of_memory = memory_verdict(record, context.predictions.get(record.id), context.references)
+        return Verdict(sentences=(*of_memory.sentences, *answer.sentences[:1]), cautions=answer.cautions)
+    return answer
+
+
+_MOST_ANSWERS = 3
+"""Records of one kind whose answers open a page."""
+
+
+def _of_each(make: Callable[[Any], Verdict], name: Callable[[Any], str]) -> Callable[[Sequence[Any], Context], Verdict]:
+    """The answer of a record; of several, the first sentence of each of the newest after its name."""
+
+    def verdict(records: Sequence[Any], context: Context) -> Verdict:
+        if len(records) == 1:
+            return make(records[0])
+        told = [(name(record), make(record)) for record in records[-_MOST_ANSWERS:]]
+        cautions = sum(bool(answer.cautions) for _, answer in told)
+        return Verdict(
+            sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in told if answer.sentences),
+            cautions=(f"Warning: {cautions} of these have warnings, which stand with them.",) if cautions else (),
+        )
+
+    return verdict
 
 
 SECTIONS: dict[str, Sections] = {
     "run": Sections(
         document=_run_document,
         together=lambda runs: rows_document([run_row(run) for run in runs]),
+        verdict=_runs_verdict,
         chapters=(
             Chapter(name="the summary", make=_of_cells(_summary)),
             Chapter(name="the failure", make=_of_cells(run.failure_chapter)),
             Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
             Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),
-            Chapter(name="where the time goes", make=_of_cells(profile_chapter)),
+            Chapter(
+                name="where the time goes",
+                make=lambda cells, context: profile_chapter(cells, context.findings),
+            ),
             Chapter(name="warm-up", make=_of_cells(run.warmup_chapter)),
             Chapter(
                 name="memory",
@@ -124,6 +175,7 @@ SECTIONS: dict[str, Sections] = {
     "numerics": Sections(
         document=lambda record, context: precision_document([record]),
         together=precision_document,
+        verdict=_of_each(precision_verdict, title),
         chapters=(
             Chapter(
                 name="precision",
@@ -134,6 +186,9 @@ SECTIONS: dict[str, Sections] = {
     "attention": Sections(
         document=lambda record, context: attention_document(record),
         together=None,
+        verdict=_of_each(
+            lambda run: attention_verdict(run, default_peer(run.cells)), lambda run: run.name or run.study.name
+        ),
         chapters=(
             Chapter(
                 name="attention",
@@ -146,6 +201,7 @@ SECTIONS: dict[str, Sections] = {
     "comm": Sections(
         document=lambda record, context: comm.comm_document(record),
         together=None,
+        verdict=_of_each(comm_verdict, lambda run: run.name or run.study.name),
         chapters=(
             Chapter(name="communication", make=lambda records, context: comm.comm_chapter(records), terms=comm.TERMS),
         ),
@@ -153,6 +209,7 @@ SECTIONS: dict[str, Sections] = {
     "ddp": Sections(
         document=lambda record, context: ddp.ddp_document(record),
         together=None,
+        verdict=_of_each(ddp_verdict, lambda run: run.name or asked(run)),
         chapters=(
             Chapter(name="data parallelism", make=lambda records, context: ddp.ddp_chapter(records), terms=ddp.TERMS),
         ),
@@ -160,6 +217,7 @@ SECTIONS: dict[str, Sections] = {
     "ceilings": Sections(
         document=lambda record, context: ceilings_document(record),
         together=None,
+        verdict=_of_each(ceilings_verdict, lambda record: record.environment.device.name),
         chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records)),),
     ),
 }

@@ -71,9 +71,13 @@ def profile(
 def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
     """Write the profile of a run, or, for a run without one, its ordinary report."""
     from steplab.cli.output import emit, stdout_color
+    from steplab.lab.explaining import findings_of
     from steplab.report.kit.rendering import render
     from steplab.report.profile.document import profile_document
     from steplab.report.sections import SECTIONS, Context
 
-    document = profile_document(record) if record.profile else SECTIONS["run"].document(record, Context())
+    if record.profile:
+        document = profile_document(record, findings_of([record], out.store)[record.id])
+    else:
+        document = SECTIONS["run"].document(record, Context())
     emit(render(document, format, color=stdout_color() and out.output is None), out, format)

@@ -46,16 +46,21 @@ def report(
     chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
     selection = records_to_report(ids, study=study, name=name, store=out.store)
     if chosen == "html":
+        from steplab.lab.explaining import findings_of
         from steplab.lab.memory import predictions_of
         from steplab.lab.memory_references import memory_references
         from steplab.report.attempts import Attempts
+        from steplab.report.memory.document import watched_in_full
         from steplab.report.page import render_page
+        from steplab.report.run.cells import cells_of
 
         attempts = Attempts()
         runs = selection.of("run")
         with ProgressLine() as line:
-            predictions = attempts.draw("predictions", runs, lambda some: predictions_of(some, line.within))
-            references = attempts.draw("comparisons", runs, lambda some: memory_references(some, out.store))
+            watched = attempts.draw("memory", runs, lambda some: [c.run for c in watched_in_full(cells_of(some))])
+            predictions = attempts.draw("predictions", watched, lambda some: predictions_of(some, line.within))
+            references = attempts.draw("comparisons", watched, lambda some: memory_references(some, out.store))
+            findings = attempts.draw("findings", runs, lambda some: findings_of(some, out.store))
             line.within(Progress(stage="draw", done=0, total=0))
             page = render_page(
                 selection.records,
@@ -63,6 +68,7 @@ def report(
                 description=selection.description,
                 predictions=predictions,
                 references=references,
+                findings=findings,
                 attempts=attempts,
             )
         emit(page, out, chosen)

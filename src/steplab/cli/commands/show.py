@@ -22,6 +22,7 @@ def show(
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.lab.explaining import findings_of
     from steplab.lab.keeping import open_store
     from steplab.lab.memory_references import memory_references
     from steplab.records.codec import encode
@@ -38,8 +39,10 @@ def show(
     if chosen == "json":
         emit(encode(record).decode(), out, chosen)
         return
-    references = memory_references([record], out.store) if isinstance(record, Run) else None
-    document = SECTIONS[kind_of(record).name].document(record, Context(references=references))
-    document = replace(document, verdict=(*document.verdict, *annotations(record)))
+    context = Context()
+    if isinstance(record, Run):
+        context = Context(references=memory_references([record], out.store), findings=findings_of([record], out.store))
+    document = SECTIONS[kind_of(record).name].document(record, context)
+    document = replace(document, subtitle="\n".join((document.subtitle, *annotations(record))))
     color = stdout_color() and out.output is None
     emit(html.to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)

@@ -14,16 +14,21 @@ from steplab.report.attention.figures import (
     telling_pass,
 )
 from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
+from steplab.report.attention.verdict import attention_verdict
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
+    MOST_IN_FULL,
     Document,
     Section,
     Sentences,
     Table,
+    Verdict,
+    chapter,
     later,
     named_section,
     notes_section,
     record_section,
+    records_in_full,
 )
 from steplab.report.kit.text import reason
 from steplab.specs.attention import PASSES
@@ -42,7 +47,7 @@ def attention_document(run: AttentionRun, *, against: str | None = None) -> Docu
     return Document(
         title=f"Attention: {run.study.description or run.study.name}",
         subtitle=" · ".join(part for part in (*made, f"'{run.name}'" if run.name else "") if part),
-        verdict=_verdict(run),
+        verdict=attention_verdict(run, peer),
         sections=(*_sections(run, peer), *environment_section(run.environment)),
         data=Table(name="cells", columns=(), rows=tuple(attention_rows(run.cells, peer))),
     )
@@ -51,12 +56,15 @@ def attention_document(run: AttentionRun, *, against: str | None = None) -> Docu
 def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Section | None:
     """Attention on a page: `steps`, the training steps that differ only in their attention, then the benchmarks."""
     parts = [named_section("Training steps by attention implementation", steps)] if steps else []
-    for run in runs:
+    records = []
+    for run in runs[-MOST_IN_FULL:][::-1]:
         made = [run.study.description or run.study.name, run.device_name or "", run.created_utc, f"benchmark {run.id}"]
         heading, title = " · ".join(part for part in made if part), (run.name or run.study.name)
-        sections = _sections(run, default_peer(run.cells))
-        parts.append(record_section(heading, _verdict(run), sections, title=title if len(runs) > 1 else ""))
-    return Section(title="Attention", anchor="attention", blocks=tuple(parts)) if parts else None
+        peer = default_peer(run.cells)
+        answer = attention_verdict(run, peer) if len(runs) > 1 else Verdict()
+        records.append(record_section(heading, answer, _sections(run, peer), title=title if len(runs) > 1 else ""))
+    shown = records_in_full(records, [run.id for run in reversed(runs)])
+    return chapter("Attention", "attention", *parts, *shown)
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
@@ -64,13 +72,6 @@ def attention_cell_line(cell: AttentionCell) -> str:
     times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
     failed = [reason(cell.failure.kind, cell.failure.message)] if cell.failure else []
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
-
-
-def _verdict(run: AttentionRun) -> tuple[str, ...]:
-    failures = [cell.failure for cell in run.cells if cell.failure]
-    no_memory = sum(failure.kind == "out_of_memory" for failure in failures)
-    told = units.counted_results(len(run.cells), "cell", len(failures))
-    return (f"{told}, {no_memory} of them out of memory." if no_memory else f"{told}.",)
 
 
 def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:

@@ -7,6 +7,7 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.rows import Row, Scalar
 from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm.figures import bus_bandwidth, comm_rows
+from steplab.report.comm.verdict import comm_verdict
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     RESULT,
@@ -15,6 +16,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    Verdict,
     later,
     named_section,
     notes_section,
@@ -54,11 +56,12 @@ def comm_document(run: CommRun) -> Document:
     """All that is said of one benchmark."""
     made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
     libraries = [(name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items()]
+    ranks = [("ranks", _processes(run))] if run.ranks else []
     return Document(
         title=f"Collectives: {run.name or run.study.name}",
         subtitle=" · ".join(part for part in made if part),
-        verdict=_verdict(run),
-        sections=(*_sections(run), *environment_section(run.environment, *libraries)),
+        verdict=comm_verdict(run),
+        sections=(*_sections(run), *environment_section(run.environment, *ranks, *libraries)),
         data=_cells(run),
     )
 
@@ -66,7 +69,12 @@ def comm_document(run: CommRun) -> Document:
 def comm_chapter(runs: Sequence[CommRun]) -> Section | None:
     """The benchmarks on a page, in their order; last, where backends were measured in different ones, all together."""
     parts = [
-        record_section(_page_heading(run), _verdict(run), _sections(run), title=_name(run) if len(runs) > 1 else "")
+        record_section(
+            _page_heading(run),
+            comm_verdict(run) if len(runs) > 1 else Verdict(),
+            _sections(run),
+            title=_name(run) if len(runs) > 1 else "",
+        )
         for run in runs
     ]
     together = backends_side_by_side([cell for run in runs for cell in run.cells])
@@ -91,13 +99,10 @@ def _name(run: CommRun) -> str:
 def _page_heading(run: CommRun) -> str:
     libraries = [f"{name.upper()} {version}" for name, version in run.libraries.items()]
     return " · ".join(
-        part for part in (run.device_name or "", *libraries, run.created_utc, f"benchmark {run.id}") if part
+        part
+        for part in (_processes(run) if run.ranks else "", *libraries, run.created_utc, f"benchmark {run.id}")
+        if part
     )
-
-
-def _verdict(run: CommRun) -> tuple[str, ...]:
-    told = [f"{units.counted_results(len(run.cells), 'cell', sum(cell.failure is not None for cell in run.cells))}."]
-    return (*told, f"{_processes(run)}.") if run.ranks else tuple(told)
 
 
 def _processes(run: CommRun) -> str:

@@ -6,11 +6,12 @@ from steplab import units
 from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
 from steplab.records.rows import Row
 from steplab.report.ddp import figures
-from steplab.report.ddp.bars import memory_bars, step_bars
+from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.rows import PHASES, ddp_rows
 from steplab.report.ddp.timelines import timelines
-from steplab.report.ddp.words import MOMENT_WORDS, asked, model_words, notes_of, ranks_words, verdict
+from steplab.report.ddp.verdict import ddp_verdict
+from steplab.report.ddp.words import MOMENT_WORDS, asked, facts, model_words, notes_of, ranks_words
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     RESULT,
@@ -19,6 +20,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    Verdict,
     later,
     named_section,
     notes_section,
@@ -65,7 +67,7 @@ def ddp_document(run: DdpRun) -> Document:
     return Document(
         title=f"Data parallelism: {asked(run)}",
         subtitle=" · ".join(part for part in (ranks_words(run), *made) if part),
-        verdict=tuple(verdict(run)),
+        verdict=ddp_verdict(run),
         sections=(*_sections(run), *environment_section(run.environment)),
         data=Table(name="variants", columns=(), rows=tuple(ddp_rows(run))),
     )
@@ -77,7 +79,8 @@ def ddp_chapter(runs: Sequence[DdpRun]) -> Section | None:
     for run in runs:
         heading = " · ".join((asked(run), ranks_words(run), run.created_utc, f"study {run.id}"))
         title = (run.name or asked(run)) if len(runs) > 1 else ""
-        parts.append(record_section(heading, verdict(run), _sections(run), title=title))
+        answer = ddp_verdict(run) if len(runs) > 1 else Verdict()
+        parts.append(record_section(heading, answer, _sections(run), title=title))
     return Section(title="Data parallelism", anchor="ddp", blocks=tuple(parts)) if parts else None
 
 
@@ -92,13 +95,16 @@ def ddp_cell_line(cell: DdpCell) -> str:
 
 
 def _sections(run: DdpRun) -> Iterator[Section]:
-    yield named_section("Time of a step", later(step_bars, run))
+    about = tuple(facts(run))
+    yield named_section(
+        "Exposed communication", exposed_bars(run), Sentences(texts=about, role="note") if about else None
+    )
     rows = ddp_rows(run)
     yield named_section("Time and communication", _time(rows))
     model = tuple(model_words(run))
     yield named_section("Bucket size", later(bucket_curve, run), Sentences(texts=model) if model else None)
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
-    yield named_section("Memory per rank", later(memory_bars, run), _memory(held) if held else None)
+    yield named_section("Memory per rank", memory_bars(run), _memory(held) if held else None)
     yield named_section("One step of each variant", later(timelines, run))
     yield from notes_section(notes_of(run))
 

@@ -4,14 +4,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from steplab import units
-from steplab.records.ddp import DdpCell, DdpRun
-from steplab.report.ddp import figures
-from steplab.report.kit.text import reason
+from steplab.records.ddp import DdpRun
 
 MOMENT_WORDS = {"initialised": "initialised", "before_step": "before the update", "after_step": "after the update"}
 """The moments at which the memory of a rank is recorded, in words."""
-_STEADY = 1.05
-"""Largest ratio between turns of the same step on an undisturbed machine."""
 
 
 def asked(run: DdpRun) -> str:
@@ -34,34 +30,12 @@ def ranks_words(run: DdpRun) -> str:
     return f"{units.counted(len(facts.places), 'rank')}{over}, {devices}, {facts.backend}"
 
 
-def verdict(run: DdpRun) -> Iterator[str]:
-    """The study in sentences: the fastest variant, and how it compares with torch's own."""
-    if facts := run.facts:
+def facts(run: DdpRun) -> Iterator[str]:
+    """The size of the gradients, and how the host was ahead of the devices."""
+    if found := run.facts:
         yield (
-            f"{units.format_count(facts.num_parameters)} parameters in {facts.num_tensors} tensors: "
-            f"{units.format_bytes(facts.gradient_bytes)} of gradients per rank and step."
-        )
-    least, most = figures.baseline_range_s(run) or (0.0, 0.0)
-    if most > _STEADY * least:
-        yield (
-            f"The step without communication took {units.format_time(least)} beside one variant and "
-            f"{units.format_time(most)} beside another: it was disturbed, and so is the exposed communication."
-        )
-    compared = [cell for cell in figures.timed(run) if figures.exposed_s(cell) is not None]
-    if compared:
-        first = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
-        yield f"Shortest step: {first.contender.label}, {_added(first)}."
-    theirs, ours = figures.best(compared, "torch_ddp"), figures.best(compared, "bucketed")
-    best_s, ours_s = figures.best_ddp_s(run.cells), figures.exposed_s(ours) if ours else None
-    if theirs and ours and best_s and ours_s is not None:
-        adds = (
-            f"{units.format_time(ours_s)}, {ours_s / best_s:.2f} times"
-            if ours_s > 0
-            else "nothing above the noise, against"
-        )
-        yield (
-            f"{ours.contender.label} adds {adds} the {units.format_time(best_s)} that torch DDP adds at its best "
-            f"bucket size, {theirs.contender.bucket_size_mb:g} MB."
+            f"{units.format_count(found.num_parameters)} parameters in {found.num_tensors} tensors: "
+            f"{units.format_bytes(found.gradient_bytes)} of gradients per rank and step."
         )
     if held := [rank.held_s for cell in run.cells for rank in cell.ranks if rank.held_s]:
         yield (
@@ -70,29 +44,11 @@ def verdict(run: DdpRun) -> Iterator[str]:
         )
     elif run.facts and run.facts.backend == "nccl":
         yield "Whether the host was ahead of the devices before each step is not recorded."
-    if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
-        yield (
-            f"Nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication there "
-            "includes the device's waits for the host."
-        )
     if uncounted := [cell.contender.label for cell in run.cells if any(rank.baseline_freed for rank in cell.ranks)]:
         yield (
             f"Other memory and the peak are not known for {', '.join(uncounted)}: an earlier variant's memory was "
             "freed during the measurement."
         )
-    for cell in run.cells:
-        if cell.failure:
-            yield f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}."
-
-
-def _added(cell: DdpCell) -> str:
-    whole, show = units.format_time(figures.step_s(cell) or 0.0), units.format_time
-    without_s, added_s, bounds = figures.baseline_s(cell), figures.exposed_s(cell), figures.exposed_range_s(cell)
-    if not without_s or not added_s or added_s <= 0 or bounds is None:
-        return f"{whole}, with nothing exposed above the noise"
-    share = units.format_percent(added_s / without_s)
-    between = f"{show(bounds[0])} to {show(bounds[1])}"
-    return f"{whole}, {show(added_s)} of it exposed ({between}), {share} of the step without communication"
 
 
 def model_words(run: DdpRun) -> Iterator[str]:

@@ -4,8 +4,8 @@ A section of a report says here once what it has to say. The renderers beside th
 `html`, `markup` (Markdown and LaTeX) and `data` (JSON and CSV).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -138,6 +138,62 @@ class Chart:
     """How to read it, and what is not shown."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A part of a bar."""
+
+    value: float
+    """Its length, in the unit of all bars."""
+    color: int
+    """Number of its colour, from 1."""
+    tip: str
+    """Hover text, with the exact figure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """One bar with its label and its figure."""
+
+    label: str
+    """What it is about."""
+    figure: str
+    """The value as text, beside the bar."""
+    segments: tuple[Segment, ...] = ()
+    """The parts, from the left; none where there is no value."""
+    mark: float | None = None
+    """Value of a stroke across the bar, such as a formula's."""
+    mark_tip: str = ""
+    """Hover text of the stroke."""
+    detail: str = ""
+    """Lesser text under the label."""
+    strong: bool = False
+    """Whether the bar stands out from the others."""
+    bad: bool = False
+    """Whether the figure says why there is no value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bars:
+    """Horizontal bars of one unit, one per row. Only a page shows them; a table beside them has the figures."""
+
+    bars: tuple[Bar, ...]
+    """From top to bottom."""
+    legend: tuple[tuple[int, str, str], ...] = ()
+    """Number of the colour, glyph and label of each kind of segment that is drawn."""
+    note: str = ""
+    """Quantity, statistic and meaning of the mark, in whole sentences."""
+    full: float | None = None
+    """Value of the whole width; None: the largest bar or mark."""
+    first: int | None = None
+    """Number of bars that start open; the others start closed. None: all."""
+
+    @property
+    def width(self) -> float:
+        """Value of the whole width."""
+        ends = [max(sum(segment.value for segment in bar.segments), bar.mark or 0.0) for bar in self.bars]
+        return self.full or max(ends, default=0.0) or 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Deferred:
     """A chart that is drawn where it is shown: drawing takes longer than all the rest of a report."""
@@ -160,7 +216,17 @@ class Section:
     """Whether a page starts with it closed."""
 
 
-Block = Sentences | Facts | Table | Pairs | Chart | Deferred | Section
+Block = Sentences | Facts | Table | Pairs | Chart | Bars | Deferred | Section
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The answer of a report, before anything else."""
+
+    sentences: tuple[str, ...] = ()
+    """One to three sentences with the figures and their uncertainty. The first can stand alone."""
+    cautions: tuple[str, ...] = ()
+    """Reasons to doubt the figures, with what to do about it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +237,8 @@ class Document:
     """What it is about."""
     subtitle: str = ""
     """Which record it is, of when, and by which version; a line or several."""
-    verdict: tuple[str, ...] = ()
-    """The answer, in sentences, before anything else."""
+    verdict: Verdict = Verdict()
+    """The answer, before anything else."""
     sections: tuple[Section, ...] = ()
     """In the order they are read."""
     data: Table | tuple[Table, ...] = ()
@@ -224,7 +290,27 @@ def notes_section(notes: Sequence[str], title: str = "Notes") -> tuple[Section, 
     return (Section(title=title, blocks=(Sentences(texts=tuple(notes), role="finding"),)),) if notes else ()
 
 
-def record_section(heading: str, verdict: Iterable[str], sections: Iterable[Section], *, title: str) -> Section:
-    """A record as part of a page: its heading, its verdict and its sections, one level down."""
-    first = Sentences(texts=(heading,), role="note")
-    return Section(title=title, blocks=(first, Sentences(texts=tuple(verdict), role="finding"), *sections))
+def record_section(heading: str, verdict: Verdict, sections: Iterable[Section], *, title: str) -> Section:
+    """A record among others: its heading, its verdict and its sections, one level down."""
+    return named_section(title, Sentences(texts=(heading,), role="note"), *verdict_blocks(verdict), *sections)
+
+
+MOST_OPEN, MOST_IN_FULL = 6, 12
+"""Numbers of records of one chapter that start open, and that are shown in full."""
+
+
+def records_in_full(parts: Sequence[Section], ids: Sequence[str]) -> Iterator[Block]:
+    """The sections of several records: the first start open, the next closed, and a note names the others' ids."""
+    for index, part in enumerate(parts[:MOST_IN_FULL]):
+        yield replace(part, folded=index >= MOST_OPEN)
+    if others := ids[MOST_IN_FULL:]:
+        told = f"{len(others)} more are not shown in full; `steplab show ID` shows each: {', '.join(others)}."
+        yield Sentences(texts=(told,), role="note")
+
+
+def verdict_blocks(verdict: Verdict) -> Iterator[Sentences]:
+    """A verdict as blocks of a section."""
+    if verdict.sentences:
+        yield Sentences(texts=verdict.sentences)
+    if verdict.cautions:
+        yield Sentences(texts=verdict.cautions, role="warning")

@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.document import Block, Chart, Column, Deferred, Document, Facts, Section, Sentences, Table
+from steplab.report.kit.document import Bars, Block, Chart, Column, Deferred, Document, Facts, Section, Sentences, Table
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
 
@@ -16,11 +16,13 @@ _OPEN_ROWS = 24
 
 
 def drawn(section: Section) -> Section:
-    """The section with its charts drawn, without the sections in it that this leaves empty."""
+    """The section with its charts drawn, without empty sections; those without a title are part of it."""
     blocks: list[Block] = []
     for block in section.blocks:
         made = drawn(block) if isinstance(block, Section) else block.draw() if isinstance(block, Deferred) else block
-        if made is not None and not (isinstance(made, Section) and not made.blocks):
+        if isinstance(made, Section) and not (made.title or made.anchor):
+            blocks += made.blocks
+        elif made is not None and not (isinstance(made, Section) and not made.blocks):
             blocks.append(made)
     return replace(section, blocks=tuple(blocks))
 
@@ -52,6 +54,7 @@ def environment() -> "Environment":
     )
     made.filters |= {"unbroken": unbroken, "sheet": sheet, "first_rows": _first_rows, "look": _look}
     kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences, "facts": Facts}
+    kinds["bars"] = Bars
     for name, kind in kinds.items():
         made.tests[name] = lambda block, kind=kind: isinstance(block, kind)
     return made

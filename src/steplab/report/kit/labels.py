@@ -4,23 +4,31 @@ An SVG does not wrap text, so a label wider than its place would be cut at the p
 Widths are those of DejaVu Sans, which is wider than the fonts that browsers usually have.
 """
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
+_MEASURED_PX = 100.0
 LINE = 1.25
 """Height of a line of text, as a multiple of its size."""
 
 
 def text_width(text: str, size_px: float) -> float:
     """Upper bound of the width of a line of text, in pixels."""
+    return sum(map(_letter_width, text)) * size_px / _MEASURED_PX
+
+
+@functools.cache
+def _letter_width(letter: str) -> float:
+    """Width of one letter at `_MEASURED_PX` pixels."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     # The font that is measured has no glyphs as wide as those of East Asian scripts; its 'W' is about as wide.
-    latin = "".join("W" if unicodedata.east_asian_width(letter) in "WF" else letter for letter in text)
-    font = FontProperties(family="DejaVu Sans", size=size_px)
+    latin = "W" if unicodedata.east_asian_width(letter) in "WF" else letter
+    font = FontProperties(family="DejaVu Sans", size=_MEASURED_PX)
     return float(text_to_path.get_text_width_height_descent(latin, font, ismath=False)[0])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 from steplab import units
-from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table
+from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table, verdict_blocks
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.kit.text import flowed, plain
 
@@ -48,10 +48,9 @@ def _document(document: Document, width: int, style: Style) -> Iterator[str]:
         yield style(line, "bold")
     for line in flowed(plain(document.subtitle), width) if document.subtitle else []:
         yield style(line, "dim")
-    if document.verdict:
+    for block in verdict_blocks(document.verdict):
         yield ""
-    for sentence in document.verdict:
-        yield from flowed(plain(sentence), min(width, _LONGEST_LINE))
+        yield from _sentences(block, min(width, _LONGEST_LINE), style)
     for section in document.sections:
         yield from _section(section, width, style)
 

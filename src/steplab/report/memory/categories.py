@@ -46,9 +46,11 @@ def color_of(category: str) -> str:
     return CATEGORY_COLORS[_COLORS.get(category, _UNKNOWN_COLOR)]
 
 
+def color_number(category: str) -> int:
+    """The number of a category's colour on a page."""
+    return len(SERIES) + 1 + CATEGORY_COLORS.index(color_of(category))
+
+
 def legend_of(categories: Iterable[str]) -> tuple[tuple[int, str, str], ...]:
     """Legend of these categories, in their order."""
-    return tuple(
-        (len(SERIES) + 1 + CATEGORY_COLORS.index(color_of(name)), "■", category_word(name))
-        for name in in_order(categories)
-    )
+    return tuple((color_number(name), "■", category_word(name)) for name in in_order(categories))

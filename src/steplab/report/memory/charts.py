@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from steplab import units
-from steplab.records.memory_profile import MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import GLYPHS, INK, MARKERS, MUTED, PAPER, SERIES, Drawing, drawing
-from steplab.report.kit.document import Chart, Picture
-from steplab.report.kit.labels import LINE, fit_all, text_width, wrap
-from steplab.report.memory.categories import category_word, color_of, legend_of
+from steplab.report.kit.charts import GLYPHS, MARKERS, MUTED, SERIES, drawing
+from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
+from steplab.report.memory.categories import category_word, color_number, legend_of
 from steplab.report.memory.figures import error_text, parts, peak_of, whole
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with_owners
 from steplab.report.run.cells import RunCell, label, said, varying
@@ -19,117 +17,49 @@ from steplab.report.run.figures import step_median
 from steplab.units import format_share
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
-_WIDTH = 880
-_BAR_PX, _GAP_PX, _PREDICTED_PX = 24.0, 12.0, 14.0
-_LETTERS = 11
-_NAME_PX, _MOST_LINES = 300, 3
-_TOTAL_PX = 128  # at the right, for the peak and the error of its prediction
-_MOST_BARS = 40
-_PADDING = 14  # of a figure within its segment
+_FIRST = 12
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    """The bars of one run."""
+def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Bars | None:
+    """What the peaks are made of, one bar per run, with a mark at its predicted peak; `predictions` by the runs' ids.
 
-    name: str
-    """What tells it apart."""
-    lines: tuple[str, ...]
-    """The name as it stands beside the bar."""
-    profile: MemoryProfile
-    """What was measured."""
-    prediction: MemoryPrediction | None
-    """What was predicted."""
-
-    @property
-    def height(self) -> float:
-        """Pixels of the bars or of the name, whichever is higher."""
-        bars = _BAR_PX + (_PREDICTED_PX + 2 if self.prediction else 0)
-        return max(bars, len(self.lines) * LINE * _LETTERS)
-
-
-def peak_bars(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Chart | None:
-    """What the peaks are made of, one bar per run, and below it one of its prediction; `predictions` by the runs' ids.
-
-    None where there are fewer than two bars. Imported snapshots, whose categories are others, are left out.
+    None where there is nothing to compare: one run without a prediction. Imported snapshots, whose categories are
+    others, are left out.
     """
-    known = with_owners(cells)[:_MOST_BARS]
-    rows = _rows(known, varying(cells), predictions)
-    peaks = [row.profile.peak_bytes for row in rows] + [row.prediction.peak_bytes for row in rows if row.prediction]
-    if len(peaks) < 2:
+    known = with_owners(cells)
+    if len(known) + len([cell for cell in known if cell.run.id in predictions]) < 2:
         return None
-    left = 12 + max(text_width(line, _LETTERS) for row in rows for line in row.lines)
-    height = 4 + sum(row.height + _GAP_PX for row in rows)
-    per_px = (max(peaks) or 1) / (_WIDTH - left - _TOTAL_PX)
-    with drawing(_WIDTH, height, "peak memory by category") as picture:
-        axes = picture.axes(left, 0, _TOTAL_PX, 0)
-        axes.set(xlim=(0, max(peaks) or 1), ylim=(height, 0))
-        axes.set_axis_off()
-        top = 4.0
-        for row in rows:
-            _bars(picture, axes, row, top, per_px)
-            top += row.height + _GAP_PX
-        svg = picture.to_svg()
-    shown = [part.category for row in rows for part in parts(row.profile, row.prediction)]
+    fields = varying(known)
+    bars = tuple(_peak_bar(cell, fields, predictions.get(cell.run.id)) for cell in known)
+    shown = [part.category for cell in known for part in parts(profile_of(cell)) if part.num_bytes]
     note = "Bytes allocated at the peak, by category; the peak is at the right."
-    if predictions:
-        note += " Hatched bars are predictions, with the error of the peak."
+    if any(bar.mark is not None for bar in bars):
+        note += " The stroke marks the predicted peak, with its error under the name."
     if left_out := len(watched(cells)) - len(known):
         note += f" {units.counted(left_out, 'more watched run')} {'is' if left_out == 1 else 'are'} not drawn."
-    return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend_of(shown), note=note)
+    return Bars(bars=bars, legend=legend_of(shown), note=note, first=_FIRST)
 
 
-def _rows(known: Sequence[RunCell], fields: Sequence[str], predictions: Mapping[str, MemoryPrediction]) -> list[_Row]:
-    names = [label(cell, fields) for cell in known]
-    texts = fit_all(names, lambda name, _: "\n".join(wrap(name, _NAME_PX, _LETTERS, _MOST_LINES)))
-    return [
-        _Row(
-            name=name, lines=tuple(text.split("\n")), profile=profile_of(cell), prediction=predictions.get(cell.run.id)
-        )
-        for cell, name, text in zip(known, names, texts, strict=True)
-    ]
-
-
-def _bars(picture: Drawing, axes: "Axes", row: _Row, top: float, per_px: float) -> None:
-    """The name, the measured bar with its figures, and the predicted one below."""
-    _text(axes, (0, top + row.height / 2), "\n".join(row.lines), (-10, 0), INK, ha="right")
-    middle, start = top + _BAR_PX / 2, 0
-    for part in parts(row.profile, row.prediction):
-        size = units.format_bytes(part.num_bytes)
+def _peak_bar(cell: RunCell, fields: Sequence[str], prediction: MemoryPrediction | None) -> Bar:
+    profile, name = profile_of(cell), label(cell, fields)
+    segments = []
+    for part in parts(profile):
         if part.num_bytes:
-            (bar,) = axes.barh(middle, part.num_bytes, _BAR_PX, start, color=color_of(part.category))
-            tip = f"{row.name}: {category_word(part.category)} {size}, {format_share(part.share)} of the peak"
-            picture.tip(bar, tip)
-        if text_width(size, _LETTERS) + _PADDING <= part.num_bytes / per_px:
-            _text(axes, (start + part.num_bytes / 2, middle), size, (0, 0), PAPER, ha="center")
-        start += part.num_bytes
-    _text(axes, (start, middle), units.format_bytes(row.profile.peak_bytes), (8, 0), INK)
-    if row.prediction:
-        _predicted(picture, axes, row, row.prediction, top + _BAR_PX + 2 + _PREDICTED_PX / 2)
-
-
-def _predicted(picture: Drawing, axes: "Axes", row: _Row, prediction: MemoryPrediction, middle: float) -> None:
-    start = 0
-    for part in parts(row.profile, prediction):
-        size, color = part.predicted_bytes or 0, color_of(part.category)
-        if size:
-            axes.barh(middle, size, _PREDICTED_PX, start, color=(color, 0.18))
-            (bar,) = axes.barh(middle, size, _PREDICTED_PX, start, facecolor="none", edgecolor=color, hatch="////")
-            tip = f"{row.name}: {category_word(part.category)} predicted {units.format_bytes(size)}"
-            picture.tip(bar, tip + ("" if part.error is None else f", {error_text(part.error)}"))
-        start += size
-    error = whole(row.profile, prediction).error
-    off = "" if error is None else f", {error_text(error, 1)}"
-    _text(axes, (start, middle), f"{units.format_bytes(prediction.peak_bytes)}{off}", (8, 0), MUTED)
-
-
-def _text(
-    axes: "Axes", at: tuple[float, float], text: str, offset: tuple[float, float], color: str, ha: str = "left"
-) -> None:
-    axes.annotate(text, at, offset, textcoords="offset points", ha=ha, va="center", fontsize=_LETTERS, color=color,
-                  linespacing=LINE, annotation_clip=False)  # fmt: skip
+            tip = f"{name}: {category_word(part.category)} {units.format_bytes(part.num_bytes)}"
+            tip += f", {format_share(part.share)} of the peak"
+            segments.append(Segment(value=part.num_bytes, color=color_number(part.category), tip=tip))
+    error = whole(profile, prediction).error if prediction else None
+    predicted = f"predicted {units.format_bytes(prediction.peak_bytes)}" if prediction else ""
+    return Bar(
+        label=name,
+        figure=units.format_bytes(profile.peak_bytes),
+        segments=tuple(segments),
+        mark=prediction.peak_bytes if prediction else None,
+        mark_tip=predicted,
+        detail=predicted if error is None else f"{predicted}, {error_text(error, 1)}",
+    )
 
 
 _FIELD = "checkpointing"

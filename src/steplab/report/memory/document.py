@@ -1,7 +1,6 @@
 """The report of a step's memory: the peak by category and its moment, allocations, and saved tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from steplab.errors import UserError
 from steplab.records.memory_profile import MemoryProfile
@@ -9,16 +8,19 @@ from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.kit.document import (
+    MOST_IN_FULL,
     Block,
     Document,
     Section,
     Sentences,
     Table,
+    Verdict,
     chapter,
     later,
     named_section,
     notes_section,
     record_section,
+    records_in_full,
 )
 from steplab.report.memory import words
 from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
@@ -27,6 +29,7 @@ from steplab.report.memory.figures import capacity
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched
 from steplab.report.memory.tables import allocation_table, category_rows, category_table, phase_table, saved_table
 from steplab.report.memory.timeline import Shown, memory_timelines
+from steplab.report.memory.verdict import memory_verdict
 from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
 from steplab.report.run.figures import spread
@@ -44,7 +47,6 @@ TERMS = (
     ),
 )
 """Terms of this section, and what they mean."""
-_MOST_OPEN = 6
 _MOST_BESIDE = 6
 
 
@@ -63,6 +65,7 @@ def memory_document(
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
+        verdict=memory_verdict(run, prediction, references),
         sections=tuple(filter(None, (memory_chapter(cells_of([run]), predictions, references),))),
         data=Table(name="peak_by_category", columns=(), rows=category_rows(profile, prediction)),
     )
@@ -73,7 +76,7 @@ def memory_chapter(
 ) -> Section | None:
     """Memory on a page: the peaks that the allocator counted, what runs show together, then each watched run.
 
-    `predictions` by the runs' ids. After the sixth run they start closed. None where there is nothing to show.
+    `predictions` by the runs' ids. None where there is nothing to show.
     """
     fields = varying(cells)
     blocks: list[Block] = []
@@ -82,16 +85,23 @@ def memory_chapter(
     elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
         blocks += memory_blocks(cells[0].run)  # an imported trace has neither
     blocks += _across(cells, predictions)
-    for index, cell in enumerate(watched(cells)):
+    parts = []
+    for cell in watched_in_full(cells):
         title = label(cell, fields) if len(cells) > 1 else ""
-        part = _record(cell, cells, predictions.get(cell.run.id), references, title=title)
-        blocks.append(replace(part, folded=index >= _MOST_OPEN))
+        parts.append(_record(cell, cells, predictions.get(cell.run.id), references, title=title))
+    blocks += records_in_full(parts, [cell.run.id for cell in watched(cells)])
     return chapter("Memory", "memory", *blocks)
+
+
+def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
+    """The watched cells that are shown in full, for which predictions and references are wanted."""
+    return watched(cells)[:MOST_IN_FULL]
 
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
     """What several runs show together."""
-    yield named_section("What the peaks are made of", later(peak_bars, cells, predictions))
+    if bars := peak_bars(cells, predictions):
+        yield named_section("What the peaks are made of", bars)
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
         fields = [field for field in varying(cells) if field != "context"]
@@ -113,14 +123,8 @@ def _record(
 ) -> Section:
     profile = profile_of(cell)
     sections = _sections(cell, cells, prediction, references)
-    return record_section(words.heading(cell.run, profile), _verdict(cell.run, profile), sections, title=title)
-
-
-def _verdict(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    yield words.peak_sentence(profile)
-    yield words.parts_sentence(profile)
-    yield from words.check_sentences(profile, run.memory)
-    yield from words.around_sentences(profile)
+    told = Verdict(sentences=(words.peak_sentence(profile), words.parts_sentence(profile)))
+    return record_section(words.heading(cell.run, profile), told, sections, title=title)
 
 
 def _sections(
@@ -139,7 +143,8 @@ def _sections(
     if saved := profile.saved:
         told = _sentences(*words.saved_sentences(run, profile))
         yield named_section("Saved for backward", told, saved_table(saved, profile.saved_left_out))
-    yield from notes_section(profile.notes, "Notes on this memory")
+    checks = [*words.check_sentences(profile, run.memory), *words.around_sentences(profile)]
+    yield from notes_section([*checks, *profile.notes], "Notes on this memory")
     yield from notes_section(prediction.notes if prediction else (), "Notes on the prediction")
 
 

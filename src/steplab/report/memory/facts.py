@@ -1,7 +1,6 @@
 """The main facts about the memory profiles of a page: the parts of the largest peak, and the effect of choices."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from steplab import units
 from steplab.records.rows import Scalar
@@ -48,15 +47,16 @@ def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequen
         if not pairs:
             continue
         choice = f"{said(field, value)} instead of {said(field, baseline)}"
-        middle = median(change for change, _ in pairs)
+        (low, lowest), (high, highest) = pairs[0], pairs[-1]
         text = f"peak memory, {choice}"
         if len(pairs) == 1:
-            text += f", at {label(pairs[0][1], others)}."
+            text += f", at {label(lowest, others)}."
         else:
-            (low, lowest), (high, highest) = pairs[0], pairs[-1]
-            text += f", in the median of {len(pairs)} pairs of watched cells alike in all else: from {_signed(low)} at "
-            text += f"{label(lowest, others)} to {_signed(high)} at {label(highest, others)}."
-        yield Fact(figure=_signed(middle), text=text, wide=True)
+            text += f", over {len(pairs)} pairs of otherwise equal runs: {_signed(low)} at {label(lowest, others)}, "
+            text += f"{_signed(high)} at {label(highest, others)}."
+            raised = sum(change > 0 for change, _ in pairs)
+            text += f" It raises the peak in {raised}." if 0 < raised < len(pairs) else ""
+        yield Fact(figure=" to ".join(dict.fromkeys((_signed(low), _signed(high)))), text=text, wide=True)
 
 
 def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:

@@ -1,11 +1,20 @@
 """The report of a predicted memory peak: its summands with their formulas, and the GPUs that the step fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.prediction import CardFit, MemoryPrediction, RankMemory, Term
 from steplab.records.rows import Row, Scalar
-from steplab.report.kit.document import Column, Document, Section, Sentences, Table, named_section, notes_section
+from steplab.report.kit.document import (
+    Column,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    Verdict,
+    named_section,
+    notes_section,
+)
 from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.words import exactly
@@ -14,6 +23,13 @@ from steplab.specs.step import StepSpec
 
 _SMALL = 0.001
 """Share of the peak below which summands come last, and a terminal leaves them out."""
+_ANSWERS = {
+    "fits": "fits on {}",
+    "too tight to promise": "may fit on {}, depending on fragmentation",
+    "does not fit": "does not fit on {}",
+    "not known": "cannot be judged on {}, because the prediction is a lower bound",
+}
+"""The verdicts on a GPU (records.prediction.CardFit), and how they are said of several."""
 _ABOUT = {"dry_run": "", "estimate": "about ", "at_least": "at least "}
 
 
@@ -23,7 +39,12 @@ def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
     return Document(
         title="Predicted peak memory",
         subtitle=describe(spec),
-        verdict=(f"The peak{_of_rank(prediction)} is {peak}: {prediction.peak_where}.",),
+        verdict=Verdict(
+            sentences=(
+                *_fits(prediction.cards),
+                f"The peak{_of_rank(prediction)} is {peak}: {prediction.peak_where}.",
+            )
+        ),
         sections=tuple(_sections(spec, prediction)),
         data=Table(name="prediction", columns=(), rows=tuple(prediction_rows(prediction))),
     )
@@ -33,6 +54,14 @@ def _of_rank(prediction: MemoryPrediction) -> str:
     if len(prediction.ranks) < 2:
         return " of every rank" if prediction.ranks else ""
     return f" of {prediction.rank}, which need most,"
+
+
+def _fits(cards: Sequence[CardFit]) -> Iterator[str]:
+    """On which GPUs the step fits, first of all; nothing where no GPU was asked about."""
+    named = {verdict: [card.gpu for card in cards if card.verdict == verdict] for verdict in _ANSWERS}
+    told = [answer.format(", ".join(named[verdict])) for verdict, answer in _ANSWERS.items() if named[verdict]]
+    if told:
+        yield f"The step {'; '.join(told)}."
 
 
 def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:

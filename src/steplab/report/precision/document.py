@@ -26,6 +26,7 @@ from steplab.report.precision.tables import (
     timing_table,
     type_table,
 )
+from steplab.report.precision.verdict import precision_verdict
 
 
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
@@ -43,7 +44,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     return Document(
         title=f"Precision: {words.title(numerics)}",
         subtitle=words.heading(numerics),
-        verdict=tuple(words.verdict(numerics)),
+        verdict=precision_verdict(numerics),
         sections=(*_sections(numerics), *further),
         data=data,
     )
@@ -67,8 +68,8 @@ def _accumulations(records: Sequence[Numerics]) -> tuple[Accumulation, ...]:
 
 
 def _part(numerics: Numerics) -> Section:
-    verdict, sections = words.verdict(numerics), _sections(numerics)
-    return record_section(words.heading(numerics), verdict, sections, title=words.title(numerics))
+    answer = precision_verdict(numerics)
+    return record_section(words.heading(numerics), answer, _sections(numerics), title=words.title(numerics))
 
 
 def _sections(numerics: Numerics) -> Iterator[Section]:
@@ -81,6 +82,8 @@ def _sections(numerics: Numerics) -> Iterator[Section]:
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
+    if answers := tuple(words.norm_answers(numerics)):
+        yield named_section("Whether norms need fp32", Sentences(texts=answers))
     yield named_section("What was seen", Sentences(texts=tuple(words.told(numerics, audit)), role="finding"))
     yield named_section("Types by module", type_table(audit))
     yield named_section("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))

@@ -22,7 +22,7 @@ from steplab.units import format_share
 _LOW = ("fp16", "bf16")
 AUTOCAST = {name: name for name in _LOW}
 """Precision -> the type in which autocast computes."""
-_COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
+COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
 """Precision -> the low type in which the step computes; the others compute in fp32."""
 
 _RULES = {
@@ -77,7 +77,7 @@ _FP32_BECAUSE: tuple[tuple[tuple[str, ...], Mapping[str, str]], ...] = (
 """Parts of operations' names -> why they are kept in fp32 beside each low type."""
 
 
-_NORMS = {
+NORMS = {
     "layer_norm": "LayerNorm",
     "rms_norm": "RMSNorm",
     "group_norm": "GroupNorm",
@@ -127,17 +127,17 @@ def why(operation: OperationAudit, precision: str) -> str:
     return (known or "on autocast's list of operations for fp32") + through
 
 
-def verdict(numerics: Numerics) -> Iterator[str]:
+def norm_answers(numerics: Numerics) -> Iterator[str]:
     """Whether to keep normalisation in fp32, as far as this audit can say: a sentence or more for each kind of norm.
 
     Nothing where the step computes in fp32 in any case, or has no norm.
     """
-    low = _COMPUTED_IN.get(numerics.spec.precision) if numerics.spec else None
+    low = COMPUTED_IN.get(numerics.spec.precision) if numerics.spec else None
     if low is None or numerics.audit is None:
         return
-    for name in _each(operation.op for operation in numerics.audit.operations if operation.op in _NORMS):
+    for name in _each(operation.op for operation in numerics.audit.operations if operation.op in NORMS):
         uses = [operation for operation in numerics.audit.operations if operation.op == name]
-        yield " ".join(_norm_answer(_NORMS[name], uses, low, numerics.audit, numerics.accumulations))
+        yield " ".join(_norm_answer(NORMS[name], uses, low, numerics.audit, numerics.accumulations))
 
 
 def _norm_answer(
@@ -257,7 +257,7 @@ def lost_words(elements: Elements) -> str:
 
 def _range(precision: str, audit: Audit) -> Iterator[str]:
     """What share of the exact gradients a type cannot hold."""
-    low = _COMPUTED_IN.get(precision)
+    low = COMPUTED_IN.get(precision)
     total = sum(count for _, count in audit.gradient_exponents)
     if low is None or not total:
         return

@@ -1,22 +1,26 @@
 """The report of a profile: the device's time, categories, top kernels, attention, and calls of the host."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
+from steplab import units
 from steplab.errors import UserError
+from steplab.records.finding import Findings
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.document import (
+    MOST_IN_FULL,
     Block,
     Document,
     Section,
     Sentences,
     Table,
+    Verdict,
     chapter,
     later,
     named_section,
     notes_section,
     record_section,
+    records_in_full,
 )
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
@@ -31,60 +35,84 @@ from steplab.report.profile.tables import (
     phase_table,
 )
 from steplab.report.profile.timeline import timeline_chart
+from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
-from steplab.report.run.words import run_subtitle, run_title
+from steplab.report.run.figures import step_samples
+from steplab.report.run.verdict import run_cautions
+from steplab.report.run.words import interval_words, run_subtitle, run_title
+from steplab.stats import summarize
 
 TITLE = "Where the time goes"
-_MOST_OPEN = 6  # profiles of a page, after which they start closed
 
 
-def profile_document(run: Run) -> Document:
-    """The report of a run's profile, with its kernels as data. Raises UserError for a run without a profile."""
+def profile_document(run: Run, findings: Findings | None = None) -> Document:
+    """The report of a run's profile, with its kernels as data. Raises UserError for a run without a profile.
+
+    `findings` on the run, if given, are the answer.
+    """
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
     kernels = Table(name="kernels", columns=(), rows=tuple(kernel_rows(run.profile)))
-    section = profile_chapter(cells_of([run]))
+    section = profile_chapter(cells_of([run]), {run.id: findings} if findings else {})
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
+        verdict=profile_verdict(run, run.profile, findings),
         sections=(section,) if section else (),
         data=kernels,
     )
 
 
-def profile_chapter(cells: Sequence[RunCell]) -> Section | None:
-    """The profiled runs of a page, in the cells' order; after the sixth they start closed."""
+def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
+    """The step time, what would save time, and why to doubt it."""
+    samples = step_samples(run)
+    summary = summarize(samples) if samples else None
+    timed = (
+        [f"A step takes {units.format_time(summary.median)} ({interval_words(summary)}) without the profiler."]
+        if summary
+        else []
+    )
+    doubts = (f"Caution: {doubt}." for doubt in profile.doubts)
+    return Verdict(
+        sentences=(*timed, *finding_sentences(run, profile, findings)), cautions=(*doubts, *run_cautions(run))
+    )
+
+
+def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section | None:
+    """The profiled runs, in the cells' order, with the `findings` by their ids."""
     profiled = [(cell, cell.run.profile) for cell in cells if cell.run.profile]
-    fields = varying(cells)
+    fields, found = varying(cells), findings or {}
     parts = [
-        replace(
-            _record(cell.run, profile, label(cell, fields) if len(cells) > 1 else ""),
-            folded=index >= _MOST_OPEN,
-        )
-        for index, (cell, profile) in enumerate(profiled)
+        _record(cell.run, profile, label(cell, fields) if len(cells) > 1 else "", found.get(cell.run.id))
+        for cell, profile in profiled[:MOST_IN_FULL]
     ]
     cautions = tuple(dict.fromkeys(words.caution(cell.run) for cell, _ in profiled))
     note = Sentences(texts=cautions, role="note")
-    return chapter(TITLE, "profiles", note, *parts) if parts else None
+    shown = records_in_full(parts, [cell.run.id for cell, _ in profiled])
+    return chapter(TITLE, "profiles", note, *shown) if parts else None
 
 
-def _record(run: Run, profile: Profile, title: str) -> Section:
-    told = (*(f"Caution: {doubt}." for doubt in profile.doubts), words.time_sentence(run, profile))
-    return record_section(words.heading(run, profile), told, _sections(run, profile), title=title)
+def _record(run: Run, profile: Profile, title: str, findings: Findings | None) -> Section:
+    saving = findings_section(findings) if findings else None
+    doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts) if title else ()  # else they open the report
+    told = Verdict(sentences=(words.time_sentence(run, profile),), cautions=doubts)
+    sections = (*([saving] if saving else []), *_sections(run, profile))
+    return record_section(words.heading(run, profile), told, sections, title=title)
 
 
 def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield _section(
         f"{words.device_word(profile)} time by phase",
-        later(device_time, run, profile),
+        device_time(run, profile),
         phase_table(run, profile),
         words.overlap_note(run, profile),
     )
     told = [*words.matmul_sentences(run, profile), words.uncategorised_sentence(run, profile)]
-    yield _section("Categories", later(category_bars, run, profile), category_table(run, profile), *told)
+    yield _section("Categories", category_bars(run, profile), category_table(run, profile), *told)
     if profile.kernels:
         tops = Sentences(texts=tuple(words.top_kernel_sentences(profile)), role="finding")
-        yield _section(f"Top {words.kernels_word(profile)}", tops, later(kernel_bars, profile), kernel_table(profile))
+        bars = (named_section(phase, block) for phase, block in kernel_bars(profile))
+        yield _section(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
     if rows := attention_rows(run, profile):
         notes = Sentences(texts=tuple(attention_notes(run, rows)), role="note")
         yield _section("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)

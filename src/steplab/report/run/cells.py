@@ -17,11 +17,12 @@ from steplab.specs.step import STEP_FIELDS
 _STEP = {field.column: field for field in STEP_FIELDS}
 _AROUND = {"device": "{}", "torch": "torch {}", "repeat": "run {}"}
 """Texts of values that are not fields of a step: those of the environment, and the number among equal runs."""
-_AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
+AXES = tuple(sorted((f for f in _STEP if _STEP[f].about.role == "size"), key=lambda f: _STEP[f].about.axis))
+"""The fields of size, in the order in which they become axes."""
 _ROLES = {name: field.about.role for name, field in _STEP.items()}
 
 FIELDS = (
-    *_AXES,
+    *AXES,
     *(name for name, role in _ROLES.items() if role == "what"),
     *(name for name, role in _ROLES.items() if role in ("how", "device")),
     *_AROUND,
@@ -151,7 +152,7 @@ class Panel:
 def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:
     """Assign each varying field to an axis, the colours or the panels; there is at least one panel."""
     rest = varying(cells)
-    axes = [field for field in _AXES if field in rest][:2] or rest[:1]
+    axes = [field for field in AXES if field in rest][:2] or rest[:1]
     rest = [field for field in rest if field not in axes]
     positions = _distinct(cells, axes)
     panel_fields: list[str] = []

@@ -103,7 +103,7 @@ def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section | None:
     """Parts of a step: a bar per run, and of a single run a table."""
-    blocks: list[Block] = [later(phases, cells)]
+    blocks: list[Block] = [bars] if (bars := phases(cells)) else []
     if len(cells) == 1 and (timing := cells[0].run.timing) and step_median(cells[0].run) is not None:
         blocks += phase_blocks(cells[0].run, timing)
     return chapter("Phases of a step", "phases", *blocks)

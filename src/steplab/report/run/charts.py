@@ -5,6 +5,7 @@ an empty place would read as 'not measured'.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from steplab import stats, units
@@ -23,6 +24,7 @@ from steplab.report.run.words import interval_words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_MOST_PANELS = 6
 _LABEL_PX = 48  # a figure beside a mark needs so much room
 _CAPACITY_MATTERS = 0.3  # show the device's memory once a peak reaches this share of it
 
@@ -39,7 +41,7 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
     (layout, panels), fields = arrange(cells), varying(cells)
     scale = kit.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
 
-    def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
+    def paint(picture: Drawing, layout: Layout, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
         lines: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for position, series, cell in panel.marks:
@@ -76,7 +78,7 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
     note += f"narrower than the mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
     if any(disturbance_words(cell.run) for cell in cells):
         note += " Hollow marks are runs with a warning."
-    return Chart(pictures=_panels(layout, panels, "step time", paint), legend=_legend(layout, GLYPHS), note=note)
+    return _chart(layout, panels, "step time", paint, note=note, legend=_legend(layout, GLYPHS))
 
 
 def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
@@ -94,7 +96,7 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
     near = total is not None and (highest >= _CAPACITY_MATTERS * total or any(c.run.failure for c in cells))
     scale = kit.bytes_scale([highest], total if near else None)
 
-    def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
+    def paint(picture: Drawing, layout: Layout, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
         if near and total is not None:
             axes.axhline(total, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -116,7 +118,7 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
 
     note = "Peak memory of a step. Solid: bytes in live tensors. Pale: bytes held by the allocator. "
     note += "OOM: the cell ran out of memory." if any(c.run.failure for c in cells) else ""
-    return Chart(pictures=_panels(layout, panels, "peak memory", paint), legend=_legend(layout), note=note)
+    return _chart(layout, panels, "peak memory", paint, note=note, legend=_legend(layout))
 
 
 def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
@@ -147,7 +149,7 @@ def _bars(
 ) -> Chart:
     (layout, panels), fields = arrange(cells), varying(cells)
 
-    def paint(picture: Drawing, panel: Panel, place: ax.Places) -> None:
+    def paint(picture: Drawing, layout: Layout, panel: Panel, place: ax.Places) -> None:
         axes = ax.frame(picture, layout, scale, place)
         for position, series, cell in panel.marks:
             x, value = place.x(position, series), values.get(cell.run.id)
@@ -160,21 +162,34 @@ def _bars(
                 axes.annotate(scale.show(value), (x, value), (0, 3), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
 
-    return Chart(pictures=_panels(layout, panels, name, paint), legend=_legend(layout), note=note)
+    return _chart(layout, panels, name, paint, note=note, legend=_legend(layout))
 
 
-def _panels(
-    layout: Layout, panels: Sequence[Panel], name: str, paint: Callable[[Drawing, Panel, ax.Places], None]
-) -> tuple[Picture, ...]:
-    width = ax.chart_width(layout)
+def _chart(
+    layout: Layout,
+    panels: Sequence[Panel],
+    name: str,
+    paint: Callable[[Drawing, Layout, Panel, ax.Places], None],
+    *,
+    note: str,
+    legend: tuple[tuple[int, str, str], ...],
+) -> Chart:
+    """The panels with most marks, each with those positions alone that it has marks at."""
+    ranked = sorted(range(len(panels)), key=lambda index: -len(panels[index].marks))
     pictures = []
-    for panel in panels:
+    for panel in (panels[index] for index in sorted(ranked[:_MOST_PANELS])):
+        used = sorted({position for position, _, _ in panel.marks})
+        own = replace(layout, positions=tuple(layout.positions[position] for position in used))
+        moved = replace(panel, marks=tuple((used.index(at), series, cell) for at, series, cell in panel.marks))
+        width = ax.chart_width(own)
         title = f"{name}, {panel.title}" if panel.title else name
-        place = ax.places(layout, width)
-        with drawing(width, AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
-            paint(picture, panel, place)
+        place = ax.places(own, width)
+        with drawing(width, AXES_HEIGHT + ax.below(own, place).height_px, title) as picture:
+            paint(picture, own, moved, place)
             pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
-    return tuple(pictures)
+    if left_out := sum(len(panels[index].marks) for index in ranked[_MOST_PANELS:]):
+        note += f" {units.counted(left_out, 'more run')} in panels with fewer runs: the table of runs has them."
+    return Chart(pictures=tuple(pictures), legend=legend, note=note)
 
 
 def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> tuple[tuple[int, str, str], ...]:

@@ -13,6 +13,7 @@ from steplab.report.kit.document import (
     Section,
     Sentences,
     Table,
+    Verdict,
     named_section,
     notes_section,
 )
@@ -40,10 +41,19 @@ def findings_document(run: Run, findings: Findings) -> Document:
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",
-        verdict=() if found else ("No finding: no change is predicted to save a considerable share of the step.",),
+        verdict=Verdict(sentences=tuple(_answer(findings))),
         sections=(*sections, *notes_section(findings.not_looked_at, "Not looked at")),
         data=Table(name="findings", columns=(), rows=tuple(map(_row, found))),
     )
+
+
+def _answer(findings: Findings) -> Iterator[str]:
+    """What would save most."""
+    if not findings.findings:
+        yield "No finding: no change is predicted to save a considerable share of the step."
+        return
+    first = findings.findings[0]
+    yield f"{first.title}. {_gain(first, findings.step_s)}"
 
 
 def _row(finding: Finding) -> Row:

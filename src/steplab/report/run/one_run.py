@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab import stats, units
-from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
 from steplab.records.rows import Row
 from steplab.records.run import Run
@@ -19,30 +18,13 @@ from steplab.report.kit.document import (
     named_section,
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
-from steplab.report.kit.text import ABSENT, reason
+from steplab.report.kit.text import ABSENT
 from steplab.report.run.figures import phase_names, step_median, step_samples, warmup_study
 from steplab.report.run.gaps import doubts
 from steplab.report.run.host_lead import waiting_words
-from steplab.report.run.words import interval_words
-from steplab.specs.command import command
 
 _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
-
-
-def verdict(run: Run) -> Iterator[str]:
-    """The step time of a run with its interval, or the reason of its failure."""
-    if run.failure:
-        yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
-    samples = step_samples(run)
-    if samples:
-        summary = stats.summarize(samples)
-        yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
-    found = disturbances(run)
-    for disturbance in found:
-        yield f"Warning: {disturbance.text}"
-    if found and run.spec:
-        yield f"To repeat it when the machine is quiet: {command(run.spec)}"
 
 
 def failure_sections(failure: Failure) -> Iterator[Section]:

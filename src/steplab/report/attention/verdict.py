@@ -1,0 +1,177 @@
+"""The answer of a benchmark of attention: how fast each implementation is relative to one of them, and what fails."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from steplab import units
+from steplab.ops.attention.implementations import implementation
+from steplab.records.attention import AttentionCell, AttentionRun
+from steplab.report.attention.figures import (
+    PASS_WORDS,
+    SCATTERED,
+    flops_per_s,
+    peers_of,
+    scatter,
+    shape_label,
+    speed,
+    telling_pass,
+)
+from steplab.report.kit.document import Verdict
+from steplab.stats import summarize
+
+_EVEN = 0.02
+"""Relative difference of two times below which neither implementation counts as faster."""
+_MOST_TOLD = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Comparison:
+    """One implementation against the peer, over the shapes that both ran."""
+
+    column: str
+    speeds: tuple[float, ...]
+    low: float
+    """Geometric mean of the lower ends of the speeds' intervals."""
+    high: float
+    """Geometric mean of the upper ends."""
+    slowest_at: str
+    """The shape with the least speed."""
+
+    @property
+    def mean(self) -> float:
+        return geometric_mean(self.speeds)
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether it is faster on no shape or slower on none, so that a mean has a meaning."""
+        return not any(map(_is_slower, self.speeds)) or not any(map(_is_faster, self.speeds))
+
+
+def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
+    """How fast the implementations are relative to `peer`, and what ran out of memory."""
+    name = telling_pass(run.cells)
+    told: list[str] = []
+    if name is not None:
+        comparisons = _comparisons(run.cells, peer, name)
+        told += _speed_words(comparisons, peer, name) if peer and comparisons else _rate_words(run.cells, name)
+    return Verdict(
+        sentences=(*told, *_failure_words(run.cells)), cautions=tuple(_cautions(run.cells, name) if name else ())
+    )
+
+
+def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) -> list[_Comparison]:
+    """One comparison per implementation, the fastest first."""
+    peers, shapes = peers_of(cells, peer), [cell.spec.shape for cell in cells]
+    found = []
+    for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
+        pairs = [
+            (cell, peers[cell.spec.shape], value)
+            for cell in cells
+            if cell.spec.column == column and (value := speed(cell, peers, name)) is not None
+        ]
+        if not pairs:
+            continue
+        own = [summarize(cell.samples(name)) for cell, _, _ in pairs]
+        other = [summarize(theirs.samples(name)) for _, theirs, _ in pairs]
+        slowest, _, _ = min(pairs, key=lambda pair: pair[2])
+        found.append(
+            _Comparison(
+                column=column,
+                speeds=tuple(value for _, _, value in pairs),
+                low=geometric_mean([b.low / a.high for a, b in zip(own, other, strict=True)]),
+                high=geometric_mean([b.high / a.low for a, b in zip(own, other, strict=True)]),
+                slowest_at=shape_label(slowest.spec.shape, shapes),
+            )
+        )
+    return sorted(found, key=lambda one: -one.mean)
+
+
+def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> Iterator[str]:
+    """The fastest implementations with their mean and range, then those that win on some shapes only."""
+    steady = [one for one in comparisons if one.one_sided]
+    mixed = [one for one in comparisons if not one.one_sided]
+    if steady:
+        told = ", ".join(map(_one_sided_words, steady[:_MOST_TOLD]))
+        counts = {len(one.speeds) for one in steady[:_MOST_TOLD]}
+        several = max(counts) > 1
+        shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both ran"
+        how = f"geometric mean and range of {shapes}" if several else f"at {shapes}, 95 % interval"
+        yield f"Speed relative to {_title(peer)} in {PASS_WORDS[name]}: {told} ({how})."
+    for one in mixed[: max(_MOST_TOLD - len(steady), 1)]:
+        faster, slower = (sum(far(one_speed) for one_speed in one.speeds) for far in (_is_faster, _is_slower))
+        yield (
+            f"{_title(one.column)} is faster than {_title(peer)} on {faster} of {len(one.speeds)} shapes and slower on "
+            f"{slower}: {_times(min(one.speeds))} (at {one.slowest_at}) to {_times(max(one.speeds))} in "
+            f"{PASS_WORDS[name]}."
+        )
+
+
+def _one_sided_words(one: _Comparison) -> str:
+    if len(one.speeds) == 1:
+        return f"{_title(one.column)} {_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
+    error = f"{max(one.high - one.mean, one.mean - one.low, 0.01):.2f}"
+    between = f"{min(one.speeds):.2f} to {max(one.speeds):.2f}"
+    return f"{_title(one.column)} {_times(one.mean)} ± {error} ({between})"
+
+
+def _is_faster(speed: float) -> bool:
+    return speed > 1 + _EVEN
+
+
+def _is_slower(speed: float) -> bool:
+    return speed < 1 - _EVEN
+
+
+def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
+    """The rates of implementations that have no peer: the least and the largest over shapes."""
+    shapes = [cell.spec.shape for cell in cells]
+    for column in list(dict.fromkeys(cell.spec.column for cell in cells))[:_MOST_TOLD]:
+        rates = [(rate, cell) for cell in cells if cell.spec.column == column and (rate := flops_per_s(cell, name))]
+        if not rates:
+            continue
+        fastest, best = max(rates, key=lambda pair: pair[0])
+        least = units.format_rate(min(rate for rate, _ in rates), "FLOP/s")
+        most = units.format_rate(fastest, "FLOP/s")
+        between = most if len(rates) == 1 else f"{least} to {most}"
+        yield (
+            f"{_title(column)} computes {PASS_WORDS[name]} at {between}"
+            f"{'' if len(rates) == 1 else ', the most'} at {shape_label(best.spec.shape, shapes)}."
+        )
+
+
+def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
+    """How many cells failed, and which implementations ran out of memory."""
+    failed = [cell for cell in cells if cell.failure]
+    if not failed:
+        return
+    no_memory = list(dict.fromkeys(c.spec.column for c in failed if c.failure and c.failure.kind == "out_of_memory"))
+    count = f"{len(failed)} of {units.counted(len(cells), 'cell')}"
+    if no_memory and all(c.failure and c.failure.kind == "out_of_memory" for c in failed):
+        yield f"{', '.join(map(_title, no_memory))} ran out of memory in {count}."
+    else:
+        yield f"{count} failed" + (f", some of them out of memory ({', '.join(no_memory)})." if no_memory else ".")
+
+
+def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
+    timed = [cell for cell in cells if cell.samples(name)]
+    noisy = [cell for cell in timed if scatter(cell, name) > SCATTERED]
+    if noisy:
+        share = f"{SCATTERED:.0%}".replace("%", " %")
+        yield (
+            f"Warning: in {len(noisy)} of {units.counted(len(timed), 'timed cell')} the middle half of the samples "
+            f"spans more than {share} of the median; those medians are marked ~."
+        )
+
+
+def _title(column: str) -> str:
+    """Name of an implementation, with what it is where the name does not say: cuDNN's (sdpa_cudnn)."""
+    known = {"sdpa_flash", "sdpa_cudnn"}
+    if column not in known:
+        return column
+    about = implementation(column).summary.removeprefix("torch's ").removesuffix("'s")
+    return f"{about} ({column})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×"

@@ -1,0 +1,105 @@
+"""The answer of a data-parallel study: what communication adds to a step, and how that compares with torch DDP."""
+
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.ddp import DdpCell, DdpRun
+from steplab.report.ddp import figures
+from steplab.report.kit.document import Verdict
+from steplab.report.kit.text import reason
+
+_STEADY = 1.05
+"""Largest ratio between turns of the same step on an undisturbed machine."""
+_MOSTLY = 0.5
+"""Hidden share of communication below which most of it is exposed."""
+
+
+def ddp_verdict(run: DdpRun) -> Verdict:
+    """The variant with the shortest step against torch DDP, and how much of its communication is hidden."""
+    return Verdict(sentences=tuple(_sentences(run)), cautions=tuple(_cautions(run)))
+
+
+def _sentences(run: DdpRun) -> Iterator[str]:
+    compared = [cell for cell in figures.timed(run) if figures.exposed_s(cell) is not None]
+    if not compared:
+        if timed := figures.timed(run):
+            first = min(timed, key=lambda cell: figures.step_s(cell) or 0.0)
+            yield f"{first.contender.label} has the shortest step, {units.format_time(figures.step_s(first) or 0.0)}."
+        return
+    winner = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
+    theirs = figures.best(compared, "torch_ddp")
+    without_s = figures.baseline_s(winner) or 0.0
+    told = f"{winner.contender.label} adds {_added(winner)} of exposed communication to a step of "
+    told += units.format_time(without_s)
+    if theirs and theirs is not winner:
+        told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
+    yield f"{told}."
+    if theirs is winner:
+        others = [cell for cell in compared if cell.contender.kind != "torch_ddp"]
+        ours = min(others, key=lambda cell: figures.step_s(cell) or 0.0, default=None)
+        if ours:
+            yield f"Of the other variants, {ours.contender.label} adds least, {_added(ours)}."
+    yield from _hidden(winner)
+
+
+def _added(cell: DdpCell) -> str:
+    """'5.10 ms (4.86 ms to 5.22 ms)'."""
+    added_s, bounds = figures.exposed_s(cell) or 0.0, figures.exposed_range_s(cell)
+    if added_s <= 0:
+        return "nothing above the noise"
+    between = f" ({units.format_time(bounds[0])} to {units.format_time(bounds[1])})" if bounds else ""
+    return f"{units.format_time(added_s)}{between}"
+
+
+def _against(winner: DdpCell, theirs: DdpCell) -> str:
+    """'0.30 of the 17.1 ms (16.2 ms to 18.0 ms)', or that the bounds of the two overlap."""
+    added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
+    own, other = figures.exposed_range_s(winner), figures.exposed_range_s(theirs)
+    if own and other and own[1] >= other[0]:
+        return f"within the uncertainty of the {_added(theirs)}"
+    if added_s <= 0 or theirs_s <= 0:
+        return f"against the {_added(theirs)}"
+    return f"{added_s / theirs_s:.2f} of the {_added(theirs)}"
+
+
+def _size(cell: DdpCell) -> str:
+    size = cell.contender.bucket_size_mb
+    return "torch's own" if size is None else f"{size:g} MB"
+
+
+def _hidden(cell: DdpCell) -> Iterator[str]:
+    hidden, alone_s = figures.hidden(cell), figures.alone_s(cell)
+    if hidden is None or alone_s is None:
+        return
+    alone = units.format_time(alone_s)
+    if hidden < 0:
+        yield (
+            f"Nothing of it is hidden: the same messages take {alone} with nothing beside them, and in the step they "
+            "slow the computation as well."
+        )
+    elif hidden < _MOSTLY:
+        yield (
+            f"Most of the communication is exposed: only {units.format_percent(hidden)} of the {alone} that the "
+            "messages take alone is hidden behind computation."
+        )
+    else:
+        yield (
+            f"{units.format_percent(hidden)} of the {alone} that the messages take alone is hidden behind computation."
+        )
+
+
+def _cautions(run: DdpRun) -> Iterator[str]:
+    least, most = figures.baseline_range_s(run) or (0.0, 0.0)
+    if most > _STEADY * least:
+        yield (
+            f"Warning: the step without communication took {units.format_time(least)} beside one variant and "
+            f"{units.format_time(most)} beside another: it was disturbed, and so is the exposed communication."
+        )
+    if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
+        yield (
+            f"Warning: nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication "
+            "there includes the device's waits for the host."
+        )
+    for cell in run.cells:
+        if cell.failure:
+            yield f"{cell.contender.label} failed: {reason(cell.failure.kind, cell.failure.message)}."

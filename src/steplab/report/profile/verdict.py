@@ -1,0 +1,89 @@
+"""The answer of a profile: what would save time, by the findings on its run, or else where the time goes."""
+
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.finding import Finding, Findings
+from steplab.records.profile import Profile
+from steplab.records.run import Run
+from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, Table, named_section
+from steplab.report.kit.quantities import PERCENT, TEXT
+from steplab.report.profile.words import time_sentence
+
+_MOST_TOLD = 3
+_NOTE = (
+    "Predicted saving per step of each change alone; the savings do not add up. `steplab explain {}` has the evidence."
+)
+_COLOR = 1
+
+
+def finding_sentences(run: Run, profile: Profile, findings: Findings | None) -> Iterator[str]:
+    """What would save most and what comes next; without findings, how busy the device is."""
+    if findings is None:
+        yield time_sentence(run, profile)
+        return
+    if not findings.findings:
+        yield "No change is predicted to save a considerable share of the step."
+        yield time_sentence(run, profile)
+        return
+    first, *others = findings.findings[:_MOST_TOLD]
+    yield f"{first.title}: {_saving(first, findings.step_s)}."
+    if others:
+        yield f"Next: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
+
+
+def _saving(finding: Finding, step_s: float | None) -> str:
+    if finding.saves_s is None:
+        return "its saving cannot be predicted from this record"
+    of_step = ""
+    if step_s:
+        of_step = f" of {units.format_time(step_s)} per step, {units.format_percent(finding.saves_s / step_s)}"
+    return f"changing that saves {saved_words(finding)}{of_step}"
+
+
+def saved_words(finding: Finding) -> str:
+    """'about 12.3 ms', 'at most 4.56 ms'; what stands for a saving that is not predicted."""
+    if finding.saves_s is None:
+        return "not predicted"
+    return f"{'at most' if finding.at_most else 'about'} {units.format_time(finding.saves_s)}"
+
+
+def findings_section(findings: Findings) -> Section | None:
+    """The findings as bars of what each would save, and as a table with the changes."""
+    if not findings.findings:
+        return None
+    bars = tuple(
+        Bar(
+            label=finding.title,
+            figure=saved_words(finding),
+            segments=(Segment(value=finding.saves_s, color=_COLOR, tip=saved_words(finding)),)
+            if finding.saves_s
+            else (),
+            detail=finding.change,
+            strong=place == 0,
+        )
+        for place, finding in enumerate(findings.findings)
+    )
+    table = Table(
+        name="findings",
+        columns=(
+            Column(key="title", header="finding", wraps_from=30),
+            Column(key="saves", header="saves", quantity=TEXT),
+            Column(key="share", header="of the step", quantity=PERCENT),
+            Column(key="change", header="change", wraps_from=24, rank=1),
+        ),
+        rows=tuple(
+            {
+                "title": finding.title,
+                "saves": saved_words(finding),
+                "saves_s": finding.saves_s,
+                "share": finding.saves_s / findings.step_s if finding.saves_s and findings.step_s else None,
+                "change": finding.change,
+            }
+            for finding in findings.findings
+        ),
+        caption=_NOTE.format(findings.run_id),
+        folded=True,
+    )
+    chart = Bars(bars=bars, note="Predicted saving per step.", full=findings.step_s)
+    return named_section("What would save time", chart, table)

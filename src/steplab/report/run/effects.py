@@ -1,0 +1,137 @@
+"""Effects of choices on the step time: pairs of runs that differ in one field alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from steplab import stats, units
+from steplab.records.disturbances import never_settles
+from steplab.records.rows import Scalar
+from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
+from steplab.report.run.figures import step_median, step_samples
+from steplab.specs.step import STEP_FIELDS
+
+NEGLIGIBLE = 0.02
+"""Relative change of the step time below which a choice makes no difference."""
+_BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
+"""The fields whose values are compared, each with its baseline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two cells that differ in one field only."""
+
+    ratio: float
+    """Time before divided by time after; above 1, the step became faster."""
+    before: RunCell
+    """The cell with the baseline's value."""
+    after: RunCell
+    """The other."""
+    before_s: float
+    """Median step time of `before`, in seconds."""
+    after_s: float
+    """Median step time of `after`, in seconds."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the intervals of the two medians do not overlap, and the change is not negligible."""
+        a, b = stats.summarize(step_samples(self.before.run)), stats.summarize(step_samples(self.after.run))
+        return (a.low > b.high or b.low > a.high) and abs(self.ratio - 1) >= NEGLIGIBLE
+
+    @property
+    def never_settles(self) -> bool:
+        """Whether the step time of either did not settle."""
+        return never_settles(self.before.run) or never_settles(self.after.run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effect:
+    """One value of a field against the baseline's, over all pairs that differ in nothing else."""
+
+    field: str
+    """The field."""
+    choice: str
+    """The value against the baseline's in words: 'bf16 instead of fp32'."""
+    pairs: tuple[Pair, ...]
+    """The pairs, the smallest gain first; at least one."""
+
+    @property
+    def faster(self) -> list[Pair]:
+        """The pairs in which the value is certainly faster."""
+        return [pair for pair in self.pairs if pair.is_certain and pair.ratio > 1]
+
+    @property
+    def slower(self) -> list[Pair]:
+        """The pairs in which it is certainly slower."""
+        return [pair for pair in self.pairs if pair.is_certain and pair.ratio < 1]
+
+    @property
+    def is_negligible(self) -> bool:
+        """Whether no pair differs noticeably."""
+        return all(abs(pair.ratio - 1) < NEGLIGIBLE for pair in self.pairs)
+
+
+def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
+    """The effect of every value that a field has beside its baseline."""
+    for field, baseline in _BASELINES:
+        present = list(dict.fromkeys(c.values[field] for c in cells if c.values[field] is not None))
+        base = baseline if baseline in present else present[0] if present else None
+        for value in present:
+            pairs = _pairs(cells, field, base, value) if value != base else []
+            if pairs:
+                choice = f"{said(field, value)} instead of {said(field, base)}"
+                yield Effect(field=field, choice=choice, pairs=tuple(pairs))
+
+
+def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) -> list[Pair]:
+    """Pairs of cells that differ in one field alone, from the value `base` to `value`; smallest gain first."""
+
+    def rest(cell: RunCell) -> tuple[Scalar, ...]:
+        return tuple(cell.values[name] for name in COMPARED if name != field)
+
+    timed = [(cell, time_s) for cell in cells if (time_s := step_median(cell.run))]
+    before = {rest(cell): (cell, time_s) for cell, time_s in timed if cell.values[field] == base}
+    after = [(cell, time_s) for cell, time_s in timed if cell.values[field] == value and rest(cell) in before]
+    pairs = []
+    for cell, after_s in after:
+        slow, before_s = before[rest(cell)]
+        pairs.append(Pair(ratio=before_s / after_s, before=slow, after=cell, before_s=before_s, after_s=after_s))
+    return sorted(pairs, key=lambda pair: pair.ratio)
+
+
+def effect_words(effect: Effect) -> str:
+    """In how many pairs a choice pays, how much at the most, and where it does not."""
+    others = varying([pair.before for pair in effect.pairs])
+    least, most = effect.pairs[0], effect.pairs[-1]
+    faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)
+    if count == 1:
+        verb = "undecided" if not most.is_certain else speed_words(most.ratio)
+        times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
+        told = f"{effect.choice}: {verb} at {label(most.before, others)} ({times})."
+        return told + (" The intervals overlap." if not most.is_certain else "")
+    if faster == count:
+        return (
+            f"{effect.choice} is faster in all {count} pairs of otherwise equal runs: {times_words(least.ratio)} at "
+            f"{label(least.before, others)} to {times_words(most.ratio)} at {label(most.before, others)}."
+        )
+    if slower == count:
+        return (
+            f"{effect.choice} does not pay: it is slower in all {count} pairs of otherwise equal runs, "
+            f"{times_words(least.ratio)} at {label(least.before, others)} to {times_words(most.ratio)}."
+        )
+    told = f"{effect.choice} is faster in {faster} of {count} pairs of otherwise equal runs"
+    told += f", up to {times_words(most.ratio)} at {label(most.before, others)}" if faster else ""
+    if slower:
+        told += f"; it does not pay in {slower}: {times_words(least.ratio)} at {label(least.before, others)}"
+    if undecided := count - faster - slower:
+        told += f"; {undecided} {'is' if undecided == 1 else 'are'} undecided"
+    return f"{told}."
+
+
+def times_words(ratio: float) -> str:
+    """A speed relative to another: 1.84×."""
+    return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.0f}×"
+
+
+def speed_words(ratio: float) -> str:
+    """'1.84× as fast', '1.20× as slow'."""
+    return f"{times_words(ratio)} as fast" if ratio >= 1 else f"{times_words(1 / ratio)} as slow"

@@ -1,0 +1,158 @@
+"""The answer of one or several runs: the step time, how it grows with size, and which choices pay."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import stats, units
+from steplab.records.disturbances import disturbances
+from steplab.records.rows import Scalar
+from steplab.records.run import Run
+from steplab.records.run_figures import utilization
+from steplab.report.kit.document import Verdict
+from steplab.report.kit.text import reason
+from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
+from steplab.report.run.effects import Effect, effect_words, effects_of
+from steplab.report.run.figures import step_median, step_samples
+from steplab.report.run.words import interval_words
+from steplab.specs.command import command
+from steplab.units import format_share
+
+_MOST_EFFECTS = 2
+_MOST_NAMED = 3
+_BY_INTEREST = ("precision", "compile")
+"""Fields whose effects are told first."""
+
+
+def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
+    """One run: its step time. Several: the trend over sizes and the choices that pay or do not."""
+    if len(cells) == 1:
+        run = cells[0].run
+        return Verdict(sentences=tuple(_one(run)), cautions=tuple(run_cautions(run)))
+    return Verdict(sentences=tuple(_several(cells)), cautions=tuple(_cautions(cells)))
+
+
+def _one(run: Run) -> Iterator[str]:
+    if run.failure:
+        yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
+    samples = step_samples(run)
+    if not samples:
+        return
+    summary = stats.summarize(samples)
+    yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
+    told = []
+    if run.tokens_per_step:
+        told.append(" ".join(units.format_rate(run.tokens_per_step / summary.median, " tokens/s").split()))
+    if (used := utilization(run, "mfu", "causal")) and used.value is not None and used.peak_flops_per_s:
+        achieved = units.format_rate(used.value * used.peak_flops_per_s * used.num_devices, "FLOP/s")
+        peak = units.format_rate(used.peak_flops_per_s, "FLOP/s")
+        told.append(f"{achieved} of model FLOPs, {format_share(used.value)} of the dense {used.dtype} peak of {peak}")
+    if told:
+        yield f"That is {'; '.join(told)}."
+
+
+def run_cautions(run: Run) -> Iterator[str]:
+    """Why the step time of a run is doubtful, and the command that repeats it."""
+    found = disturbances(run)
+    for disturbance in found:
+        yield f"Warning: {disturbance.text}"
+    if found and run.spec:
+        yield f"To repeat it when the machine is quiet: {command(run.spec)}"
+
+
+def _several(cells: Sequence[RunCell]) -> Iterator[str]:
+    fields = varying(cells)
+    if told := trend_words(cells, fields):
+        yield told
+    effects = [effect for effect in effects_of(cells) if not effect.is_negligible]
+    effects.sort(key=_interest)
+    for effect in effects[:_MOST_EFFECTS]:
+        yield effect_words(effect)
+    if not told and not effects:
+        timed = [cell for cell in cells if step_median(cell.run)]
+        listed = "; ".join(
+            f"{label(cell, fields)} takes {units.format_time(step_median(cell.run) or 0)}"
+            for cell in timed[:_MOST_NAMED]
+        )
+        if listed:
+            yield f"{listed}{'; …' if len(timed) > _MOST_NAMED else ''}."
+
+
+def _interest(effect: Effect) -> tuple[int, int]:
+    place = _BY_INTEREST.index(effect.field) if effect.field in _BY_INTEREST else len(_BY_INTEREST)
+    return place, -len(effect.pairs)
+
+
+def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
+    """How the step grows along the longest series of sizes; None where no two runs differ in a size alone."""
+    found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
+    if not found:
+        return None
+    axis, series = max(found, key=lambda pair: _telling(pair[1]))
+    first, last = series[0], series[-1]
+    before, after = (stats.summarize(step_samples(cell.run)) for cell in (first, last))
+    others = [name for name in fields if name != axis]
+    told = label(first, others) if any(first.values[name] is not None for name in others) else ""
+    told = f" ({told})" if others and told else ""
+    ratio = after.median / before.median
+    text = (
+        f"From {said(axis, first.values[axis])} to {said(axis, last.values[axis])}{told} the step grows {ratio:.1f}×, "
+        f"from {units.format_time(before.median)} to {units.format_time(after.median)}"
+    )
+    text += _for_work(first.run, last.run)
+    shares = [used.value if (used := utilization(cell.run, "mfu", "causal")) else None for cell in (first, last)]
+    if shares[0] is not None and shares[1] is not None:
+        text += f"; MFU goes from {format_share(shares[0])} to {format_share(shares[1])}"
+    return f"{text}."
+
+
+def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
+    """How much a series says: its length, and whether its steps are whole ones."""
+    return len(series), series[0].values["pass"] == "train"
+
+
+def _for_work(first: Run, last: Run) -> str:
+    """'for 9.8 times the model FLOPs', where both are known."""
+    used = [utilization(run, "mfu", "causal") for run in (first, last)]
+    if used[0] is None or used[1] is None or not used[0].flops or not used[1].flops:
+        return ""
+    return f", for {used[1].flops / used[0].flops:.1f} times the model FLOPs"
+
+
+def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
+    """The most cells that differ in `axis` alone, in the order of sizes; empty for fewer than two."""
+    groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
+    for cell in cells:
+        spec = cell.run.spec
+        if spec is None or spec.model.kind == "factory" or not step_median(cell.run) or cell.values[axis] is None:
+            continue
+        key = (spec.model.kind, *(cell.values[name] for name in COMPARED if name not in (axis, "repeat")))
+        groups.setdefault(key, {})[cell.values[axis]] = cell
+    ordered = max((list(group.values()) for group in groups.values()), key=_telling, default=[])
+    if axis == "model":
+        ordered.sort(key=lambda cell: cell.run.model.num_parameters if cell.run.model else 0)
+    return ordered if len(ordered) > 1 else []
+
+
+def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
+    fields = varying(cells)
+    doubtful = [(cell, found) for cell in cells if (found := disturbances(cell.run))]
+    if doubtful:
+        words: dict[str, int] = {}
+        for _, found in doubtful:
+            for disturbance in found:
+                words[disturbance.word] = words.get(disturbance.word, 0) + 1
+        kinds = ", ".join(f"{word} {count}" for word, count in words.items())
+        yield (
+            f"Warning: the step time of {len(doubtful)} of {units.counted(len(cells), 'run')} is doubtful ({kinds}): "
+            f"{_named([cell for cell, _ in doubtful], fields)}."
+        )
+    failed = [cell for cell in cells if cell.run.failure]
+    for kind in dict.fromkeys(cell.run.status for cell in failed):
+        alike = [cell for cell in failed if cell.run.status == kind]
+        verb = {"out_of_memory": "ran out of memory", "timeout": "timed out"}.get(kind, "failed")
+        yield f"{len(alike)} of {units.counted(len(cells), 'run')} {verb}: {_named(alike, fields)}."
+
+
+def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
+    names = list(dict.fromkeys(label(cell, fields) for cell in cells))
+    more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return "; ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,253 @@
+"""The first sentences of reports: records of known causes get the right answer, and not the wrong one."""
+
+import gzip
+import lzma
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.attention_records import make_benchmark
+from tests.comm_records import make_comm
+from tests.ddp_records import make_ddp_run
+from tests.profiles import launch_bound_run, profiled_run
+from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
+
+from steplab.explain.api import explain
+from steplab.records.codec import decode
+from steplab.records.ddp import DdpRun
+from steplab.records.finding import Findings
+from steplab.records.memory_references import MemoryReferences
+from steplab.records.numerics import Numerics
+from steplab.records.prediction import CardFit, MemoryPrediction
+from steplab.records.record import Record
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.ddp.verdict import ddp_verdict
+from steplab.report.kit.document import Verdict
+from steplab.report.memory.verdict import memory_verdict
+from steplab.report.page import render_page
+from steplab.report.plan.document import plan_document
+from steplab.report.run.cells import cells_of
+from steplab.report.sections import SECTIONS, Context
+from steplab.specs.resolve import resolve_step
+
+ROOT = Path(__file__).parents[2]
+NOTHING_MORE = Context()
+
+
+def records(path: str) -> list[Record]:
+    raw = (ROOT / path).read_bytes()
+    lines = gzip.decompress(raw) if path.endswith("gz") else lzma.decompress(raw)
+    return [decode(line) for line in lines.splitlines()]
+
+
+def answer(found: Sequence[Record], context: Context = NOTHING_MORE, *, kind: str = "run") -> Verdict:
+    cells = cells_of([record for record in found if isinstance(record, Run)])
+    given = cells if kind == "run" else found
+    return SECTIONS[kind].verdict(given, replace(context, cells=cells))
+
+
+def steps(run: Run, *samples: float) -> Run:
+    """The run with these step times."""
+    return replace(
+        run, timing=Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),)), utilizations=()
+    )
+
+
+def findings(run: Run) -> Findings:
+    return Findings(
+        run_id=run.id, created_utc="", steplab_version="", step_s=0.1, findings=tuple(explain(run)), not_looked_at=()
+    )
+
+
+# --- steps --------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
+    late, busy = launch_bound_run(), profiled_run()
+    told = answer([late], Context(findings={late.id: findings(late)}))
+    assert told.sentences[1].startswith("The GPU waits for the CPU")
+    assert "changing that saves" in told.sentences[1]
+    assert "waits for the CPU" not in answer([busy], Context(findings={busy.id: findings(busy)})).sentences[1]
+
+
+def test_a_profile_with_nothing_to_gain_says_so() -> None:
+    run = profiled_run()
+    nothing = Context(findings={run.id: replace(findings(run), findings=())})
+    assert "No change is predicted to save a considerable share of the step." in answer([run], nothing).sentences
+    assert "saves about" not in " ".join(answer([run], nothing).sentences)
+
+
+def test_bf16_that_is_slower_is_not_called_a_gain() -> None:
+    fast, slow = (0.010, 0.0101, 0.0099) * 3, (0.0125, 0.0126, 0.0124) * 3
+    small = [steps(make_run({"precision": precision}), *time) for precision, time in (("fp32", fast), ("bf16", slow))]
+    (told,) = answer(small).sentences
+    assert told.startswith("bf16 instead of fp32: 1.25× as slow at ")
+    large = [
+        steps(make_run({"precision": precision, "model": "large"}), *time)
+        for precision, time in (("fp32", slow), ("bf16", fast))
+    ]
+    told = " ".join(answer([*small, *large]).sentences)
+    assert "bf16 instead of fp32 is faster in 1 of 2 pairs of otherwise equal runs, up to 1.25× at large" in told
+    assert "it does not pay in 1: 0.80× at small" in told
+    assert "in all 2 pairs" not in told
+    both_slower = [steps(run, *slow) if run.spec and run.spec.precision == "bf16" else run for run in [*small, *large]]
+    told = " ".join(answer([*both_slower[:2], steps(large[0], *fast), both_slower[3]]).sentences)
+    assert "bf16 instead of fp32 does not pay: it is slower in all 2 pairs" in told
+
+
+def test_a_difference_within_the_noise_is_undecided() -> None:
+    noisy = (0.010, 0.014, 0.008, 0.013, 0.009, 0.012, 0.011)
+    pair = [
+        steps(make_run({"precision": "fp32"}), *noisy),
+        steps(make_run({"precision": "bf16"}), *(0.97 * sample for sample in noisy)),
+    ]
+    (told,) = answer(pair).sentences
+    assert "undecided" in told
+    assert "The intervals overlap." in told
+
+
+def test_sizes_are_told_as_a_trend_and_not_as_the_fastest_step() -> None:
+    runs = [make_run({"model": model}) for model in ("small", "medium", "xl")]
+    first = answer(runs).sentences[0]
+    assert first.startswith("From small to xl the step grows ")
+    assert "times the model FLOPs" in first
+    assert "Fastest" not in render_page(runs, title="sizes")
+
+
+def test_too_few_samples_have_a_range_and_no_interval() -> None:
+    few, many = steps(make_run(), 0.1, 0.11, 0.12), steps(make_run(), *(0.1 + 0.001 * n for n in range(10)))
+    assert "range 100 ms to 120 ms, n = 3" in answer([few]).sentences[0]
+    assert "95 % interval" not in answer([few]).sentences[0]
+    assert "95 % interval" in answer([many]).sentences[0]
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_noisy_machine_stands_beside_the_step_time(busy: bool) -> None:
+    environment = replace(ENVIRONMENT, load_average=40.0 if busy else 0.5)
+    told = answer([make_run(environment=environment)]).cautions
+    assert any("40.0 processes were runnable on 16 processors" in text for text in told) == busy
+    page = render_page([make_run(environment=environment)], title="x").replace("\u00a0", " ")
+    assert ('<p class="warning">Warning: 40.0 processes' in page) == busy
+    if busy:
+        assert page.index('<p class="warning">') < page.index("<main>")
+
+
+def test_what_failed_is_said_and_that_it_was_measured_is_not() -> None:
+    told = answer([out_of_memory({"model": "xl"})])
+    assert told.sentences == ("out of memory: asked 8.00 GiB.",)
+    assert "A step takes" not in " ".join(told.sentences)
+
+
+def test_own_loops_are_not_compared() -> None:
+    told = " ".join(answer([recorder_run(id="a"), recorder_run(id="b", name="another")]).sentences)
+    assert "grows" not in told
+    assert "instead of" not in told
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def memories() -> dict[str, Run]:
+    found = records("tests/golden/memory_h200_202611.jsonl.xz")
+    return {run.name: run for run in found if isinstance(run, Run)}
+
+
+@pytest.mark.parametrize(
+    ("size", "direction"), [("2.7b-512-train", "higher"), ("small-512-train", "lower")], ids=["higher", "lower"]
+)
+def test_the_direction_in_which_autocast_moves_the_peak_is_the_measured_one(
+    memories: dict[str, Run], size: str, direction: str
+) -> None:
+    bf16, fp32 = memories[f"{size}-bf16"], memories[f"{size}-fp32"]
+    told = " ".join(memory_verdict(bf16, references=MemoryReferences(others=(fp32,))).sentences)
+    assert (
+        f"With bf16 the peak is {told.split('With bf16 the peak is ')[1].split(' ')[0]} % {direction} than the" in told
+    )
+    other = {"higher": "lower", "lower": "higher"}[direction]
+    assert f"% {other} than" not in told
+
+
+def test_the_peak_and_its_greatest_part_come_first(memories: dict[str, Run]) -> None:
+    run = memories["small-512-train-fp32"]
+    assert run.memory_profile is not None
+    profile = run.memory_profile
+    first = answer([run]).sentences[0]
+    share = 100 * profile.at_peak["activations"] / profile.peak_bytes
+    assert first.startswith(
+        f"The peak is {profile.peak_bytes / 2**30:.2f} GiB, in {profile.peak_phase}: {share:.1f} % of"
+    )
+    assert "activations" in first.split(",")[1]
+
+
+# --- attention, collectives, data parallelism ---------------------------------------------------------------
+
+
+def test_speeds_of_one_sign_have_a_mean_and_others_do_not() -> None:
+    studies = records("benchmarks/results/attention_h200_202611.jsonl.gz")
+    peers = next(study for study in studies if study.id == "2e06c77be07c")
+    (told,) = answer([peers], kind="attention").sentences
+    assert told.startswith(
+        "Speed relative to FlashAttention-2 (sdpa_flash) in forward + backward: cuDNN (sdpa_cudnn) 1.85× ± 0.03 "
+        "(1.64 to 2.03), flash_triton 1.70× ± 0.04 (1.42 to 1.92)"
+    )
+    mixed = next(study for study in studies if study.id == "03b53fc4ad07")
+    cudnn = next(text for text in answer([mixed], kind="attention").sentences if text.startswith("cuDNN"))
+    assert "is faster than FlashAttention-2 (sdpa_flash) on" in cudnn
+    assert "and slower on" in cudnn
+    assert "±" not in cudnn
+
+
+def test_what_ran_out_of_memory_is_said() -> None:
+    told = answer([make_benchmark("study")], kind="attention").sentences[-1]
+    assert told.startswith("plain")
+    assert "ran out of memory in" in told
+
+
+def test_collectives_are_told_by_bandwidth_latency_and_ranks() -> None:
+    run = make_comm({"collective": ["all_reduce"], "size": ["1MB", "10MB", "100MB"], "world_size": [2, 4]})
+    first, second = answer([run], kind="comm").sentences
+    assert first.startswith("all_reduce over 4 ranks (nccl) reaches ")
+    assert "the fitted latency is " in first
+    assert second.startswith("From 2 to 4 ranks the bus bandwidth of all_reduce at 100 MB goes from ")
+
+
+def test_communication_that_is_not_hidden_is_called_exposed() -> None:
+    serial = ddp_verdict(make_ddp_run(("flat",)))
+    told = " ".join(serial.sentences)
+    assert "Most of the communication is exposed" in told or "Nothing of it is hidden" in told
+    hidden, *_ = [run for run in records("benchmarks/results/ddp_h200_202611.jsonl.gz") if run.name == "compiled-2"]
+    assert isinstance(hidden, DdpRun)
+    first, second = ddp_verdict(hidden).sentences
+    assert first.startswith("bucketed 100 MB, peer_copy adds 5.01 ms (4.86 ms to 5.22 ms) of exposed communication")
+    assert "0.30 of the 16.9 ms (16.7 ms to 17.7 ms) that torch DDP adds" in first
+    assert second.startswith("79.0 % of the 23.9 ms")
+    assert "exposed:" not in second
+
+
+# --- precision, plan ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "scaled"), [("fp16", True), ("bf16", False)])
+def test_the_loss_is_scaled_where_gradients_underflow(precision: str, scaled: bool) -> None:
+    audits = [r for r in records("tests/golden/precision_h200_202611.jsonl.xz") if isinstance(r, Numerics)]
+    audit = next(r for r in audits if r.spec and (r.spec.precision, r.spec.model.name) == (precision, "small"))
+    first, second, *_ = answer([audit], kind="numerics").sentences
+    assert first.startswith("Keep RMSNorm, softmax and cross_entropy in fp32: ")
+    assert second.startswith("Scale the loss by 131072" if scaled else "The loss needs no scale")
+
+
+def test_a_plan_says_first_whether_the_step_fits() -> None:
+    def card(gpu: str, verdict: str) -> CardFit:
+        return CardFit(gpu=gpu, usable_bytes=2**34, usable_is_known=True, verdict=verdict)  # type: ignore[arg-type]
+
+    cards = (card("A", "fits"), card("B", "fits"), card("C", "does not fit"))
+    prediction = MemoryPrediction(
+        peak_bytes=2**30, at_peak={"activations": 2**30}, peak_phase="backward", peak_where="somewhere", terms=(),
+        cards=cards,
+    )  # fmt: skip
+    told = plan_document(resolve_step({"model": "small"}), prediction).verdict.sentences
+    assert told[0] == "The step fits on A, B; does not fit on C."
+    assert told[1].startswith("The peak is 1.00 GiB")
