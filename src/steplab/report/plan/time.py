@@ -5,7 +5,16 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.rows import Row
 from steplab.records.step_time import PhaseTimes, StepTimePrediction
-from steplab.report.kit.document import Column, Document, Section, Sentences, Table, named_section, notes_section
+from steplab.report.kit.document import (
+    Column,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    Verdict,
+    named_section,
+    notes_section,
+)
 from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
 from steplab.report.run.words import describe
 from steplab.specs.step import StepSpec
@@ -23,9 +32,11 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
         subtitle=describe(spec),
-        verdict=(
-            f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a probability of "
-            f"90 %; {_BOUND[step.bound]}.",
+        verdict=Verdict(
+            sentences=(
+                f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a probability "
+                f"of 90 %; {_BOUND[step.bound]}.",
+            )
         ),
         sections=tuple(_sections(prediction)),
         data=Table(name="prediction", columns=(), rows=tuple(time_rows(prediction))),
