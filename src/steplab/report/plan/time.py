@@ -34,8 +34,8 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
         subtitle=describe(spec),
         verdict=Verdict(
             sentences=(
-                f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a probability "
-                f"of 90 %; {_BOUND[step.bound]}.",
+                f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a "
+                f"probability of 90 %; {_BOUND[step.bound]}.",
             )
         ),
         sections=tuple(_sections(prediction)),
