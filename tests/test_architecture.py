@@ -46,9 +46,9 @@ ARROWS = {
 }
 """Part -> the parts it may import, itself aside. Whatever is imported for type checking counts too."""
 
-FACTS_OF_ATTENTION = "steplab.ops.attention.implementations"
-"""A table that imports nothing, so that it can be lifted with the code it is about, and read by whoever asks for facts
-of attention. All may import it, as they may `errors`."""
+FACTS_OF_OPS = tuple(f"steplab.ops.{name}.implementations" for name in ("attention", "cross_entropy"))
+"""Tables that import nothing, so that they can be lifted with the code they are about, and read by whoever asks for
+facts of it. All may import them, as they may `errors`."""
 
 FROM_MEASUREMENT_TO_CLI = {"steplab.measurement.progress.Progress", "steplab.measurement.progress.OnProgress"}
 """The command line shows how far a measurement is, and starts none."""
@@ -100,7 +100,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 def violations(path: Path) -> Iterator[str]:
     part = part_of(path)
     for line, name in imports(path):
-        if name == "steplab.__version__" or name.startswith(f"{FACTS_OF_ATTENTION}."):
+        if name == "steplab.__version__" or name.startswith(tuple(f"{facts}." for facts in FACTS_OF_OPS)):
             continue
         imported = [*name.split("."), "the whole package"][1]
         allowed = imported == part or imported in ARROWS[part]
@@ -153,8 +153,9 @@ def test_the_arrows_within_measurement_make_no_circle() -> None:
     assert list(TopologicalSorter(WITHIN_MEASUREMENT).static_order())
 
 
-def test_the_table_of_attention_imports_nothing_of_steplab() -> None:
-    assert list(imports(SOURCE.joinpath(*FACTS_OF_ATTENTION.split(".")[1:]).with_suffix(".py"))) == []
+@pytest.mark.parametrize("facts", FACTS_OF_OPS)
+def test_the_tables_of_ops_import_nothing_of_steplab(facts: str) -> None:
+    assert list(imports(SOURCE.joinpath(*facts.split(".")[1:]).with_suffix(".py"))) == []
 
 
 @pytest.mark.parametrize("part", sorted(ARROWS))

@@ -1,0 +1,62 @@
+"""The implementations of the last linear layer with its loss, and the sizes of their chunks: the one table.
+
+It imports nothing, torch least of all, so that a plan can be made where there is no torch.
+"""
+
+from dataclasses import dataclass
+
+CHUNK_BYTES = 2**29
+"""Most bytes of logits that are in memory at a time.
+
+At a vocabulary of 131,072 in bf16 that is 2,048 tokens: a multiple of every tile size of cuBLAS, and large enough that
+the three matrix products of a chunk run as fast as those of the whole batch.
+"""
+ROW_MULTIPLE = 64
+"""A row of logits is padded in memory to a multiple of this many elements, so that each begins at a multiple of the 16
+bytes that cuBLAS and the kernels load at once, whatever the vocabulary's size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """One way to compute the loss from the last hidden state."""
+
+    name: str
+    """Name that --loss takes."""
+    summary: str
+    """Short description, for the help text."""
+    in_chunks: bool = True
+    """Whether it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
+    in_kernel: bool = False
+    """Whether softmax, loss and gradient of a chunk are one kernel, which makes no tensors."""
+
+
+TABLE = (
+    Implementation(name="plain", summary="torch's linear layer, then its cross_entropy", in_chunks=False),
+    Implementation(
+        name="chunked", summary="both for a chunk of tokens at a time, gradients formed in the forward pass, in PyTorch"
+    ),
+    Implementation(
+        name="fused", summary="the same with softmax, loss and gradient in one Triton kernel", in_kernel=True
+    ),
+)
+"""All of them, in the order in which choices are listed."""
+
+NAMES = tuple(row.name for row in TABLE)
+"""The choices of --loss."""
+_BY_NAME = {row.name: row for row in TABLE}
+
+
+def implementation(name: str) -> Implementation:
+    """The row of a name; KeyError for a name that is not in the table."""
+    return _BY_NAME[name]
+
+
+def padded_entries(num_entries: int) -> int:
+    """Elements from one row of logits to the next, for a vocabulary of so many entries."""
+    return -(-num_entries // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def chunk_tokens(num_tokens: int, num_entries: int, item_bytes: int) -> int:
+    """Tokens in a chunk: all of them, or else the largest power of two whose logits take at most CHUNK_BYTES."""
+    most = max(CHUNK_BYTES // (padded_entries(num_entries) * item_bytes), 1)
+    return num_tokens if num_tokens <= most else 1 << (most.bit_length() - 1)

@@ -1,0 +1,55 @@
+"""The kernels of the fused loss started: softmax, loss and gradient of rows, and gradients multiplied by a number.
+
+Shape suffixes: n tokens, V entries of the vocabulary.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from steplab.ops.cross_entropy.chunks import Terms
+from steplab.ops.cross_entropy.triton_kernels import cross_entropy_softmax_kernel, scale_kernel
+
+BLOCK, NUM_WARPS = 8192, 16
+"""Columns of a row at a time, and the warps that share them: 16 columns, two loads of 16 bytes, for each thread."""
+SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
+
+
+def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: Tensor | None, terms: Terms) -> None:
+    """A RowStep (see chunks.py) for float32, bfloat16 and float16."""
+    num_rows, num_entries = logits_nV.shape
+    scale = losses_n if scale_n is None else scale_n
+    with _on_device_of(logits_nV):
+        cross_entropy_softmax_kernel[(num_rows,)](
+            logits_nV,
+            logits_nV.stride(0),
+            targets_n,
+            losses_n,
+            scale,
+            scale.stride(0),
+            num_entries,
+            terms.ignore_index,
+            terms.label_smoothing,
+            terms.z_loss,
+            SMOOTHED=terms.label_smoothing > 0,
+            WITH_GRADIENT=scale_n is not None,
+            BLOCK=min(BLOCK, max(triton.next_power_of_2(num_entries), 32 * NUM_WARPS)),
+            num_warps=NUM_WARPS,
+        )
+
+
+def triton_scale(x: Tensor, factor: Tensor) -> None:
+    """x *= factor in place, for a contiguous tensor and a float32 number on its device."""
+    if x.numel() == 0:
+        return
+    num_programs = min(triton.cdiv(x.numel(), SCALED_BLOCK), MOST_PROGRAMS)
+    with _on_device_of(x):
+        scale_kernel[(num_programs,)](x, factor, x.numel(), BLOCK=SCALED_BLOCK, num_warps=8)
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton starts kernels on the current device, whatever the tensors' is."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
