@@ -37,6 +37,8 @@ def test_four_ranks_train_as_one(layout: str) -> None:
         ("pp=2", OF_OTHER_PARTS),
         ("fsdp=2", OF_OTHER_PARTS),
         ("dp=2", OF_OTHER_PARTS | {"model.head": "tied"}),
+        ("dp=2", {"loss": "chunked"}),
+        ("fsdp=2", {"loss": "chunked"}),
     ],
     ids=str,
 )

@@ -111,11 +111,15 @@ def test_a_sweep_leaves_a_field_out_of_the_cells_in_which_it_has_no_say() -> Non
         {"compile": "reduce-overhead"},
         {"pass": "forward", "layout": "pp=2"},
         {"accumulation": 2, "layout": "pp=2"},
+        {"loss": "fused", "layout": "pp=2"},
+        {"loss": "chunked", "layout": "dp=2,tp=2"},
     ],
     ids=str,
 )
 def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object]) -> None:
-    with pytest.raises(Unsupported, match=r"; .*use .*(dp=2|default|forward_backward|--microbatches 2 times)"):
+    with pytest.raises(
+        Unsupported, match=r"; .*use .*(dp=2|default|forward_backward|--microbatches 2 times|--loss plain)"
+    ):
         resolve_step({"layout": "fsdp=2", **fields})
 
 

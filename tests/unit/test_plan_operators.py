@@ -18,6 +18,7 @@ from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.model.build import build_workload
 from steplab.model.transformer import Transformer
 from steplab.ops.attention.api import attention_named
+from steplab.ops.cross_entropy.implementations import chunk_tokens
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.specs.model import MODEL_SIZES, TransformerShape
@@ -221,3 +222,29 @@ def test_operators_move_the_bytes_of_the_tensors_that_torch_gives_them(
         assert sum(op.written_bytes for op in own) == moved.written[name], name
     copies = [op for op in predicted if op.name == "copy"]
     assert sum(op.written_bytes for op in copies) == moved.written["clone"] + moved.written["_to_copy"]
+
+
+# --- the loss in chunks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "train"])
+def test_a_loss_in_chunks_has_the_flops_of_the_plain_one(pass_name: str) -> None:
+    plain, *others = (
+        resolve_step({"model": "small", "context": 512, "pass": pass_name, "loss": loss, "batch": 64})
+        for loss in ("plain", "chunked", "fused")
+    )
+    assert chunk_tokens(plain.tokens, 10_000, 4) < plain.tokens
+    for spec in others:
+        assert computed(spec) == executed(spec) == executed(plain)
+
+
+def test_the_matmuls_of_a_loss_in_chunks_are_those_that_torch_counts() -> None:
+    spec = resolve_step(TINY | {"loss": "chunked", "pass": "forward_backward"})
+    forward, backward = real_step(spec)
+    predicted = operators_of(spec)
+    with FlopCounterMode(display=False) as counter:
+        loss = forward()
+    assert sum(op.flops for op in predicted if op.product and op.phase == "forward") == counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        backward(loss)
+    assert sum(op.flops for op in predicted if op.product and op.phase == "backward") == counter.get_total_flops()

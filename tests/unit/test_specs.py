@@ -348,3 +348,9 @@ def test_a_configuration_that_is_not_there_is_refused_by_name(tmp_path: Path) ->
 def test_a_factory_is_named_by_module_and_function() -> None:
     assert resolve_step({"model": "my.models:make"}).model == ModelSpec(name="my.models:make", kind="factory")
     assert "unknown model" in refusal(model="my.models:")
+
+
+def test_the_loss_is_a_choice_of_built_in_models_alone() -> None:
+    assert resolve_step({"loss": "fused"}).loss == "fused"
+    with pytest.raises(UserError, match=r"loss has no effect here: .* computes its own loss; leave it out"):
+        resolve_step({"model": "package.module:function", "loss": "plain"})

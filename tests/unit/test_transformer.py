@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from steplab.model.transformer import ROPE_BASE, Transformer, rotary_table, rotate
 from steplab.ops.attention.api import attention_named
+from steplab.ops.cross_entropy import linear_cross_entropy
 from steplab.specs.model import TransformerShape
 
 CONTEXT = 24
@@ -235,6 +236,20 @@ def test_the_loss_is_the_one_passed_in() -> None:
     tokens = tokens_of(SHAPES[0])
     module(tokens, tokens)
     assert shapes == [((2 * CONTEXT, 50), (2 * CONTEXT,))]
+
+
+def test_a_loss_in_chunks_gives_the_loss_and_the_gradients_of_the_plain_one() -> None:
+    for shape in SHAPES:
+        tokens, targets = tokens_of(shape), tokens_of(shape).flip(0)
+        one, other = plain(shape), plain(shape)
+        other.head_loss = linear_cross_entropy
+        losses = [module(tokens, targets) for module in (one, other)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        gradients = [{name: p.grad for name, p in module.named_parameters()} for module in (one, other)]
+        torch.testing.assert_close(*gradients)
+        assert torch.equal(one(tokens), other(tokens))  # without targets it gives logits, as ever
 
 
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]], ids=["all heads", "grouped heads"])

@@ -184,6 +184,8 @@ _FLOPS_AN_ELEMENT = {
     # multiply, sum, subtract, multiply
     "_softmax_backward_data": 4,
     "_log_softmax_backward_data": 4,
+    # max, subtract, exp, sum for the loss; subtract, exp, scale for the gradient
+    "cross_entropy_softmax": 7,
     # square, sum, scale, weight
     "_fused_rms_norm": 4,
     # forward's again for the gradient of the input, and a product and a sum for that of the weight

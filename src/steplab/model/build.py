@@ -10,6 +10,8 @@ from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
 from steplab.ops.attention.choice import Choice, choose, device_name
 from steplab.ops.attention.plain import Span, no_span
+from steplab.ops.cross_entropy.api import linear_cross_entropy
+from steplab.ops.cross_entropy.implementations import implementation
 from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import StepSpec
 
@@ -51,6 +53,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
             context=spec.context,
             attention=attention_named(attention, span=span),
             loss=cross_entropy if span is no_span else partial(_marked_loss, span),
+            head_loss=partial(_head_loss, spec.loss, span) if implementation(spec.loss).in_chunks else None,
             call_block=block_caller(spec.checkpointing if spec.checkpoints_apply else "none"),
         )
     return Workload(
@@ -78,3 +81,8 @@ def _choose_attention(spec: StepSpec, shape: TransformerShape, device: torch.dev
 def _marked_loss(span: Span, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     with span("loss"):
         return cross_entropy(logits_NV, targets_N)
+
+
+def _head_loss(implementation: str, span: Span, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
+    with span("loss"):
+        return linear_cross_entropy(x_NC, weight_VC, targets_N, implementation=implementation)

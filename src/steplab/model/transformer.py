@@ -21,6 +21,9 @@ from steplab.specs.model import TransformerShape
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """(logits_NV, targets_N) -> scalar"""
 
+HeadLossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x_NC, weight_VC, targets_N) -> the loss of the logits x weight^T, a scalar"""
+
 BlockCaller = Callable[[int, nn.Module, Tensor, Tensor | None], Tensor]
 """(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), by whatever way: see model.checkpointing"""
 
@@ -47,10 +50,13 @@ class Transformer(nn.Module):
         context: int,
         attention: AttentionFn,
         loss: LossFn = cross_entropy,
+        head_loss: HeadLossFn | None = None,
         call_block: BlockCaller = call_plainly,
     ) -> None:
+        """`head_loss` computes the output head and the loss together, in place of the head and `loss`."""
         super().__init__()
         self.loss = loss
+        self.head_loss = head_loss
         self.call_block = call_block
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         learned = shape.learned_positions
@@ -73,7 +79,9 @@ class Transformer(nn.Module):
         x_BTC = embed(tokens_BT, self.embedding, self.positions)
         for index, block in enumerate(self.blocks):
             x_BTC = self.call_block(index, block, x_BTC, rotary_2TD)
-        logits_BTV = self.head(self.norm(x_BTC))
+        if targets_BT is not None and self.head_loss is not None:
+            return self.head_loss(self.norm(x_BTC).flatten(0, 1), self.head.weight, targets_BT.flatten())
+        logits_BTV: Tensor = self.head(self.norm(x_BTC))
         if targets_BT is None:
             return logits_BTV
         return self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten())

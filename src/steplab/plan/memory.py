@@ -11,6 +11,7 @@ from collections import Counter
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
+from steplab.ops.cross_entropy.implementations import implementation as loss_implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
 from steplab.plan.dry_run.memory import Peak
 from steplab.plan.dry_run.sizes import Count
@@ -79,7 +80,16 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
 def _kind(spec: StepSpec) -> PredictionKind:
     if spec.compile in _CUDA_GRAPHS:
         return "at_least"
-    return "estimate" if spec.compile != "off" or implementation(spec.attention).memory_estimate else "dry_run"
+    estimated = spec.compile != "off" or implementation(spec.attention).memory_estimate or _rows_estimate(spec)
+    return "estimate" if estimated else "dry_run"
+
+
+def _rows_estimate(spec: StepSpec) -> str | None:
+    """Why the memory of the loss is an estimate; None if it is not."""
+    row = loss_implementation(spec.loss)
+    if not row.in_chunks or row.in_kernel:
+        return None
+    return "of its temporaries, those as large as a chunk's logits are followed, and smaller ones are not"
 
 
 def _refuse_what_is_not_known(spec: StepSpec) -> None:
@@ -93,6 +103,9 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if spec.compile == "block" and spec.layout.world_size == 1:
         why = "what the compiler keeps for backward is known of a model that is compiled as a whole"
         raise Unsupported(f"{what} with compile block", why, "use --compile default, or measure it: `steplab memory`")
+    if spec.compile != "off" and spec.loss != "plain":
+        why = "how much the compiler keeps of a model with such a loss is not known"
+        raise Unsupported(f"{what} with compile {spec.compile} and loss {spec.loss}", why, "leave one of them out")
     if spec.layout.world_size > 1:
         if not shape.num_heads:
             why = "it is a size for planning only, which no layout can split"
@@ -179,6 +192,8 @@ def _notes(spec: StepSpec, workspace_bytes: int, device: str | None) -> list[str
         notes.append(f"attention sdpa: {implementation(chosen_attention(spec)).chosen_by_sdpa}")
     if estimate := implementation(spec.attention).memory_estimate:
         notes.append(f"attention {spec.attention}: {estimate}")
+    if of_loss := _rows_estimate(spec):
+        notes.append(f"loss {spec.loss}: {of_loss}")
     layers = spec.model.shape.num_layers if spec.model.shape else None
     remark = checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=spec.pass_name != "forward")
     return [*notes, remark] if remark else notes

@@ -13,7 +13,7 @@ _LARGEST_SHOWN = 1024
 
 
 def refuse_unserved_layout(
-    layout: Layout, model: ModelSpec, *, pass_name: str, precision: str, compile: str, accumulation: int
+    layout: Layout, model: ModelSpec, *, pass_name: str, precision: str, compile: str, loss: str, accumulation: int
 ) -> None:
     """Raise Unsupported for a step that cannot run along fsdp, tp or pp; every step can run along dp alone."""
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
@@ -32,6 +32,9 @@ def refuse_unserved_layout(
     if compile in ("reduce-overhead", "max-autotune"):
         why = "a recorded CUDA graph cannot follow parameters that are gathered and freed during the step"
         raise Unsupported(f"compile {compile} with {what}", why, "use default or max-autotune-no-cudagraphs")
+    if loss != "plain" and (layout.tp > 1 or layout.pp > 1):
+        why = "tp splits the vocabulary over ranks, and a pipeline computes the loss from the logits of its last stage"
+        raise Unsupported(f"loss {loss} with {what}", why, "use --loss plain, or a layout of dp and fsdp")
     if layout.pp > 1 and pass_name == "forward":
         raise Unsupported(
             f"pass forward with {what}", "a pipeline runs forward and backward passes in turn", "use forward_backward"

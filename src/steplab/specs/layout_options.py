@@ -1,6 +1,7 @@
 """Why a field, such as one for several processes, has no effect on some steps, and what to type instead."""
 
 from steplab.specs.layout import Layout
+from steplab.specs.model import ModelSpec
 
 
 def averages_gradients(layout: Layout) -> bool:
@@ -33,6 +34,13 @@ def no_gradients(pass_name: str) -> str | None:
     if pass_name != "forward":
         return None
     return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
+
+
+def no_choice_of_loss(model: ModelSpec) -> str | None:
+    """Why steplab does not decide how the loss is computed; None if it does."""
+    if model.kind == "transformer":
+        return None
+    return f"{model.name} computes its own loss; leave it out, or use a built-in model"
 
 
 def no_shards(layout: Layout) -> str | None:

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES, TABLE
+from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
+from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
 from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
 from steplab.specs.device import DEVICES_TOLD, check_device
@@ -104,6 +106,20 @@ class StepSpec:
             applies=lambda spec: spec.model.kind != "factory",
             said="{} attention",
             panel=2,
+            baseline="plain",
+        ),
+    ] = "plain"
+    loss: Annotated[
+        str,
+        Declared(
+            help="How the output head and the loss are computed",
+            choices=LOSS_NAMES,
+            meanings={row.name: row.summary for row in LOSS_TABLE},
+            unused=lambda spec: layout_options.no_choice_of_loss(spec.model),
+            said="{} loss",
+            quiet=True,
+            rank=2,
+            panel=7,
             baseline="plain",
         ),
     ] = "plain"
@@ -310,6 +326,7 @@ class StepSpec:
             pass_name=self.pass_name,
             precision=self.precision,
             compile=self.compile,
+            loss=self.loss,
             accumulation=self.accumulation,
         )
         shape, name = self.model.shape, self.model.name

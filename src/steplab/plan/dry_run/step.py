@@ -1,16 +1,19 @@
 """A step's phases, run dry as measurement.step.step runs them."""
 
 import dataclasses
+from functools import partial
 
+from steplab.ops.cross_entropy.implementations import implementation
 from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.fused_attention import attention_of
+from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Gathering, Machine
 from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.operators import divided
 from steplab.plan.dry_run.optimizers import Optimizer
 from steplab.plan.dry_run.sizes import INT64, Count, Sizes
-from steplab.plan.dry_run.transformer import Transformer
+from steplab.plan.dry_run.transformer import HeadLoss, Transformer
 from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
 
@@ -54,6 +57,14 @@ def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
     return tuple(found)
 
 
+def _head_loss_of(spec: StepSpec) -> HeadLoss | None:
+    row = implementation(spec.loss)
+    if not row.in_chunks:
+        return None
+    # The gradient of the loss is 1, but where micro-steps or a gradient scaler come in between.
+    return partial(head_loss, row=row, scaled=spec.micro_steps > 1 or spec.precision == "fp16")
+
+
 class _Step:
     """measurement.step.step.ModelStep."""
 
@@ -67,7 +78,7 @@ class _Step:
         )
         m.begin("build")
         self._model = (
-            Transformer(m, attention_of(spec.attention), spec.checkpointing)
+            Transformer(m, attention_of(spec.attention), spec.checkpointing, _head_loss_of(spec))
             if spec.compile == "off"
             else CompiledTransformer(m, spec)
         )

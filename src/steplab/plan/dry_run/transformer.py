@@ -1,5 +1,7 @@
 """model/transformer.py in the operators of the dry run, line by line."""
 
+from collections.abc import Callable
+
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.operators import (
@@ -22,6 +24,9 @@ from steplab.specs.checkpointing import is_recomputed
 
 Named = dict[str, Parameter]
 """Weights and biases of a block by their names within it: query.weight."""
+
+HeadLoss = Callable[[Machine, Tensor, Parameter], Tensor]
+"""(machine, x_BTC, weight_VC) -> loss"""
 
 
 class Parameters:
@@ -74,8 +79,9 @@ def _of_block(sizes: Sizes) -> dict[str, Count]:
 class Transformer:
     """The model on one machine."""
 
-    def __init__(self, m: Machine, attend: Attend, checkpointing: str) -> None:
-        self._machine, self._checkpointing = m, checkpointing
+    def __init__(self, m: Machine, attend: Attend, checkpointing: str, head_loss: HeadLoss | None) -> None:
+        """head_loss: the output head and the loss together; None: one after the other."""
+        self._machine, self._checkpointing, self._head_loss = m, checkpointing, head_loss
         self.parameters = Parameters(m)
         self._blocks = [Block(m, attend, parameters) for parameters in self.parameters.of_blocks]
 
@@ -91,8 +97,9 @@ class Transformer:
             else:
                 x = block.forward(x)
         m.where = "head and loss"
-        norm = self.parameters.norm
-        head = self.parameters.head
+        norm, head = self.parameters.norm, self.parameters.head
+        if self._head_loss is not None:
+            return self._head_loss(m, normalised(m, x, norm, "norm", "final norm"), head)
         logits = linear(m, gather(m, normalised(m, x, norm, "norm", "final norm")), head, m.sizes.logits, "logits")
         return cross_entropy(m, logits)
 

@@ -1,0 +1,113 @@
+"""The output head and the loss in chunks, in the dry run: ops/cross_entropy, line by line.
+
+The gradients of the last hidden state and of the head's weight are made in the forward pass and are all that is saved.
+A function ends where torch's ends, so that what it holds is freed at the same moment.
+"""
+
+from functools import partial
+
+from steplab.ops.cross_entropy.implementations import Implementation, chunk_tokens, padded_entries
+from steplab.plan.dry_run.events import Product
+from steplab.plan.dry_run.machine import Machine, Parameter
+from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, INT64, Count
+from steplab.plan.dry_run.tensors import Tensor
+
+
+def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, scaled: bool) -> Tensor:
+    """The mean loss. scaled: whether the gradient that backward gets is other than 1, so that all gradients are
+    multiplied by it; the kernel of the fused loss leaves them as they are otherwise."""
+    if m.tape is None:
+        return _mean(m, _in_chunks(m, x, weight, row)[0])
+    scale, rest = _scales(m)
+    losses, gradients = _in_chunks(m, x, weight, row)
+    kept = (*gradients, *rest)
+    backward = partial(_backward, scaled=scaled or not row.in_kernel)
+    node = m.node((x.slot, weight.slot), kept, backward)
+    loss = _mean(m, losses)
+    del scale, losses
+    node.gives(loss)
+    return loss
+
+
+def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled: bool) -> tuple[Tensor, ...]:
+    """The gradients that are there, multiplied in place."""
+    gradients, rest = kept[:2], kept[2:]
+    factor = m.run("mul", (gradient, *rest), m.sizes.one, FP32, "factor of the gradients") if rest else gradient
+    if scaled:
+        for each in gradients:
+            m.ran("mul", (each, factor), (each,))
+    return gradients
+
+
+def _scales(m: Machine) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What the gradients are multiplied with in the forward pass, and what of it is left to the backward pass: fp16
+    cannot hold the gradients of a mean."""
+    one = m.run("fill", (), m.sizes.one, FP32, "one")
+    count = _num_targets(m)
+    count = m.run("clamp", (count,), m.sizes.one, INT64, "number of targets, at least 1")
+    share = m.run("div", (one, count), m.sizes.one, FP32, "a token's share of the mean")
+    return (one, (share,)) if m.product_dtype is FP16 else (share, ())
+
+
+def _num_targets(m: Machine) -> Tensor:
+    tokens_bytes = m.sizes.tokens.value * INT64.num_bytes
+    counted = m.run("ne", (), m.sizes.tokens, BOOL, "targets that count", also_read_bytes=tokens_bytes)
+    return m.run("sum", (counted,), m.sizes.one, INT64, "number of targets")
+
+
+def _mean(m: Machine, losses: Tensor) -> Tensor:
+    total = m.run("sum", (losses,), m.sizes.one, FP32, "sum of the losses")
+    return m.run("div", (total, _num_targets(m)), m.sizes.one, FP32, "loss")
+
+
+def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Losses of the tokens and, with gradients, those of x and of the weight."""
+    sizes, dtype, w = m.sizes, m.product_dtype, weight.tensor
+    losses = m.new(sizes.tokens, FP32, "losses of the tokens")
+    gradients: tuple[Tensor, ...] = ()
+    if m.tape is not None:
+        of_weight = m.new(w.count, w.dtype, f"gradient of {weight.name}", category="gradients")
+        gradients = m.new(x.count, x.dtype, f"gradient of {x.what}"), of_weight
+    if x.dtype is not dtype:
+        x, w = m.copy(x, dtype), m.copy(w, dtype)
+        w.storage.piece.category = "autocast_copies"
+    entries, tokens = sizes.shape.vocab_size, sizes.tokens.value
+    step = chunk_tokens(tokens, entries, dtype.num_bytes)
+    padded = padded_entries(entries)
+    memory = m.new(Count(step * padded, f"{step} {padded}"), dtype, "logits of a chunk")
+    m.start_products()
+    for start in range(0, tokens, step):
+        _chunk(m, x, w, memory, losses, gradients, row, count=min(step, tokens - start), is_first=start == 0)
+    return losses, gradients
+
+
+def _chunk(
+    m: Machine,
+    x: Tensor,
+    w: Tensor,
+    memory: Tensor,
+    losses: Tensor,
+    gradients: tuple[Tensor, ...],
+    row: Implementation,
+    *,
+    count: int,
+    is_first: bool,
+) -> None:
+    """The three products of so many tokens, and between them softmax, loss and gradient of their logits."""
+    width, entries = m.sizes.shape.d_model, m.sizes.shape.vocab_size
+    logits, part = _part(memory, count * entries), _part(x, count * width)
+    m.ran("mm", (part, w), (logits,), product=Product(m=count, n=entries, k=width))
+    if not row.in_kernel:
+        _wide = logits if logits.dtype is FP32 else m.new(logits.count, FP32, "logits of a chunk, in fp32")
+        _exponentials = m.new(logits.count, FP32, "exponentials of a chunk")
+    m.ran("cross_entropy_softmax", (logits,), (logits, _part(losses, count)))
+    if gradients:
+        of_x, of_w = gradients
+        m.ran("mm", (logits, w), (_part(of_x, count * width),), product=Product(m=count, n=width, k=entries))
+        added_to = () if is_first else (of_w,)
+        m.ran("mm", (logits, part, *added_to), (of_w,), product=Product(m=entries, n=width, k=count))
+
+
+def _part(x: Tensor, num_elements: int) -> Tensor:
+    """Some of a tensor's elements, in its memory."""
+    return Tensor(Count(num_elements, str(num_elements)), x.dtype, x.storage)

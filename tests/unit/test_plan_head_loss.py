@@ -1,0 +1,152 @@
+"""The memory of the loss in chunks: predicted against what torch's allocator is asked for, and by hand."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from steplab.errors import Unsupported
+from steplab.ops.cross_entropy import chunks, implementations, linear_cross_entropy
+from steplab.ops.cross_entropy.chunks import Terms, losses_in_chunks
+from steplab.ops.cross_entropy.implementations import implementation, padded_entries
+from steplab.ops.cross_entropy.operators import OPERATORS, Operators
+from steplab.plan.dry_run.events import Allocated, Event, Freed
+from steplab.plan.dry_run.head_loss import head_loss
+from steplab.plan.dry_run.machine import Machine, Parameter
+from steplab.plan.dry_run.sizes import Count, Sizes
+from steplab.plan.memory import predict_memory
+from steplab.specs.model import TransformerShape
+from steplab.specs.resolve import resolve_step
+
+B, T, V, d = 2, 24, 70, 16
+SHAPE = TransformerShape(vocab_size=V, d_model=d, d_ff=32, num_layers=1, num_heads=2)
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "bf16_pure": torch.bfloat16}
+"""Of the weights."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def makes_nothing(*arguments: object, **options: object) -> None:
+    """In place of a kernel that writes into memory that is there."""
+
+
+def losses_without_rows(
+    hidden: Tensor, weight: Tensor, bias: None, targets: Tensor, scale: Tensor | None, ignore_index: int,
+    label_smoothing: float, z_loss: float, dtype: torch.dtype, wanted: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The operator of the fused loss, whose kernel makes no tensors."""
+    with torch.autocast("cpu", enabled=False):
+        losses, gradients = losses_in_chunks(
+            hidden, weight, bias, targets, scale, Terms(ignore_index, label_smoothing, z_loss),
+            dtype=dtype, wanted=(wanted[0], wanted[1], False), rows=makes_nothing,
+        )  # fmt: skip
+    return losses, *gradients
+
+
+def peaks_of_torch(run: Callable[[], Iterator[None]]) -> list[tuple[int, int]]:
+    """Most bytes above those at the start, and what is left of them, after each part of a generator's work."""
+    found: list[tuple[int, int]] = []
+    alive, most = 0, 0
+    parts = run()
+    while True:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            is_over = next(parts, "over") == "over"
+        if is_over:
+            return found
+        most = alive
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                most = max(most, alive)
+        found.append((most, alive))
+
+
+def peaks_of_the_dry_run(precision: str) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    alive, most = 0, 0
+
+    def listen(event: Event) -> None:
+        nonlocal alive, most
+        if isinstance(event, Allocated | Freed):
+            alive += event.piece.num_bytes if isinstance(event, Allocated) else -event.piece.num_bytes
+            most = max(most, alive)
+
+    machine = Machine(Sizes(SHAPE, B, T), precision, Count(0, ""), listen)
+    weight = Parameter(machine, "head.weight", machine.sizes.vocabulary)
+    weight.convert(machine, machine.weight_dtype)
+    x = machine.new(machine.sizes.residual, machine.weight_dtype, "final norm")
+    machine.node((), (), lambda m, kept, gradient: ()).gives(x)
+    at_start, most = alive, alive
+    machine.begin("forward")
+    with machine.forward_pass(gradients=True):
+        loss = head_loss(machine, x, weight, implementation("fused"), scaled=False)
+    found.append((most - at_start, alive - at_start))
+    most = alive
+    machine.begin("backward")
+    assert machine.tape is not None
+    assert loss.slot is not None
+    loss.slot.gradient = machine.new(machine.sizes.one, loss.dtype, "gradient of the loss")
+    machine.tape.run_backward(machine)
+    found.append((most - at_start, alive - at_start))
+    return found
+
+
+@pytest.mark.parametrize("tokens_in_a_chunk", [7, 16, 100])
+@pytest.mark.parametrize("precision", list(DTYPES))
+def test_what_the_fused_loss_allocates_is_predicted_to_the_byte(
+    precision: str, tokens_in_a_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, low = DTYPES[precision], AUTOCAST.get(precision, DTYPES[precision])
+    monkeypatch.setattr(implementations, "CHUNK_BYTES", tokens_in_a_chunk * padded_entries(V) * low.itemsize)
+    monkeypatch.setitem(OPERATORS, "fused", Operators(losses_without_rows, makes_nothing))  # type: ignore[arg-type]
+    if low != torch.float32:  # a CPU's products of short numbers widen them first
+        monkeypatch.setattr(torch, "mm", makes_nothing)
+        monkeypatch.setattr(chunks, "_product", makes_nothing)
+    x = torch.randn(B * T, d, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, d, dtype=dtype, requires_grad=True)
+    targets = torch.randint(V, (B * T,))
+
+    def run() -> Iterator[None]:
+        with torch.autocast("cpu", dtype=low) if precision in AUTOCAST else nullcontext():
+            loss = linear_cross_entropy(x, weight, targets, implementation="fused")
+        yield
+        loss.backward()
+        yield
+
+    for _ in run():  # whatever is only made once
+        pass
+    x.grad = weight.grad = None
+    assert peaks_of_torch(run) == peaks_of_the_dry_run(precision)
+
+
+def test_the_peak_of_a_fused_loss_by_hand() -> None:
+    """It is at the logits of a chunk, in the forward pass; a plain loss holds them whole, several times."""
+    fields: dict[str, object] = {"model": "small", "context": 128, "batch": 256, "precision": "bf16_pure"}
+    fields |= {
+        "pass": "forward_backward",
+        "attention": "sdpa_flash",
+        "model.vocab_size": 131_072,
+        "model.num_layers": 1,
+    }
+    plain, fused = (predict_memory(resolve_step(fields | {"loss": loss})) for loss in ("plain", "fused"))
+    tokens, width = 256 * 128, 768
+    assert fused.peak_where == "head and loss: logits of a chunk"
+    (logits,) = (term for term in fused.terms if term.what == "logits of a chunk")
+    assert (logits.num_bytes, logits.formula) == (2**29, "2 2048 131072")
+    assert fused.at_peak["gradients"] == 2 * 131_072 * width
+    assert plain.peak_bytes - fused.peak_bytes > 2 * 2 * tokens * 131_072 - 2**30
+    assert fused.kind == plain.kind == "dry_run"
+
+
+def test_the_plain_softmax_of_chunks_is_an_estimate() -> None:
+    fused, chunked = (predict_memory(resolve_step({"loss": loss})) for loss in ("fused", "chunked"))
+    assert chunked.kind == "estimate"
+    assert any("loss chunked: of its temporaries" in note for note in chunked.notes)
+    assert chunked.peak_bytes >= fused.peak_bytes
+
+
+def test_a_compiled_model_with_a_loss_in_chunks_is_refused() -> None:
+    with pytest.raises(Unsupported, match=r"with compile default and loss fused is not supported: .* leave one of"):
+        predict_memory(resolve_step({"loss": "fused", "compile": "default"}))
