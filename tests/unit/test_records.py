@@ -265,6 +265,7 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
             "spec",
             {
                 *("model", "batch", "context", "pass", "precision", "compile", "attention", "checkpointing"),
+                "loss",
                 *("optimizer", "accumulation", "processes", "layout", "warmup", "steps", "seed", "requested_device"),
                 *(f"model.{size}" for size in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")),
             },
