@@ -147,6 +147,8 @@ def test_the_plain_softmax_of_chunks_is_an_estimate() -> None:
     assert chunked.peak_bytes >= fused.peak_bytes
 
 
-def test_a_compiled_model_with_a_loss_in_chunks_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"with compile default and loss fused is not supported: .* leave one of"):
-        predict_memory(resolve_step({"loss": "fused", "compile": "default"}))
+@pytest.mark.parametrize("field", ["compile default", "layout fsdp=2"])
+def test_what_is_not_known_of_a_loss_in_chunks_is_refused(field: str) -> None:
+    name, value = field.split()
+    with pytest.raises(Unsupported, match=rf"with {field} and loss fused is not supported: .* leave one of"):
+        predict_memory(resolve_step({"loss": "fused", name: value}))

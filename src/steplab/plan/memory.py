@@ -103,9 +103,10 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if spec.compile == "block" and spec.layout.world_size == 1:
         why = "what the compiler keeps for backward is known of a model that is compiled as a whole"
         raise Unsupported(f"{what} with compile block", why, "use --compile default, or measure it: `steplab memory`")
-    if spec.compile != "off" and spec.loss != "plain":
-        why = "how much the compiler keeps of a model with such a loss is not known"
-        raise Unsupported(f"{what} with compile {spec.compile} and loss {spec.loss}", why, "leave one of them out")
+    if spec.loss != "plain" and (spec.compile != "off" or spec.layout.world_size > 1):
+        other = f"compile {spec.compile}" if spec.compile != "off" else f"layout {spec.layout}"
+        why = "gradients that are formed in the forward pass are known of an eager step of one process"
+        raise Unsupported(f"{what} with {other} and loss {spec.loss}", why, "leave one of them out")
     if spec.layout.world_size > 1:
         if not shape.num_heads:
             why = "it is a size for planning only, which no layout can split"

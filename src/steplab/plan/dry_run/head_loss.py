@@ -69,7 +69,9 @@ def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) ->
         of_weight = m.new(w.count, w.dtype, f"gradient of {weight.name}", category="gradients")
         gradients = m.new(x.count, x.dtype, f"gradient of {x.what}"), of_weight
     if x.dtype is not dtype:
-        x, w = m.copy(x, dtype), m.copy(w, dtype)
+        x = m.copy(x, dtype)
+    if w.dtype is not dtype:
+        w = m.copy(w, dtype)
         w.storage.piece.category = "autocast_copies"
     entries, tokens = sizes.shape.vocab_size, sizes.tokens.value
     step = chunk_tokens(tokens, entries, dtype.num_bytes)
@@ -97,15 +99,28 @@ def _chunk(
     width, entries = m.sizes.shape.d_model, m.sizes.shape.vocab_size
     logits, part = _part(memory, count * entries), _part(x, count * width)
     m.ran("mm", (part, w), (logits,), product=Product(m=count, n=entries, k=width))
-    if not row.in_kernel:
-        _wide = logits if logits.dtype is FP32 else m.new(logits.count, FP32, "logits of a chunk, in fp32")
-        _exponentials = m.new(logits.count, FP32, "exponentials of a chunk")
-    m.ran("cross_entropy_softmax", (logits,), (logits, _part(losses, count)))
+    if row.in_kernel:
+        m.ran("cross_entropy_softmax", (logits,), (logits, _part(losses, count)))
+    else:
+        _plain_rows(m, logits, Count(count, str(count)), has_gradient=bool(gradients))
     if gradients:
         of_x, of_w = gradients
         m.ran("mm", (logits, w), (_part(of_x, count * width),), product=Product(m=count, n=width, k=entries))
         added_to = () if is_first else (of_w,)
         m.ran("mm", (logits, part, *added_to), (of_w,), product=Product(m=entries, n=width, k=count))
+
+
+def _plain_rows(m: Machine, logits: Tensor, rows: Count, *, has_gradient: bool) -> None:
+    """The same by operators of torch; those on one number a token are left out."""
+    wide = logits if logits.dtype is FP32 else m.run("copy", (logits,), logits.count, FP32, "logits, in fp32")
+    m.run("amax", (wide,), rows, FP32, "largest logits")
+    exponentials = m.run("sub", (wide,), logits.count, FP32, "exponentials of logits")
+    m.ran("exp", (exponentials,), (exponentials,))
+    m.run("sum", (exponentials,), rows, FP32, "sums of exponentials")
+    if has_gradient:
+        for name in ("mul", "mul", "masked_fill"):
+            m.ran(name, (exponentials,), (exponentials,))
+        m.ran("copy", (exponentials,), (logits,))
 
 
 def _part(x: Tensor, num_elements: int) -> Tensor:
