@@ -274,6 +274,14 @@ def test_a_large_share_of_the_loss_is_told_with_what_a_fused_one_saves() -> None
     # 2048 x 151936 logits in bf16, read once and their gradient written once; the product stays.
     assert found.saves_s == pytest.approx(6 * MS - 2 * 2048 * 151_936 * 2 / BYTES_PER_S)
     assert found.title == "The vocabulary takes 50.0 % of the device's work"
+    assert found.fields == {"loss": "fused"}
+    assert "--loss fused" in found.change
+
+
+def test_a_loss_that_is_fused_already_is_not_told_to_be() -> None:
+    seen = profile(head_and_rest(151_936, 4.0, loss_ms=6.0))
+    fields: dict[str, object] = {"context": 512, "model.vocab_size": 151_936, "precision": "bf16", "loss": "fused"}
+    assert loss_share(case(own(fields, seen, timing(21.0)))) is None
 
 
 def test_a_foreign_loss_is_known_by_its_vocabulary() -> None:

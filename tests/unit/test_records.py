@@ -25,6 +25,7 @@ from steplab.records.run_figures import utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import FIELDS
 
 TEXT = st.text(max_size=12)
 COUNT = st.integers(0, 2**63 - 1)
@@ -264,10 +265,8 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
         (
             "spec",
             {
-                *("model", "batch", "context", "pass", "precision", "compile", "attention", "checkpointing"),
-                "loss",
-                *("optimizer", "accumulation", "processes", "layout", "warmup", "steps", "seed", "requested_device"),
-                *(f"model.{size}" for size in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")),
+                *(field.column for field in FIELDS.values() if field.value(make_run().spec) is not None),
+                "processes",
             },
         ),
     ],

@@ -5,6 +5,8 @@ from steplab.explain.shapes import shapes_of
 from steplab.explain.vocabulary import VocabularyPart, vocabulary_part
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
+from steplab.specs.command import command
+from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.15
@@ -16,9 +18,9 @@ PASSES = 2
 
 def loss_share(case: Case) -> Finding | None:
     """Fires where vocabulary matmuls and loss take a considerable share of the device's time."""
-    profile = case.profile
+    profile, built_in = case.profile, _built_in(case)
     part = vocabulary_part(case, profile) if profile else None
-    if profile is None or part is None:
+    if profile is None or part is None or (built_in is not None and built_in.loss != "plain"):
         return None
     matmul_s, loss_s = case.per_step(profile, part.matmul_s), case.per_step(profile, part.loss_s)
     busy_s = case.busy_s(profile)
@@ -26,6 +28,10 @@ def loss_share(case: Case) -> Finding | None:
         return None
     saves_s, prediction = _gain(case, part, loss_s)
     change, note = _change(case)
+    fields = {}
+    if built_in is not None and case.is_gpu and case.is_eager:
+        fields = {"loss": "fused"}
+        change, note = command(built_in, fields), f"in your own code {change}; {note}"
     return Finding(
         kind="loss_share",
         title=f"The vocabulary takes {format_percent((matmul_s + loss_s) / busy_s)} of the device's work",
@@ -46,7 +52,16 @@ def loss_share(case: Case) -> Finding | None:
         ),
         saves_s=saves_s,
         prediction=prediction,
+        fields=fields,
     )
+
+
+def _built_in(case: Case) -> StepSpec | None:
+    """The spec of a model whose loss steplab computes, by one process or in a layout that leaves it whole."""
+    spec = case.spec
+    if spec is None or spec.model.kind != "transformer" or spec.layout.tp > 1 or spec.layout.pp > 1:
+        return None
+    return spec
 
 
 _IN_CHUNKS = "computed in chunks, the logits need less memory as well"
