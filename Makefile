@@ -13,9 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: .venv/installed ## Measure a tiny model's training step on this machine, end to end: a table and a page
-	$(BIN)/steplab doctor
-	$(BIN)/steplab sweep quick
+run: .venv/installed ## Measure a tiny model on this machine, end to end, in a few minutes: tables and a page
+	$(BIN)/steplab study quick
 	$(BIN)/steplab report --output $(PAGE)
 
 test: .venv/tested check ## Lint, type-check and run the tests

@@ -44,13 +44,12 @@ def peers() -> list[list[str]]:
 
 
 def command(piece: list[str], store: str) -> list[str]:
-    """A sweep by preset name, or, for the names that are no preset, over the fields alone."""
-    study = [piece[0]] if piece[0] in ("sizes", "compiled", "warmup") else ["--name", piece[0]]
+    """A study by preset name, or, for the names that are no preset, a sweep over the fields alone."""
+    study = ["study", piece[0]] if piece[0] in ("sizes", "compiled", "warmup") else ["sweep", "--name", piece[0]]
     return [
         sys.executable,
         "-m",
         "steplab",
-        "sweep",
         *study,
         *piece[1:],
         "--store",
@@ -66,7 +65,7 @@ def main(store: str, seconds: str = "3600", what: str = "all") -> None:
     pieces = peers() if alone else sweeps()
     run_all([command(piece, store) for piece in pieces], store, float(seconds), num_workers=1 if alone else None)
     subprocess.run(
-        [sys.executable, "-m", "steplab", "list", "--studies", "--limit", "100", "--store", store], check=True
+        [sys.executable, "-m", "steplab", "list", "--kind", "study", "--limit", "100", "--store", store], check=True
     )
 
 

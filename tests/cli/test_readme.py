@@ -138,7 +138,7 @@ def check_without_running(program: Program, piece: Piece) -> None:
     if words[0] != "steplab":
         scripts = [word for word in words[1:] if word.endswith(".py")]
         assert all((program.cwd / script).exists() for script in scripts), str(piece)
-    elif words[1] == "sweep":
+    elif words[1] in ("sweep", "study"):
         result = program(*words[1:], "--dry-run")
         assert result.code == 0, f"{piece}\n{result.stderr}"
     else:

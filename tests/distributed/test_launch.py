@@ -185,7 +185,7 @@ def test_more_processes_than_memory_holds_are_refused_before_any_is_started(step
     ("words", "told"),
     [
         (("run", "--layout", "dp=4"), "torchrun started 2 processes, but layout dp=4 takes 4"),
-        (("sweep", "quick"), "torchrun started 2 processes, and each would measure the whole sweep"),
+        (("study", "quick"), "torchrun started 2 processes, and each would measure the whole study"),
     ],
 )
 def test_another_number_of_processes_than_torchrun_started_is_refused(

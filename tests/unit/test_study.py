@@ -1,6 +1,7 @@
 """Studies: how grids become cells, what comes with steplab, and what is refused."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from steplab.errors import UserError
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
 from steplab.specs.resolve import resolve_step
-from steplab.specs.study import Grid, load_study, preset_names, study_from_grids
+from steplab.specs.study import BENCHMARKS, STEP_PARTS, Grid, fitted, load_study, preset_names, study_from_grids
+from steplab.store.cells import part_key, study_fingerprint
 
 
 def written(folder: Path, text: str) -> str:
@@ -55,9 +57,17 @@ def test_a_study_without_cells_is_refused(grids: Sequence[Grid]) -> None:
 CELLS = {
     "attention": 3 * (2 + 4) + 5,  # sizes x (plain eager and compiled, four fused), and five at a longer context
     "compiled": 5 * 2 * 3,  # sizes x contexts x passes
-    "quick": 3 * 2 + 1,  # contexts x attentions, and one cell in bf16
+    "quick": 2 * 2 + 2 + 1 + 1,  # contexts x precisions, two other passes, another attention, a compiled step
     "sizes": 5 * 4 * 2 * 3,  # sizes x contexts x precisions x passes
     "warmup": 2 * 4,  # sizes x numbers of warm-up steps
+    "single-gpu": 5 * 2,  # sizes, eager and compiled
+    "multi-gpu": 4,  # layouts
+    "full": 0,
+}
+PARTS = {
+    "quick": Counter(doctor=1, profile=2, memory=2, precision=1, attention=1, comm=1, ddp=1),
+    "single-gpu": Counter(doctor=1, profile=3 * 2 * 2, memory=3 * 3 * 2 + 1, precision=2, attention=2),
+    "multi-gpu": Counter(comm=1, ddp=1),
 }
 
 
@@ -71,6 +81,7 @@ def test_a_preset_is_valid_and_has_the_cells_its_description_promises(name: str)
     assert study.name == name
     assert study.description
     assert len(study.cells) == CELLS[name]
+    assert Counter(part.kind for part in study.parts) == PARTS.get(name, Counter())
     assert not {cell.model.name for cell in study.cells} & set(PLANNING_ONLY)
 
 
@@ -83,6 +94,81 @@ def test_the_table_of_sizes_spans_every_size_that_is_measured_by_default() -> No
 
 def test_the_warm_up_study_compares_the_default_with_fewer_steps() -> None:
     assert {cell.warmup for cell in load_study("warmup", {}).cells} == {0, 1, 2, 5}
+
+
+# --- whole studies ----------------------------------------------------------------------------------------
+
+WHOLE = """
+description = "all kinds"
+[[grid]]
+model = "tiny"
+context = [32, 64]
+[[profile]]
+context = 64
+[[memory]]
+context = [16, 32]
+[[precision]]
+model = "toy"
+[[attention]]
+sequence = [64, 128]
+[[doctor]]
+[[comm]]
+"""
+
+
+def test_a_study_has_parts_of_every_kind_the_ceilings_first(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, WHOLE), {})
+    assert [part.kind for part in study.parts] == [
+        "doctor",
+        "profile",
+        *["memory"] * 2,
+        "precision",
+        "attention",
+        "comm",
+    ]
+    assert [part.step.context for part in study.parts if part.step] == [64, 16, 32, 128]
+    assert dict(study.parts[5].options) == {"sequence": [64, 128]}
+    assert len(study) == 2 + 7
+
+
+def test_a_step_that_is_watched_is_not_timed_a_second_time(tmp_path: Path) -> None:
+    study = fitted(load_study(written(tmp_path, WHOLE), {}), 0)
+    assert study.cells == (), "64 is profiled, 32 is watched"
+    assert len(study.parts) == 7
+
+
+def test_every_part_has_a_key_of_its_own(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, WHOLE + "[[profile]]\ncontext = 32\n[[comm]]\nsize = '1kB'\n"), {})
+    keys = [part_key(part) for part in study.parts]
+    assert len(set(keys)) == len(keys)
+    assert {key.partition(":")[0] for key in keys} <= {*STEP_PARTS, *BENCHMARKS}
+    again = load_study(written(tmp_path, WHOLE), {})
+    assert study_fingerprint(again) == study_fingerprint(load_study(written(tmp_path, WHOLE), {}))
+    assert study_fingerprint(again) != study_fingerprint(study)
+
+
+def test_overrides_reach_steps_that_are_watched(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, WHOLE), {"steps": ["2"]})
+    assert {part.step.steps for part in study.parts if part.step} == {2}
+
+
+def test_what_needs_more_gpus_than_there_are_is_left_out_and_named() -> None:
+    full = load_study("full", {})
+    quick = fitted(full, 0)
+    assert {part.kind for part in quick.parts} >= {"profile", "memory", "ddp"}
+    assert (
+        "not measured: single-gpu, which needs 1 GPU; not measured: multi-gpu, which needs 2 GPUs" in quick.description
+    )
+    one, two = fitted(full, 1), fitted(full, 2)
+    assert "multi-gpu" in one.description
+    assert "not measured" not in two.description
+    assert len(quick) < len(one) < len(two)
+    assert set(quick.cells) - {part.step for part in one.parts} <= set(one.cells)
+
+
+def test_a_study_that_needs_a_gpu_is_refused_where_there_is_none() -> None:
+    with pytest.raises(UserError, match="study 'multi-gpu' needs 2 GPUs, and this machine has 1"):
+        fitted(load_study("multi-gpu", {}), 1)
 
 
 # --- files ------------------------------------------------------------------------------------------------

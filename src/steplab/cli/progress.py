@@ -9,8 +9,10 @@ from typing import Any, Self
 from steplab.cli.output import say
 from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
+from steplab.records.record import Benchmark
 from steplab.records.rows import run_row
-from steplab.units import counted, format_bytes, format_clock, format_time
+from steplab.records.run import Run
+from steplab.units import counted, counted_results, format_bytes, format_clock, format_time
 
 _LONG_S = 10.0
 """Time from which it is worth saying how long the remaining steps take."""
@@ -131,11 +133,12 @@ class ProgressLine:
         """Show a cell of a sweep that is under way or has ended."""
         if progress.skipped and not self._stage:
             self._stage = "resumed"
-            say(f"{counted(progress.skipped, 'cell')} already measured, {progress.to_run} to go")
-        number = progress.index + (1 if progress.run else 0)
+            say(f"{counted(progress.skipped, 'measurement')} made already, {progress.to_run} to go")
+        ended = bool(progress.record or progress.refusal)
+        number = progress.index + ended
         if progress.within:
             if progress.within.stage == "starting":
-                self._num_steps = progress.cell.warmup + progress.cell.steps
+                self._num_steps = progress.num_steps
             self._foretell(progress.within)
         if self._bar and progress.within:
             self._bar.update(
@@ -146,14 +149,14 @@ class ProgressLine:
                 counted=f"{progress.index + 1}/{progress.to_run}",
                 left=self._left(progress),
             )
-        if progress.run:
+        if ended:
             line = f"[{number}/{progress.to_run}] {progress.what}: {_result(progress)}"
             elapsed = f"  ({format_clock(time.monotonic() - self._started_s)} elapsed{self._left(progress, ', ')})"
             self._line(line if self._bar else line + elapsed)
 
     def _left(self, progress: SweepProgress, before: str = "") -> str:
         """Time left, if the remaining cells take as long as the finished ones on average."""
-        done = progress.index + (1 if progress.run else 0)
+        done = progress.index + bool(progress.record or progress.refusal)
         if not done or done == progress.to_run:
             return ""
         per_cell_s = (time.monotonic() - self._started_s) / done
@@ -161,8 +164,12 @@ class ProgressLine:
 
 
 def _result(progress: SweepProgress) -> str:
-    assert progress.run is not None
-    step_s = run_row(progress.run)["step_time_s"]
+    record = progress.record
+    if record is None:
+        return f"not measured: {progress.refusal}"
+    step_s = run_row(record)["step_time_s"] if isinstance(record, Run) else None
     if isinstance(step_s, float):
         return f"{format_time(step_s)} per step"
-    return progress.run.status.replace("_", " ")
+    if isinstance(record, Benchmark):
+        return counted_results(len(record.cells), "cell", sum(cell.failure is not None for cell in record.cells))
+    return record.status.replace("_", " ")

@@ -8,7 +8,7 @@ from steplab import __version__
 from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
 from steplab.lab.benchmark import measure_benchmark
-from steplab.lab.keeping import checked_name, open_store
+from steplab.lab.keeping import Place, checked_name, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress
@@ -32,6 +32,7 @@ def measure_attention(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: OnProgress = lambda progress: None,
     on_cell: Callable[[int, AttentionCell], None] = lambda index, cell: None,
+    place: Place | None = None,
 ) -> AttentionRun:
     """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
 
@@ -45,6 +46,7 @@ def measure_attention(
         run,
         attention_cells(study),
         store=store,
+        place=place,
         timeout_s=timeout_s,
         on_progress=on_progress,
         on_cell=on_cell,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from steplab.errors import SteplabError
-from steplab.lab.keeping import keep, open_store
+from steplab.lab.keeping import Place, keep, open_store
 from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.processes.cells_launch import Cells, measure_cells
 from steplab.measurement.progress import OnProgress
@@ -32,12 +32,14 @@ def measure_benchmark(
     with_facts: Callable[[Run, Any], Run] = lambda run, facts: run,
     with_traces: Callable[[Run], Run] = lambda run: run,
     concluded: Callable[[Run], Run] = lambda run: run,
+    place: Place | None = None,
 ) -> Run:
     """Measure the cells and store the record; an interrupted benchmark is stored with the cells that had ended.
 
     `run` is the record without its cells. `with_costs` adds to a cell what follows from its spec; `with_facts` adds
     the facts that the ranks report; `with_traces` reads the traces after all measuring, which reading would slow;
-    `concluded` adds what follows from all cells. `timeout_s` is how long one cell may take.
+    `concluded` adds what follows from all cells. `timeout_s` is how long one cell may take. `place` is that of the
+    record in a study, to which the record of an interrupted benchmark does not belong.
 
     Under torchrun every process calls it, and only the first stores the record. Raises UserError for a request that is
     not supported, and SteplabError if the store cannot be written.
@@ -74,8 +76,7 @@ def measure_benchmark(
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(stored) from error
             raise SteplabError(f"{error}; {stored}") from error
-        keep(opened, result)
-    return result
+        return keep(opened, result, place)
 
 
 def went_well(run: Benchmark[Any]) -> bool:

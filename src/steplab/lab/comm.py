@@ -8,7 +8,7 @@ from steplab import __version__
 from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, predicted_s, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.benchmark import measure_benchmark
-from steplab.lab.keeping import checked_name, open_store
+from steplab.lab.keeping import Place, checked_name, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
@@ -71,6 +71,7 @@ def measure_comm(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: OnProgress = lambda progress: None,
     on_cell: Callable[[int, CommCell], None] = lambda index, cell: None,
+    place: Place | None = None,
 ) -> CommRun:
     """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
 
@@ -83,6 +84,7 @@ def measure_comm(
         run,
         collective_cells(study, device),
         store=store,
+        place=place,
         timeout_s=timeout_s,
         on_progress=on_progress,
         on_cell=on_cell,

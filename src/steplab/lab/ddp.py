@@ -10,7 +10,7 @@ from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.benchmark import measure_benchmark
 from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
 from steplab.lab.files import Destination, folder_for
-from steplab.lab.keeping import checked_name
+from steplab.lab.keeping import Place, checked_name
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
@@ -87,6 +87,7 @@ def measure_ddp(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: OnProgress = lambda progress: None,
     on_cell: OnCell = lambda number, cell: None,
+    place: Place | None = None,
 ) -> DdpRun:
     """Measure a study and store the record, which an interruption stores too, with the variants that it has.
 
@@ -101,6 +102,7 @@ def measure_ddp(
             run,
             ddp_cells(study, folder if study.profiled_steps else None),
             store=store,
+            place=place,
             timeout_s=timeout_s,
             on_progress=on_progress,
             on_cell=on_cell,

@@ -1,7 +1,9 @@
 """Open the store, begin the record of an imported file, and keep a measurement even if the store fails."""
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
@@ -10,6 +12,8 @@ from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.store.database import Store
 from steplab.store.location import default_path, make_data_home
+
+RecordType = TypeVar("RecordType", bound=Record)
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
@@ -44,13 +48,29 @@ def imported_run(path: Path, name: str | None) -> Run:
     )
 
 
-def keep(store: Store, record: Record) -> None:
-    """Add a record to the store; if that fails, write it to a file.
+class NotStored(SteplabError):
+    """A record was measured that the store does not take."""
 
-    Raises SteplabError naming the file that holds the record, or, if nothing can be written, why.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The place of a record in a study."""
+
+    study_id: str
+    """Id of the study."""
+    cell: str
+    """Key of the study's measurement that the record is of."""
+
+
+def keep(store: Store, record: RecordType, place: Place | None = None) -> RecordType:
+    """Add a record to the store, at its place in a study if it has one, and give it; if that fails, write it to a file.
+
+    Raises NotStored naming the file that holds the record, or, if nothing can be written, why.
     """
+    if place is not None:
+        record = record.within(place.study_id)
     try:
-        store.add(record)
+        store.add(record, cell=place.cell if place else None)
     except SteplabError as error:
         for folder in (Path.cwd(), Path(tempfile.gettempdir())):
             rescued = folder / f"steplab-unsaved-{record.id}.jsonl"
@@ -58,5 +78,6 @@ def keep(store: Store, record: Record) -> None:
                 rescued.write_bytes(encode(record) + b"\n")
             except OSError:
                 continue  # the next folder may be on another disk
-            raise SteplabError(f"{error}; the record is in {rescued}: `steplab import` it later") from error
-        raise
+            raise NotStored(f"{error}; the record is in {rescued}: `steplab import` it later") from error
+        raise NotStored(str(error)) from error
+    return record

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 from pathlib import Path
 
-from steplab.lab.keeping import keep, open_store
+from steplab.lab.keeping import Place, keep, open_store
 from steplab.measurement.processes.launch import ceilings_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
@@ -17,6 +17,7 @@ def doctor(
     store: Path | str | None = None,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
+    place: Place | None = None,
 ) -> Ceilings:
     """Measure the machine's matmul and copy ceilings, and store them for later MFU figures.
 
@@ -25,8 +26,7 @@ def doctor(
     check_device(device)
     with open_store(store, write=True) as opened:
         ceilings = ceilings_in_child(device, timeout_s=timeout_s, on_progress=on_progress)
-        keep(opened, ceilings)
-        return ceilings
+        return keep(opened, ceilings, place)
 
 
 def visible_gpus() -> int:

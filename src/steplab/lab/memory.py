@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.files import Destination, folder_for, rescue, unread
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.processes import refuse_torchrun
@@ -29,6 +29,7 @@ def memory(
     force: bool = False,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
+    place: Place | None = None,
     **fields: object,
 ) -> Run:
     """Measure one training step as `measure` does, then watch the memory of one further step; store one record of both.
@@ -69,7 +70,7 @@ def memory(
             where = _rescue(written, marks, run.id) if written.exists() or not target else target.path
             raise unread(error, run, "snapshot", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
-            keep(opened, run)
+            run = keep(opened, run, place)
         return run
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.files import Destination, folder_for, rescue, unread
-from steplab.lab.keeping import checked_name, imported_run, keep, open_store
+from steplab.lab.keeping import Place, checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
@@ -28,6 +28,7 @@ def profile(
     force: bool = False,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
+    place: Place | None = None,
     **fields: object,
 ) -> Run:
     """Measure one training step as `measure` does, then profile further steps, and store one record of both.
@@ -71,7 +72,7 @@ def profile(
             where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
             raise unread(error, run, "trace", kept=where) from error
         finally:  # after Ctrl-C too: the measurement is made
-            keep(opened, run)
+            run = keep(opened, run, place)
         return run
 
 

@@ -1,4 +1,4 @@
-"""Measure every cell of a study, each in a process of its own; an interrupted sweep can be resumed."""
+"""Measure a study, each measurement in processes of its own; an interrupted study can be resumed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steplab.errors import SteplabError
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.keeping import NotStored, Place, checked_name, open_store
+from steplab.lab.machine import visible_gpus
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.utilization import with_utilizations
-from steplab.measurement.processes.launch import measure_in_child
+from steplab.lab.study_parts import jobs_of
 from steplab.measurement.progress import Progress
-from steplab.records.codec import new_id, now_utc
-from steplab.records.failure import Failure
+from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.specs.step import StepSpec
-from steplab.specs.study import StudySpec, labels
+from steplab.specs.study import StudySpec, fitted
 from steplab.store.cells import cell_key
 from steplab.store.database import Store
 
@@ -24,32 +22,40 @@ DEFAULT_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepProgress:
-    """Progress of a sweep."""
+    """Progress of a study."""
 
-    cell: StepSpec
-    """The cell that is running or has just ended."""
     index: int
-    """Number of that cell among the cells to run, from 0."""
+    """Number of the measurement that is running or has just ended among those to make, from 0."""
     to_run: int
-    """Number of cells to run in this call."""
+    """Number of measurements to make in this call."""
     skipped: int
-    """Number of cells that a resumed sweep found finished."""
+    """Number of measurements that a resumed study found finished."""
     what: str
-    """What tells that cell from the others of the study, in words."""
+    """What tells that measurement from the others of the study, in words."""
+    num_steps: int
+    """Its warm-up and measured steps; 0: not known."""
     within: Progress | None = None
-    """Progress inside the cell."""
-    run: Run | None = None
-    """The cell's record; None until it has ended."""
+    """Progress inside the measurement."""
+    record: Record | None = None
+    """The record; None until it has ended, and for one that could not be made."""
+    refusal: str = ""
+    """Why the record could not be made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepResult:
-    """The result of a sweep."""
+    """The result of a study."""
 
     study_id: str
     """Id of the study in the store."""
     runs: tuple[Run, ...]
-    """The newest record of each cell, including records of an earlier attempt."""
+    """The newest record of each timed step, including records of an earlier attempt."""
+    num_measured: int
+    """Number of measurements, including those of an earlier attempt."""
+    num_failed: int
+    """Number of measurements that failed, or could not be made."""
+    refusals: tuple[str, ...]
+    """Measurements that could not be made, each with the reason."""
 
 
 def sweep(
@@ -60,54 +66,62 @@ def sweep(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: Callable[[SweepProgress], None] = lambda progress: None,
 ) -> SweepResult:
-    """Measure the study's cells one after the other; each is in the store as soon as it has ended.
+    """Make the study's measurements one after the other; each is in the store as soon as it has ended.
 
-    `resume` continues the newest sweep over the same cells: cells that were measured, ran out of memory or raised
-    are not run again; cells whose process was killed or timed out are. A cell that fails is stored as a record, and the
-    sweep continues. `timeout_s` is for one cell. Raises SteplabError if the store cannot be written.
+    `resume` continues the newest study over the same measurements: those that were made, ran out of memory or raised
+    are not repeated; those whose process was killed or timed out are. A step that fails is stored as a record, and the
+    study continues; why a benchmark could not be made stands in the study's description. `timeout_s` is for one
+    measurement. Raises SteplabError if the store cannot be written, UserError for a study that needs more GPUs.
     """
-    refuse_torchrun("measure the whole sweep")
+    refuse_torchrun("measure the whole study")
     checked_name(study.name)
+    study = fitted(study, visible_gpus())
+    jobs = jobs_of(study)
     with open_store(store, write=True) as opened:
         study_id = opened.find_study(study) if resume else None
         study_id = study_id or opened.begin_study(study)
         finished = opened.finished_cells(study_id)
-        told = dict(zip(map(cell_key, study.cells), labels(study.cells), strict=True))
-        missing = [cell for cell in study.cells if cell_key(cell) not in finished]
-        for index, cell in enumerate(missing):
+        missing = [job for job in jobs if job.key not in finished]
+        refusals: list[str] = []
+        for index, job in enumerate(missing):
             so_far = SweepProgress(
-                cell=cell,
                 index=index,
                 to_run=len(missing),
-                skipped=len(study.cells) - len(missing),
-                what=told[cell_key(cell)],
+                skipped=len(jobs) - len(missing),
+                what=job.what,
+                num_steps=job.num_steps,
             )
 
             def tell(within: Progress, so_far: SweepProgress = so_far) -> None:
                 on_progress(dataclasses.replace(so_far, within=within))
 
-            run = _measure_cell(cell, timeout_s, tell)
-            run = dataclasses.replace(run, name=study.name, study=study_id)
-            run = with_utilizations(run, opened)
-            keep(opened, run)
-            on_progress(dataclasses.replace(so_far, run=run))
-        return SweepResult(study_id=study_id, runs=_in_order(opened, study, study_id))
+            try:
+                record = job.measure(
+                    name=study.name,
+                    store=store,
+                    place=Place(study_id=study_id, cell=job.key),
+                    timeout_s=timeout_s,
+                    on_progress=tell,
+                )
+            except NotStored:  # nor would it take the next record
+                raise
+            except SteplabError as error:
+                refusals.append(f"{job.what}: {error}")
+                on_progress(dataclasses.replace(so_far, refusal=str(error)))
+            else:
+                on_progress(dataclasses.replace(so_far, record=record))
+        said = "; ".join(filter(None, (study.description, *(f"not measured: {why}" for why in refusals))))
+        opened.describe_study(study_id, said)
+        return _result(opened, study, study_id, len(jobs), refusals)
 
 
-def _measure_cell(cell: StepSpec, timeout_s: float, tell: Callable[[Progress], None]) -> Run:
-    try:
-        return measure_in_child(cell, timeout_s=timeout_s, on_progress=tell)
-    except SteplabError as error:  # refused: a row among the others, so that the rest still runs
-        from steplab import __version__
-
-        failure = Failure(kind="error", message=str(error))
-        return Run(id=new_id(), created_utc=now_utc(), steplab_version=__version__, spec=cell, failure=failure)
-
-
-def _in_order(store: Store, study: StudySpec, study_id: str) -> tuple[Run, ...]:
-    by_cell = {
-        cell_key(record.spec): record
-        for record in store.iterate(kind="run", study=study_id)
-        if isinstance(record, Run) and record.spec
-    }
-    return tuple(by_cell[key] for key in map(cell_key, study.cells) if key in by_cell)
+def _result(store: Store, study: StudySpec, study_id: str, num_jobs: int, refusals: list[str]) -> SweepResult:
+    records = list(store.iterate(study=study_id))
+    by_cell = {cell_key(record.spec): record for record in records if isinstance(record, Run) and record.spec}
+    return SweepResult(
+        study_id=study_id,
+        runs=tuple(by_cell[key] for key in map(cell_key, study.cells) if key in by_cell),
+        num_measured=num_jobs,
+        num_failed=sum(record.status != "ok" for record in records) + len(refusals),
+        refusals=tuple(refusals),
+    )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from steplab.records.environment import Environment
-from steplab.records.record import Record
+from steplab.records.record import MachineRecord
 
 CEILINGS_SCHEMA = "steplab.ceilings/1"
 
@@ -30,7 +30,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ceilings(Record):
+class Ceilings(MachineRecord):
     """What `steplab doctor` measured on one device."""
 
     environment: Environment

@@ -1,7 +1,7 @@
 """The fields that all stored records share, and those that all benchmarks of several cells share."""
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Self, TypeVar
 
 from steplab.records.environment import Environment
 from steplab.records.failure import Outcome
@@ -48,6 +48,10 @@ class Record(Outcome):
         """The step whose cell of that sweep this is; None: none."""
         return None
 
+    def within(self, study_id: str) -> Self:
+        """The same record as part of a study."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord(Record):
@@ -68,9 +72,30 @@ class StepRecord(Record):
         """The step whose cell of that sweep this is; None: none."""
         return self.spec
 
+    def within(self, study_id: str) -> Self:
+        """The same record as part of a study."""
+        return replace(self, study=study_id)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Benchmark(Record, Generic[Cell]):
+class MachineRecord(Record):
+    """A record of a machine rather than of one step, which may be part of a study."""
+
+    part_of: str | None = None
+    """Id of the study that it is part of; None: none."""
+
+    @property
+    def sweep_id(self) -> str | None:
+        """Identity of the study that the record belongs to; None for a record of its own."""
+        return self.part_of
+
+    def within(self, study_id: str) -> Self:
+        """The same record as part of a study."""
+        return replace(self, part_of=study_id)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark(MachineRecord, Generic[Cell]):
     """A record of several cells that were measured together, each with raw samples or a failure."""
 
     cells: tuple[Cell, ...] = ()

@@ -1,37 +1,73 @@
-"""A study: cells to measure, as the union of cartesian products of field values.
+"""A study: steps to time, as the union of cartesian products of field values, and further measurements.
 
-In TOML, each `[[grid]]` is one product; a single value stands for a list of one:
+In TOML, each `[[grid]]` is one product of steps that are timed; a single value stands for a list of one. So are
+`[[profile]]`, `[[memory]]` and `[[precision]]`, whose steps are also profiled, watched or audited. `[[attention]]`,
+`[[comm]]`, `[[ddp]]` and `[[doctor]]` are one benchmark each, with the options of the command of that name:
 
     description = "how far does bf16 carry?"
     [[grid]]
     model = ["small", "medium"]
     context = [128, 256]
     precision = ["fp32", "bf16"]
+    [[comm]]
+    collective = "all_reduce"
+
+`gpus` is the number of GPUs that a study needs; `include` lists presets whose measurements it has too, of which those
+that need more GPUs than there are will be left out.
 """
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from steplab.errors import UserError
 from steplab.specs.resolve import resolve_grid
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
+from steplab.units import counted
 
 Grid = Mapping[str, Sequence[object]]
 
 
+STEP_PARTS = ("profile", "memory", "precision")
+"""Commands that watch a step: the parts of a study that are grids of steps."""
+BENCHMARKS = ("doctor", "attention", "comm", "ddp")
+"""Commands that measure the machine, or many cells at once: the parts of a study with options of their own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A measurement of a study that is more than the timing of a step."""
+
+    kind: str
+    """The command that measures it: one of STEP_PARTS or BENCHMARKS."""
+    step: StepSpec | None = None
+    """The step that is watched; None for a benchmark."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """The options of a benchmark, as they are given."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudySpec:
-    """A named list of steps to measure, without duplicates, in the order they run."""
+    """A named list of steps to time, without duplicates, in the order they run, and of further measurements."""
 
     name: str
     """Name of the preset, stem of the file, or 'sweep' for a study from the command line."""
     description: str
     """What the study is for, in one line, for tables and pages."""
     cells: tuple[StepSpec, ...]
-    """The steps; at least one."""
+    """The steps that are timed and nothing else; at least one, unless there are parts."""
+    parts: tuple[Part, ...] = ()
+    """The further measurements."""
+    gpus: int = 0
+    """Number of GPUs that the measurements need."""
+    includes: tuple["StudySpec", ...] = ()
+    """Studies whose measurements belong to this one as far as there are GPUs for them."""
+
+    def __len__(self) -> int:
+        return len(self.cells) + len(self.parts)
 
 
 def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
@@ -46,11 +82,56 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
     return StudySpec(name=name, description=description, cells=tuple(cells))
 
 
+def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
+    """The study with the measurements of those that it includes, as far as there are GPUs for them.
+
+    The description says what was left out. Raises UserError if nothing is left.
+    """
+    kept, missing = list[StudySpec](), list[StudySpec]()
+
+    def choose(one: StudySpec) -> None:
+        if one.gpus > num_gpus:
+            missing.append(one)
+            return
+        for included in one.includes:
+            choose(included)
+        if len(one):
+            kept.append(one)
+
+    choose(study)
+    if not kept:
+        raise UserError(
+            f"study '{study.name}' needs {counted(min(one.gpus for one in missing), 'GPU')}, and this machine has "
+            f"{num_gpus or 'none'}; `steplab study quick` measures any machine"
+        )
+    left_out = [f"not measured: {one.name}, which needs {counted(one.gpus, 'GPU')}" for one in missing]
+    parts = tuple(part for one in kept for part in one.parts)
+    watched = [part.step for part in parts if part.kind in ("profile", "memory")]
+    cells = list[StepSpec]()
+    for one in kept:  # a step that is watched is timed as well
+        cells += [cell for cell in one.cells if cell not in cells and cell not in watched]
+    description = "; ".join(filter(None, (study.description, *left_out)))
+    return StudySpec(name=study.name, description=description, cells=tuple(cells), parts=_distinct(parts))
+
+
+def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts without duplicates, benchmarks of the machine first, because what they find is used by the others."""
+    found: list[Part] = []
+    for part in parts:
+        if part not in found:
+            found.append(part)
+    return tuple(sorted(found, key=lambda part: (*BENCHMARKS[:1], *STEP_PARTS, *BENCHMARKS[1:]).index(part.kind)))
+
+
 def labels(cells: Sequence[StepSpec]) -> list[str]:
     """What tells each of several steps from the others, in words; of a single one, its model."""
-    fields = [field for field in STEP_FIELDS if len({field.value(cell) for cell in cells}) > 1] or [FIELDS["model"]]
-    values = [[(field, field.value(cell)) for field in fields] for cell in cells]
-    return [" · ".join(field.say(value) for field, value in of_cell if value is not None) for of_cell in values]
+    values = {field: [field.value(cell) for cell in cells] for field in STEP_FIELDS}
+    # A field that has an effect on some of them alone needs no word: another field decides that, and has one.
+    telling = [field for field, found in values.items() if len(set(found) - {None}) > 1] or [FIELDS["model"]]
+    return [
+        " · ".join(field.say(value) for field in telling if (value := values[field][index]) is not None)
+        for index in range(len(cells))
+    ]
 
 
 def preset_names() -> tuple[str, ...]:
@@ -78,15 +159,38 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
     except tomllib.TOMLDecodeError as error:
         hint = '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
         raise UserError(f"study {source} is not valid TOML: {error}{hint}") from error
-    unknown = set(content) - {"description", "grid"}
-    grids = content.get("grid", [])
-    if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        wrong = f"unknown key '{sorted(unknown)[0]}'" if unknown else "'grid' must be a list of [[grid]] tables"
-        raise UserError(f"study {source}: {wrong}; a study has a description and [[grid]] tables")
-    return study_from_grids(
-        Path(source).stem,
-        str(content.get("description", "")),
-        [{**{name: _as_list(name, value) for name, value in _flat(grid).items()}, **overrides} for grid in grids],
+    return _study(source, content, overrides)
+
+
+def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpec:
+    """The study in a file. Raises UserError for what is no study."""
+    tables = ("grid", *STEP_PARTS, *BENCHMARKS)
+    for key, value in content.items():
+        if key not in ("description", "gpus", "include", *tables):
+            raise UserError(f"study {source}: unknown key '{key}'; a study has a description and [[grid]] tables")
+        if key in tables and not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
+            raise UserError(f"study {source}: '{key}' must be a list of [[{key}]] tables")
+    gpus, included = content.get("gpus", 0), content.get("include", [])
+    if not isinstance(gpus, int) or gpus < 0:
+        raise UserError(f"study {source}: 'gpus' must be a number of GPUs, not {gpus!r}")
+    if not isinstance(included, list) or not set(map(str, included)) <= set(preset_names()):
+        raise UserError(f"study {source}: 'include' must be a list of presets: {', '.join(preset_names())}")
+    name, description = Path(source).stem, str(content.get("description", ""))
+
+    def grids(kind: str) -> list[Grid]:
+        flat = map(_flat, content.get(kind, ()))
+        return [{**{field: _as_list(field, value) for field, value in grid.items()}, **overrides} for grid in flat]
+
+    parts = [
+        *(Part(kind=kind, step=cell) for kind in STEP_PARTS for grid in grids(kind) for cell in resolve_grid(grid)),
+        *(Part(kind=kind, options=options) for kind in BENCHMARKS for options in content.get(kind, ())),
+    ]
+    includes = tuple(load_study(str(preset), overrides) for preset in included)
+    if not parts and not includes:
+        return replace(study_from_grids(name, description, grids("grid")), gpus=gpus)
+    cells = study_from_grids(name, description, grids("grid")).cells if content.get("grid") else ()
+    return StudySpec(
+        name=name, description=description, cells=cells, parts=_distinct(parts), gpus=gpus, includes=includes
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from steplab.specs.step import STEP_FIELDS, StepSpec
-from steplab.specs.study import StudySpec
+from steplab.specs.study import Part, StudySpec
 
 _FIELDS_OF_FORMAT_1 = (
     *("model", "batch", "context", "pass_name", "precision", "compile", "attention", "checkpointing", "optimizer"),
@@ -28,15 +28,25 @@ def cell_key(spec: StepSpec) -> str:
     return _short_hash(_json({name: value for name, value in _beyond_defaults(spec).items() if name not in unused}))
 
 
+def part_key(part: Part) -> str:
+    """The identity of a further measurement of a study: its command, and the key of its step or of its options."""
+    return f"{part.kind}:{cell_key(part.step) if part.step else _short_hash(_json(part.options))}"
+
+
+def study_keys(study: StudySpec) -> list[str]:
+    """The keys of all measurements of a study."""
+    return [*map(cell_key, study.cells), *map(part_key, study.parts)]
+
+
 def study_fingerprint(study: StudySpec) -> str:
-    """The key of a study over its cells; their order and the study's name do not count."""
-    return _fingerprint([cell_key(cell) for cell in study.cells])
+    """The key of a study over all its measurements; their order and the study\'s name do not count."""
+    return _fingerprint(study_keys(study))
 
 
 def fingerprint_of_format_1(study: StudySpec) -> str | None:
     """The fingerprint of the study in a store of format 1; None if a cell uses a newer field."""
     keys = [_key_of_format_1(cell) for cell in study.cells]
-    return _fingerprint([key for key in keys if key]) if all(keys) else None
+    return _fingerprint([key for key in keys if key]) if all(keys) and not study.parts else None
 
 
 def _key_of_format_1(spec: StepSpec) -> str | None:

@@ -163,6 +163,10 @@ class Store:
         """Store what a sweep will measure; returns the id that its records carry as `study`."""
         return study_table.begin_study(self._connection, study)
 
+    def describe_study(self, study_id: str, description: str) -> None:
+        """Give the study with this whole id another description."""
+        study_table.describe_study(self._connection, study_id, description)
+
     def find_study(self, study: StudySpec) -> str | None:
         """Id of the newest study with the same cells; neither their order nor its name matters."""
         return study_table.find_study(self._connection, study)

@@ -186,7 +186,7 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
         )
     study = record.sweep_id
     if study:
-        cell = cell or (cell_key(record.cell) if record.cell else None)
+        cell = cell or _default_cell(record)
         connection.query(
             "INSERT OR IGNORE INTO study (id, name, description, created_utc) VALUES (?, ?, '', ?)",
             study,
@@ -208,6 +208,16 @@ def _insert(connection: Connection, record: Record, body: bytes, cell: str | Non
         body,
     )
     return True
+
+
+def _default_cell(record: Record) -> str | None:
+    """The key of a record that does not come from the study itself, but for example from an export."""
+    if record.cell is None:
+        return None
+    watched = [
+        name for name, found in (("profile", "profile"), ("memory", "memory_profile")) if getattr(record, found, None)
+    ]
+    return "+".join(watched) + ":" + cell_key(record.cell) if watched else cell_key(record.cell)
 
 
 def _measured(record: Record) -> Record:

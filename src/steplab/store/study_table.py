@@ -5,7 +5,7 @@ import msgspec
 from steplab.records.codec import new_id, now_utc
 from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
-from steplab.store.cells import cell_key, fingerprint_of_format_1, study_fingerprint
+from steplab.store.cells import fingerprint_of_format_1, study_fingerprint, study_keys
 from steplab.store.connection import Connection
 from steplab.store.selection import NOT_SUPERSEDED
 
@@ -16,7 +16,7 @@ _FINISHED = "status IN ('ok', 'out_of_memory', 'error')"
 def begin_study(connection: Connection, study: StudySpec) -> str:
     """Store the cells that the study will measure; returns its new id."""
     study_id = new_id()
-    cells = [cell_key(cell) for cell in study.cells]
+    cells = study_keys(study)
     with connection.transaction():
         connection.query(
             "INSERT INTO study (id, name, description, created_utc, fingerprint, num_cells, cells)"
@@ -49,12 +49,18 @@ def latest_study(connection: Connection) -> str | None:
 
 
 def finished_cells(connection: Connection, study_id: str) -> set[str]:
-    """Keys of the study's cells that need no further attempt."""
+    """Keys of the study's measurements that need no further attempt."""
     found = connection.query(
-        f"SELECT DISTINCT cell FROM record WHERE study = ? AND kind = 'run' AND cell IS NOT NULL AND {_FINISHED}",
+        f"SELECT DISTINCT cell FROM record WHERE study = ? AND (kind = 'run' OR instr(cell, ':')) AND {_FINISHED}",
         study_id,
     )
-    return {str(row[0]) for row in found}
+    return {str(row[0]) for row in found if row[0] is not None}
+
+
+def describe_study(connection: Connection, study_id: str, description: str) -> None:
+    """Give the study another description."""
+    with connection.transaction():
+        connection.query("UPDATE study SET description = ? WHERE id = ?", description, study_id)
 
 
 def study_rows(connection: Connection) -> list[Row]:
@@ -64,7 +70,8 @@ def study_rows(connection: Connection) -> list[Row]:
         f"""
         SELECT study.id, study.created_utc, study.name, study.description, study.num_cells,
                COUNT(*) FILTER (WHERE record.status = 'ok'), COUNT(*) FILTER (WHERE record.status != 'ok')
-        FROM study LEFT JOIN record ON record.study = study.id AND record.kind = 'run' AND {NOT_SUPERSEDED}
+        FROM study LEFT JOIN record ON record.study = study.id
+            AND (record.kind = 'run' OR instr(record.cell, ':')) AND {NOT_SUPERSEDED}
         GROUP BY study.seq ORDER BY study.created_utc DESC, study.seq DESC
         """
     )
