@@ -23,7 +23,6 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.parallel import ShardedOptimizer
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.ddp import MOMENTS, DdpCell, DdpFacts
 from steplab.specs.ddp import KINDS, DdpStudy, Variant, variants_of
@@ -64,9 +63,7 @@ def world_here() -> World:
 
 
 def weights(step: VariantStep) -> list[Tensor]:
-    """All parameters, whole; those that are on their way are waited for."""
-    if isinstance(step.optimizer, ShardedOptimizer):
-        step.optimizer.wait()
+    """All parameters, whole."""
     return [
         parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
         for parameter in step.module.parameters()

@@ -11,6 +11,10 @@ import torch
 
 from steplab.errors import UserError
 from steplab.parallel.collectives import Collectives
+from steplab.parallel.launch_order import LaunchOrder
+
+_PADDED = 4096
+"""Numbers in an exchange are padded to a multiple of it, so that modules of different sizes are told apart as well."""
 
 
 def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
@@ -54,23 +58,42 @@ class StepAgreement:
     """One exchange per step, which also compares the order in which gradients became ready.
 
     Orders are compared by a checksum in that exchange; the ranks send each other the orders only if it differs. The
-    first difference is kept and warned of; after that orders are no longer compared.
+    first difference is kept and warned of; after that orders are no longer compared. Whether the ranks synchronise the
+    same module, and have launched the buckets of all modules in one order, is compared every time.
     """
 
-    def __init__(self, collectives: Collectives, names: Sequence[str]) -> None:
+    def __init__(self, collectives: Collectives, names: Sequence[str], launches: LaunchOrder) -> None:
         self._collectives = collectives
         self._names = names
+        self._launches = launches
+        self.module = launches.join()
+        """The module's number in its group."""
         self.difference: str | None = None
 
     def exchange(self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]) -> Agreed:
-        """Give a flag per parameter and the order of readiness on this rank; get the flags that hold on any rank."""
+        """Give a flag per parameter and the order of readiness on this rank; get the flags that hold on any rank.
+
+        Raises UserError, on all ranks, if they synchronise different modules or have launched in different orders.
+        """
         checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
-        values = torch.tensor([*present, *late, checksum, -checksum], dtype=torch.int64)
-        *flags, largest, smallest_negated = self._collectives.host_maximum(values).tolist()
-        if largest != -smallest_negated:
+        compared = self.module, self._launches.checksum, checksum
+        values = [*compared, *(-value for value in compared), *present, *late]
+        values += [0] * (-len(values) % _PADDED)
+        largest = self._collectives.host_maximum(torch.tensor(values, dtype=torch.int64)).tolist()
+        count, num_compared = len(present), len(compared)
+        same_module, same_launches, same_order = (
+            largest[place] == -largest[place + num_compared] for place in range(num_compared)
+        )
+        if not same_module or not same_launches:
+            different = "sent gradients of several DataParallel in different orders"
+            raise UserError(
+                f"the ranks {different if same_module else 'synchronise different DataParallel'}: run their backward "
+                "passes and finish_gradient_synchronization() in one order on all ranks, one module after the other"
+            )
+        if not same_order:
             self._compare(self._collectives.host_gather(list(order)))
-        count = len(present)
-        return Agreed(present=[bool(flag) for flag in flags[:count]], late=[bool(flag) for flag in flags[count:]])
+        flags = [bool(flag) for flag in largest[2 * num_compared :]]
+        return Agreed(present=flags[:count], late=flags[count : 2 * count])
 
     def _compare(self, orders: list[list[int]]) -> None:
         common = set(orders[0]).intersection(*orders)  # a parameter without a gradient has no place in the order

@@ -32,6 +32,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.parallel.agreement import check_alike
 from steplab.parallel.buckets import Bucket
 from steplab.parallel.collectives import Collectives, collectives_of
+from steplab.parallel.launch_order import launch_order_of
 from steplab.parallel.ownership import owners_in
 from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.reduction import GradientReducer
@@ -58,12 +59,14 @@ class DataParallel(nn.Module):
     host (see peer_copies.py), which leaves the multiprocessors to backward; it takes device memory for a second copy of
     all gradients, outside torch's allocator.
 
-    Two rules that nothing checks in time. Ranks that have several of these run their backward passes, and synchronise
-    their gradients, in one order: else gradients of different modules are averaged, or ranks wait for each other for
-    ever; by peer copies too, as streams share the GPU's queues. And a backward pass whose gradients are on their way is
-    finished on all ranks before this is dropped: memory of peer copies is not given back before what was launched is
-    over, so the rank waits, in Python's garbage collector maybe, for what others may never send. A RuntimeWarning
-    tells of it.
+    Ranks that have several of these in one group run their backward passes, and synchronise their gradients, in one
+    order: else gradients of different modules are averaged. That is compared at every synchronisation, which raises
+    UserError on all ranks where they differ; ranks that wait for each other before that, in a collective, do so until
+    its timeout.
+
+    A backward pass whose gradients are on their way is finished on all ranks before this is dropped: memory of peer
+    copies is not given back before what was launched is over, so the rank waits, in Python's garbage collector maybe,
+    for what others may never send. A RuntimeWarning tells of it.
 
     With `to_owners` each gradient is averaged on one rank alone, the owner of its parameter, at half the traffic, and
     is None on the others after that: for `ShardedOptimizer(..., owners=model.owners)`, which updates each parameter on
@@ -118,7 +121,13 @@ class DataParallel(nn.Module):
 
         with torch.cuda.device(self._gpu):
             self._reducer = GradientReducer(
-                self._trained_names, [p for _, p in trained], chosen, make_buckets, collectives, self._owners
+                self._trained_names,
+                [p for _, p in trained],
+                chosen,
+                make_buckets,
+                collectives,
+                launch_order_of(group),
+                self._owners,
             )
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 
@@ -135,7 +144,8 @@ class DataParallel(nn.Module):
         them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then. Until it
         is called, `step` of any torch optimizer that has these parameters raises UserError.
 
-        Raises UserError within `no_sync`, and where a parameter was frozen when this was built and no longer is.
+        Raises UserError within `no_sync`, where a parameter was frozen when this was built and no longer is, and on all
+        ranks where they synchronise different modules or have sent the gradients of several in different orders.
         """
         if not self._reducer.active:
             raise UserError("gradients cannot be synchronised within no_sync: leave it first")

@@ -35,6 +35,7 @@ from steplab.errors import UserError
 from steplab.parallel.agreement import StepAgreement
 from steplab.parallel.buckets import Bucket, grouped
 from steplab.parallel.collectives import Collectives
+from steplab.parallel.launch_order import LaunchOrder
 from steplab.parallel.ownership import Owners
 from steplab.parallel.sharded_optimizer import ShardedOptimizer
 from steplab.parallel.strategies import Strategy
@@ -50,6 +51,7 @@ class GradientReducer:
         strategy: Strategy,
         make_buckets: Callable[[list[list[nn.Parameter]]], Sequence[Bucket]],
         collectives: Collectives,
+        launches: LaunchOrder,
         owners: Owners | None = None,
     ) -> None:
         """`owners`: each average is on the rank that owns the parameter alone; filled once the buckets are made."""
@@ -60,7 +62,8 @@ class GradientReducer:
         self._members = grouped(self._parameters, strategy.bucket_bytes)
         self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
-        self.agreement = StepAgreement(collectives, names)
+        self.agreement = StepAgreement(collectives, names, launches)
+        self._launches = launches
         self._expected = [True] * len(self._parameters)
         self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
         self._begin()
@@ -153,12 +156,14 @@ class GradientReducer:
         gradients = self._take(self._members[self._next])
         for index, gradient in zip(self._members[self._next], gradients, strict=True):
             self._sent[index] = gradient is not None
+        self._launches.note(self.agreement.module)
         self._buckets[self._next].launch(gradients)
         self._next += 1
 
     def _launch_again(self, late: Sequence[bool]) -> None:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if any(late[index] for index in members):
+                self._launches.note(self.agreement.module)
                 bucket.launch(bucket.add(self._take(members)))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:

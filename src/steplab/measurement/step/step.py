@@ -26,6 +26,7 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready
 from steplab.measurement.step.loop import Phase
 from steplab.model.workload import Workload, call, loss_of
+from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
 from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
@@ -116,6 +117,8 @@ class ModelStep:
         """Run one step, its phases in order."""
         for phase in self.phases:
             phase.run()
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.wait()  # else parameters may be on their way until the next forward pass
 
     def _phases(self, spec: StepSpec) -> list[Phase]:
         pipeline, finish = self.distributed.pipeline, self.distributed.finish_gradients
