@@ -21,11 +21,11 @@ from steplab.units import format_time
 STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--warmup", "3", "--steps", "10"]
 PIECES = {
     "compiled": [
-        *["--compile", "block", "--contenders"],
+        *["--compile", "block", "--variants"],
         "bucketed:100,bucketed:200,bucketed:400,sharded:100,torch_ddp:25,torch_ddp:400,torch_ddp:1000,fsdp2",
     ],
-    "eager": ["--contenders", "bucketed:100,bucketed:400,sharded:100,torch_ddp:25,torch_ddp:400,fsdp2"],
-    "strategies": ["--contenders", "bucketed:10,bucketed:1000,overlap,flat,naive,torch_ddp:100"],
+    "eager": ["--variants", "bucketed:100,bucketed:400,sharded:100,torch_ddp:25,torch_ddp:400,fsdp2"],
+    "strategies": ["--variants", "bucketed:10,bucketed:1000,overlap,flat,naive,torch_ddp:100"],
 }
 
 

@@ -23,8 +23,8 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
         (("--precision", "fp16"), "use --precision bf16"),
         (("--transport", "peer_copy"), "transport peer_copy on a CPU is not supported"),
         (("--transport", "magic"), "transport 'magic' is not known; choose some of collectives, peer_copy"),
-        (("--contenders", "flat,torch_ddp", "--transport", "collectives"), "add bucketed or sharded to --contenders"),
-        (("--contenders", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no effect on flat, bucketed:5"),
+        (("--variants", "flat,torch_ddp", "--transport", "collectives"), "add bucketed or sharded to --variants"),
+        (("--variants", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no effect on flat, bucketed:5"),
         (("--microbatches", "2"), "Unknown option"),
     ],
 )
@@ -39,8 +39,8 @@ def test_a_request_that_makes_no_sense_is_one_line(
 
 
 def test_two_processes_are_compared_kept_and_drawn(steplab: Program) -> None:
-    contenders = ("--contenders", "flat,sharded", "--traces", "traces", "--name", "mine")
-    result = steplab("ddp", "--processes", "2", *SMALL, *contenders, "--format", "json")
+    variants = ("--variants", "flat,sharded", "--traces", "traces", "--name", "mine")
+    result = steplab("ddp", "--processes", "2", *SMALL, *variants, "--format", "json")
     assert result.code == 0, result.stderr
     rows = result.rows()
     assert [row["contender"] for row in rows] == ["no communication", "flat", "sharded 25 MB"]

@@ -74,7 +74,7 @@ def _traces(program: Program) -> tuple[str, ...]:
     study = DdpStudy(step=resolve_step({}), processes=2, contenders=variants_of(["flat"], [1.0], ["collectives"]))
     (program.cwd / "traces").mkdir()
     _link(program, f"traces/{study.trace_name(1)}")
-    return ("ddp", "--processes", "2", "--contenders", "flat", "--traces", "traces")
+    return ("ddp", "--processes", "2", "--variants", "flat", "--traces", "traces")
 
 
 def _marks(program: Program) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def is_loopback(address: str) -> bool:
 COMMANDS = {
     "run": ("run", *without_device(), "--processes", "2"),
     "comm": ("comm", "--size", "1KB", "--collective", "all_reduce", "--processes", "2"),
-    "ddp": ("ddp", *without_device(), "--contenders", "bucketed:1", "--processes", "2"),
+    "ddp": ("ddp", *without_device(), "--variants", "bucketed:1", "--processes", "2"),
 }
 
 

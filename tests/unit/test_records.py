@@ -245,11 +245,13 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
     phases = (
         PhaseSamples(phase="step", host_s=tuple(step)),
         PhaseSamples(phase="forward", device_s=tuple(forward), host_s=(0.0,)),
+        PhaseSamples(phase="pipeline", host_s=tuple(forward)),
         PhaseSamples(phase="gradient sync", host_s=tuple(step)),
     )
     row = run_row(recorder_run(timing=Timing(warmup=phases, back_to_back=phases), tokens_per_step=512))
     assert row["step_time_s"] == statistics.median(step)
     assert row["forward_s"] == statistics.median(forward)
+    assert row["pipeline_s"] == statistics.median(forward)
     assert row["gradient_sync_s"] == statistics.median(step)
     assert row["tokens_per_s"] == 512 / statistics.median(step)
     assert row["backward_s"] is row["optimizer_s"] is row["compile_s"] is None

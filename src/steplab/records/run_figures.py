@@ -108,6 +108,7 @@ RUN_FIGURES: tuple[RunFigure, ...] = (
     RunFigure(key="warnings", header="warning", unit="text", find=disturbance_words, rank=1, shared="warning: {}"),
     RunFigure(key="forward_s", header="forward", unit="s", find=_phase("forward"), rank=5),
     RunFigure(key="backward_s", header="backward", unit="s", find=_phase("backward"), rank=5),
+    RunFigure(key="pipeline_s", header="pipeline", unit="s", find=_phase("pipeline"), rank=5),
     RunFigure(key="gradient_sync_s", header="sync", unit="s", find=_phase("gradient sync"), rank=5),
     RunFigure(key="optimizer_s", header="opt. step", unit="s", find=_phase("optimizer"), rank=5),
     RunFigure(key="compile_s", header="compile time", unit="s", find=_compile_s, rank=6),

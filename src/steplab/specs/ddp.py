@@ -149,12 +149,12 @@ def refuse_what_none_uses(
     if bucket_sizes_mb is not None and not any(name.strip() in _SIZED for name in names):
         raise UserError(
             f"bucket sizes have no effect on {whose}; leave --bucket-sizes out, or add {' or '.join(_SIZED)} to "
-            "--contenders"
+            "--variants"
         )
     if transports is not None and not set(WITH_TRANSPORT) & set(kinds):
         raise UserError(
             f"a transport has no effect on {whose}; leave --transport out, or add {' or '.join(WITH_TRANSPORT)} to "
-            "--contenders"
+            "--variants"
         )
 
 

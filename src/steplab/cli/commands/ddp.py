@@ -43,6 +43,7 @@ def ddp(
     contenders: Annotated[
         str,
         Parameter(
+            name=("--variants", "--contenders"),  # the earlier name
             help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
             "bucket size alone",
             group=_VARIANTS,

@@ -68,7 +68,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="num_ranks", header="ranks", quantity=LABEL, shared="{} rank{s}", folds=True),
     Column(key="backend", header="backend", shared="{}", rank=1, folds=True),
     Column(key="collectives", header="collectives", shared="collectives: {}", rank=1, wraps_from=16, folds=True),
-    Column(key="contenders", header="contenders", shared="contenders: {}", rank=1, wraps_from=20, folds=True),
+    Column(key="contenders", header="variants", shared="variants: {}", rank=1, wraps_from=20, folds=True),
     Column(key="num_cells", header="cells", quantity=LABEL, shared="{} cell{s}", folds=True),
     Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),
     Column(key="num_failed", header="failed", quantity=LABEL, shared="{} failed", quiet="0", folds=True),

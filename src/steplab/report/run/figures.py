@@ -14,7 +14,7 @@ T = TypeVar("T")
 WARMUP_COUNTS = (0, 1, 2, 5)
 """Numbers of warm-up steps whose effect on the figures is shown."""
 
-PARTS = ("forward", "backward", "optimizer")
+PARTS = ("forward", "backward", "pipeline", "gradient sync", "optimizer")
 """Parts of a built-in step, in the order they run."""
 
 
