@@ -4,8 +4,10 @@ Commands are forked from a process that has imported everything (preloaded.py): 
 run under another program is started as from a shell, and so are some that are interrupted.
 """
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -18,12 +20,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Preloaded, Started
 
 import steplab
+from steplab.cli.app import main
 
 SOURCES = Path(steplab.__file__).parents[1]
 REPOSITORY = Path(__file__).parents[2]
@@ -110,6 +114,14 @@ class Program:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+
+    def here(self, *arguments: str | Path) -> Result:
+        """Run a command in this process, which is quicker: for one that is refused, or starts no process."""
+        out, errors = io.StringIO(), io.StringIO()
+        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors)
+        with patch.dict(os.environ, self.environment, clear=True), contextlib.chdir(self.cwd), streams[0], streams[1]:
+            code = main([str(argument) for argument in arguments])
+        return Result(code=code, stdout=out.getvalue(), stderr=remarks(errors.getvalue()))
 
     def start(self, *arguments: str | Path, module: str = "steplab") -> Started:
         """Start a command as a shell's foreground job: in a process group of its own, open to Ctrl-C."""

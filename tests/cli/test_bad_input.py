@@ -105,22 +105,22 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_a_wrong_request_is_named_with_its_remedy(
     guarded: Program, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    said = complaint(guarded(*arguments), 2)
+    said = complaint(guarded.here(*arguments), 2)
     assert all(word in said for word in words), said
 
 
 def test_a_line_break_in_a_value_does_not_break_the_line(guarded: Program) -> None:
-    complaint(guarded("run", "--model", "small\nmedium"), 2)
+    complaint(guarded.here("run", "--model", "small\nmedium"), 2)
 
 
 def test_a_name_that_is_no_text_costs_no_measurement(guarded: Program) -> None:
     # A byte that is no UTF-8, as Python passes it on.
-    complaint(guarded("run", *tiny(), "--name", "\udcff"), 2)
+    complaint(guarded.here("run", *tiny(), "--name", "\udcff"), 2)
 
 
 def test_a_context_beyond_the_configurations_positions_is_refused(guarded: Program) -> None:
     guarded.write("config.json", json.dumps(TINY_LLAMA))
-    said = complaint(guarded("run", *tiny(context="33"), "--model", "hf:config.json"), 2)
+    said = complaint(guarded.here("run", *tiny(context="33"), "--model", "hf:config.json"), 2)
     assert "33" in said
     assert "32" in said
     assert "max_position_embeddings" in said
@@ -129,7 +129,7 @@ def test_a_context_beyond_the_configurations_positions_is_refused(guarded: Progr
 @pytest.mark.parametrize("content", ["{", "[1, 2]", "{}", '{"model_type": 7}', "\x00"])
 def test_a_file_that_is_no_configuration_is_named(guarded: Program, content: str) -> None:
     guarded.write("config.json", content)
-    said = complaint(guarded("run", *tiny(), "--model", "hf:config.json"), 2)
+    said = complaint(guarded.here("run", *tiny(), "--model", "hf:config.json"), 2)
     assert "config.json" in said
 
 
@@ -149,7 +149,7 @@ def test_a_file_that_is_no_configuration_is_named(guarded: Program, content: str
 )
 def test_a_file_that_is_no_study_is_refused(guarded: Program, study: str) -> None:
     guarded.write("study.toml", study)
-    complaint(guarded("sweep", "study.toml"), 2)
+    complaint(guarded.here("sweep", "study.toml"), 2)
 
 
 def test_debug_shows_where_an_error_comes_from(guarded: Program) -> None:

@@ -35,7 +35,7 @@ UNKNOWN = ("gpu", "zzz", "meta", "", "cuda:", "cuda:one", "cpu:0")
 @pytest.mark.parametrize("device", UNKNOWN)
 @pytest.mark.parametrize("command", WITH_DEVICE)
 def test_an_unknown_device_is_refused_at_once(steplab: Program, command: str, device: str) -> None:
-    said = complaint(steplab(*WITH_DEVICE[command], "--device", device), 2)
+    said = complaint(steplab.here(*WITH_DEVICE[command], "--device", device), 2)
     known = "cuda, cpu" if command == "comm" else "auto, cpu, mps, cuda or cuda:N"
     says_so = f"device '{device}' is not known; choose one of {known}" in said
     assert says_so or (device == "" and "device must be a name, not ''" in said), said
@@ -43,13 +43,13 @@ def test_an_unknown_device_is_refused_at_once(steplab: Program, command: str, de
 
 
 def test_a_device_of_a_collective_is_not_passed_over(steplab: Program) -> None:
-    said = complaint(steplab("comm", "--processes", "2", "--device", "cpu,gpu"), 2)
+    said = complaint(steplab.here("comm", "--processes", "2", "--device", "cpu,gpu"), 2)
     assert said == "steplab: device 'gpu' is not known; choose one of cuda, cpu"
 
 
 @pytest.mark.parametrize("command", [("ddp", "--processes", "2"), ("explain", "--try")])
 def test_commands_whose_device_is_given_otherwise_take_none(steplab: Program, command: tuple[str, ...]) -> None:
-    assert "--device" in complaint(steplab(*command, "--device", "gpu"), 2)
+    assert "--device" in complaint(steplab.here(*command, "--device", "gpu"), 2)
 
 
 def test_a_table_of_tiles_is_not_tuned_on_a_cpu(steplab: Program) -> None:

@@ -1,6 +1,7 @@
 """Watching a step from Python: what is kept when something fails, and what a run is set against."""
 
 import dataclasses
+import gc
 import gzip
 import hashlib
 import itertools
@@ -16,7 +17,11 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
 from steplab.lab.memory import memory, predicted_memory
 from steplab.lab.memory_import import import_snapshot
+from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.memory_references import memory_references
+from steplab.measurement.memory.recorder import MemoryWatch
+from steplab.measurement.observer import Observer
+from steplab.measurement.step.session import measure_here
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
 from steplab.records.memory_references import MemoryReferences
@@ -221,6 +226,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
     assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()
 
 
+@pytest.mark.usefixtures("torch_settings_put_back")
 @pytest.mark.parametrize("fields", [{}, {"pass": "forward_backward"}, {"optimizer": "sgd", "checkpointing": "full"}])
 def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
     tmp_path: Path, fields: dict[str, object]
@@ -232,8 +238,10 @@ def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
 
     def peaks(**more: object) -> tuple[dict[str, int], dict[str, int]]:
         spec = resolve_step(step | more)
-        profile = memory(spec, store=tmp_path / "store.db").memory_profile
-        assert profile is not None
+        snapshot = tmp_path / "step.pickle"
+        gc.collect()  # what an earlier step left would be found alive before this one
+        measure_here(spec, Observer(), MemoryWatch(snapshot=snapshot, marks=marks_beside(snapshot)))
+        profile = read_memory(snapshot, lambda progress: None)
         return {name: size for name, size in profile.at_peak.items() if size}, predicted_memory(spec).at_peak
 
     (measured_once, predicted_once), (measured, predicted) = peaks(), peaks(accumulation=3)
