@@ -53,7 +53,7 @@ def peer_buckets(
     """
     divisions = [divided(group, memory.size, owners) for group in groups]
     starts = [[0, *accumulate(pages(d.kept_bytes(rank)) for d in divisions)] for rank in range(memory.size)]
-    copies = PeerCopies(memory, [division.landing_bytes for division in divisions], max(ends[-1] for ends in starts))
+    copies = PeerCopies(memory, max(ends[-1] for ends in starts), ring_bytes(divisions, memory.size))
     return [PeerBucket(copies, division, [of[place] for of in starts]) for place, division in enumerate(divisions)]
 
 
@@ -64,15 +64,14 @@ class PeerCopies:
     collector runs.
     """
 
-    def __init__(self, memory: PeerMemory, landing_bytes: Sequence[int], rings_start: int) -> None:
-        """Take the bytes of each bucket's landing place, `landing_bytes`; the buckets lie before `rings_start`."""
+    def __init__(self, memory: PeerMemory, rings_start: int, ring_bytes: int) -> None:
+        """Make rings of `ring_bytes` each; the buckets lie before `rings_start`."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.num_launched = 0
         self._num_awaited = 0
         self.under_way: deque[PeerBucket] = deque()
-        window = max(pages(-(-WINDOW_BYTES // memory.size)), 3 * max(landing_bytes))
-        self.ring_bytes = min(sum(landing_bytes), window)
+        self.ring_bytes = ring_bytes
         self._rings_start, self._cursor = rings_start, 0
         self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
         everyone = range(memory.size)
@@ -234,6 +233,20 @@ class PeerBucket:
             count = len(self._homes)
             memory.copy(HOMEWARD, self._homes, [self._mine] * count, [self._home_bytes] * count)
         memory.signal(HOMEWARD, copies.tell_of_means, self.number)
+
+
+def ring_bytes(divisions: Sequence[Division], size: int) -> int:
+    """The length of the ring in which one of `size` ranks' gradients land: its part of the window.
+
+    Where parts are uneven, it has room for three of the largest as well.
+    """
+    sizes = [division.borders[-1] for division in divisions]
+    window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes)))
+    even = pages(-(-window // size))
+    if divisions[0].owners is None:
+        return even
+    places = [division.landing_bytes for division in divisions]
+    return max(even, min(sum(places), 3 * max(places)))
 
 
 def _gradients_told_by(rank: int) -> int:

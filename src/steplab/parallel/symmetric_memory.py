@@ -63,33 +63,37 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         start = max(-(-num_bytes // _COUNTER_BYTES), 1) * _COUNTER_BYTES
-        counters_bytes = (num_counters + self.size) * _COUNTER_BYTES  # and one of each rank for trials
-        self._own = symmetric.empty(start + counters_bytes, dtype=torch.uint8, device=self.device)
+        self._own = symmetric.empty(start + num_counters * _COUNTER_BYTES, dtype=torch.uint8, device=self.device)
         self._own.zero_()
         self._handle = symmetric.rendezvous(self._own, self._group)
-        torch.cuda.synchronize(self.device)
-        self._handle.barrier()  # nobody writes before all are zero
-        torch.cuda.synchronize(self.device)
+        self._meet()  # nobody writes before all are zero
         self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
         self._counters = [base + start for base in self._bases]
-        self._choose_lines(num_counters)
+        self._choose_lines()
+        self._meet()  # no rank still tries
+        self._own[start:].zero_()
+        self._meet()
         return self._own[:num_bytes], self._bases
 
-    def _choose_lines(self, first_counter: int) -> None:
-        """Take the pair of streams whose waits slow the current stream least; all ranks try together."""
+    def _meet(self) -> None:
+        """Return when all ranks have come here with all their work done."""
+        torch.cuda.synchronize(self.device)
+        self._handle.barrier()
+        torch.cuda.synchronize(self.device)
+
+    def _choose_lines(self) -> None:
+        """Take the pair of streams whose waits slow the current stream least; all ranks try together, by counters that
+        are zeroed after it."""
         pairs = [[torch.cuda.Stream(self.device, priority=-1) for _ in range(_NUM_LINES)] for _ in range(_PAIRS)]
         least_ms = [float("inf")] * _PAIRS
         for trial in range(_TRIALS * _PAIRS):
             place = trial % _PAIRS
             self._lines = [stream.cuda_stream for stream in pairs[place]]
-            least_ms[place] = min(least_ms[place], self._tried_ms(first_counter, trial + 1))
+            least_ms[place] = min(least_ms[place], self._tried_ms(trial + 1))
         self._streams = pairs[least_ms.index(min(least_ms))]
         self._lines = [stream.cuda_stream for stream in self._streams]
-        torch.cuda.synchronize(self.device)
-        self._handle.barrier()  # no rank writes to one that is still trying
-        torch.cuda.synchronize(self.device)
 
-    def _tried_ms(self, first_counter: int, number: int) -> float:
+    def _tried_ms(self, number: int) -> float:
         """How long small kernels take while the lines wait for them, and then for the other ranks, as for a bucket."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -103,9 +107,9 @@ class SymmetricMemory:
         self.follow_current(0)
         own, others = self._bases[self.rank], [self._bases[peer] for peer in peers]
         self.copy(0, others, [own] * len(peers), [_COUNTER_BYTES] * len(peers))  # of zeros onto zeros
-        self.signal(0, tuple((peer, first_counter + self.rank) for peer in peers), number)
+        self.signal(0, tuple((peer, self.rank) for peer in peers), number)
         self.follow_line(1, 0)
-        self.await_signals(1, tuple(first_counter + peer for peer in peers), number)
+        self.await_signals(1, tuple(peers), number)
         end.synchronize()
         return begin.elapsed_time(end)
 
