@@ -138,3 +138,20 @@ def counted_results(number: int, noun: str, num_failed: int) -> str:
     """The number of results and how many failed: '28 cells, all measured', '28 cells, of which 2 failed'."""
     ended = "all measured" if number and not num_failed else "all failed" if num_failed == number else ""
     return f"{counted(number, noun)}, {ended or f'of which {num_failed} failed'}" if number else f"no {noun}s"
+
+
+def format_figure(number: float) -> str:
+    """Whole numbers below 10^6 in full, others with three digits or fewer behind the first: 16,384, 4.6e14, 319.4."""
+    if float(number).is_integer() and abs(number) < 1e6:
+        return f"{int(number):,}"
+    if 1e-3 <= abs(number) < 1e6:
+        return f"{number:,.4g}" if abs(number) < 1e4 else f"{number:,.0f}"
+    mantissa, _, exponent = f"{number:.3e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def figure_in_latex(number: float) -> str:
+    """The same for LaTeX: 4.6 \\cdot 10^{14}, 16{,}384."""
+    mantissa, e, exponent = format_figure(number).partition("e")
+    written = mantissa.replace(",", "{,}")
+    return rf"{written} \cdot 10^{{{exponent}}}" if e else written

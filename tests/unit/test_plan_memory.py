@@ -459,7 +459,7 @@ def test_what_the_allocator_adds(asked: list[int], given_out: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model": "toy"}, "steplab's own Transformer alone"),
+        ({"model": "toy"}, "what its factory builds is not known before it runs"),
         ({"model": "package.module:function"}, "measure it with `steplab memory`"),
         ({"device": "cpu"}, "leave --device out"),
         ({"device": "mps"}, "leave --device out"),

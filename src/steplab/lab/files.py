@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from steplab.errors import SteplabError, UserError
-from steplab.records.run import Run
+from steplab.store.header import is_store_header
 from steplab.store.location import default_path
-from steplab.store.schema import is_store_header
+
+if TYPE_CHECKING:
+    from steplab.records.run import Run
 
 _READ_BYTES = 4096
 _COMPANIONS = {
@@ -220,7 +223,7 @@ def refuse_the_same(*paths: Path | None) -> None:
             raise UserError(f"two outputs would go to {path}, and the second would replace the first; name two files")
 
 
-def unread(error: Exception, run: Run, what: str, *, kept: Path | None) -> SteplabError:
+def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> SteplabError:
     """The error for a raw file that could not be read; kept: where the file is, None if it was not kept."""
     why = str(error) if isinstance(error, SteplabError) else f"{type(error).__name__}: {error}"
     where = f"the {what} is in {kept}" if kept else f"the {what} could not be kept in any folder"

@@ -5,6 +5,7 @@ highest moment is the sum that is given, each summand with its formula; docs/mem
 allocates and keeps, and where that is read off.
 """
 
+import dataclasses
 import re
 from collections import Counter
 
@@ -23,6 +24,8 @@ from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.ddp import Variant
+from steplab.specs.hf_shape import shape_of
+from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
 from steplab.units import KIB, MIB, format_bytes
 
@@ -40,15 +43,16 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it; None: a Hopper, such as the H200. Raises Unsupported for a step that
-    does not run on CUDA, and for a model other than a built-in size, whose operators are not known. For a size for
-    planning only, and with CUDA graphs, it is a lower bound: `kind` says so. On a layout the prediction is of the ranks
-    that need most, with all others beside it; `variant` says how the ranks of a layout of dp alone share their state,
-    where that is none of `spec.data_parallel`.
+    does not run on CUDA, and for a model whose parts are not known: a factory's, and most configurations of
+    transformers. Of a configuration that is known, of a size for planning only, and with CUDA graphs, it is a lower
+    bound: `kind` says so. On a layout the prediction is of the ranks that need most, with all others beside it;
+    `variant` says how the ranks of a layout of dp alone share their state, where that is none of `spec.data_parallel`.
     """
-    _refuse_what_is_not_known(spec)
+    asked, what = spec, f"predicting the memory of {spec.model.label}"
+    shape = shape_of(spec.model, what)
+    _refuse_what_is_not_known(spec, shape, what)
+    spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
     refuse_unserved_attention(spec)
-    shape = spec.model.shape
-    assert shape is not None
     if shape.num_heads == 0:
         return _without_activations(spec)
     on_hopper = device is None or _HOPPER.search(device) is not None
@@ -57,7 +61,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
         return predict_layout_memory(spec, workspace.value, variant, _notes(spec, workspace.value, device))
     ledger = memory_of(spec, workspace=workspace)
     peak = ledger.peak()
-    terms, kind = _terms(peak), _kind(spec)
+    terms, kind = _terms(peak), _kind(spec, foreign=asked.model.kind == "hf")
     least = least_device_bytes(peak.num_bytes)
     safe = None if kind == "at_least" else safe_device_bytes(ledger.reserved_bytes)
     return MemoryPrediction(
@@ -67,18 +71,19 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
         peak_where=f"{peak.piece.where}: {peak.piece.what}",
         terms=terms,
         phase_peaks=dict(ledger.phase_peaks),
-        notes=tuple(_notes(spec, workspace.value, device)),
+        notes=tuple(_notes(spec, workspace.value, device, foreign=asked.model.kind == "hf")),
         kind=kind,
         reserved_bytes=ledger.reserved_bytes,
         least_device_bytes=least,
         safe_device_bytes=safe,
         cards=fits_of(kind, least, safe),
-        spec=spec,
+        spec=asked,
     )
 
 
-def _kind(spec: StepSpec) -> PredictionKind:
-    if spec.compile in _CUDA_GRAPHS:
+def _kind(spec: StepSpec, *, foreign: bool) -> PredictionKind:
+    """foreign: the operators are another library's, which keeps more."""
+    if foreign or spec.compile in _CUDA_GRAPHS:
         return "at_least"
     estimated = spec.compile != "off" or implementation(spec.attention).memory_estimate or _rows_estimate(spec)
     return "estimate" if estimated else "dry_run"
@@ -92,11 +97,9 @@ def _rows_estimate(spec: StepSpec) -> str | None:
     return "of its temporaries, those as large as a chunk's logits are followed, and smaller ones are not"
 
 
-def _refuse_what_is_not_known(spec: StepSpec) -> None:
-    what, shape = f"predicting the memory of {spec.model.label}", spec.model.shape
-    if shape is None:
-        why = "what operators allocate and keep is known of steplab's own Transformer alone"
-        raise Unsupported(what, why, "measure it with `steplab memory`, or replace the sizes of a built-in model")
+def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str) -> None:
+    if spec.model.kind == "hf":
+        _refuse_what_transformers_has_not(spec, what)
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
@@ -115,6 +118,19 @@ def _refuse_what_is_not_known(spec: StepSpec) -> None:
     if shape.num_heads and shape.num_layers > _MOST_LAYERS:
         why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
         raise Unsupported(what, why, f"take --model.num-layers {_MOST_LAYERS} or fewer; each further one adds the same")
+
+
+def _refuse_what_transformers_has_not(spec: StepSpec, what: str) -> None:
+    """As model.hf does, which builds such a model."""
+    if spec.attention != "plain" and not spec.attention.startswith("sdpa"):
+        why = "transformers computes its models' attention"
+        raise Unsupported(f"{what} with attention {spec.attention}", why, "choose plain, sdpa or one of its kernels")
+    if spec.checkpointing not in ("none", "full"):
+        why = "of transformers steplab asks for every layer, or none"
+        raise Unsupported(f"{what} with checkpointing {spec.checkpointing}", why, "use --checkpointing full or none")
+    if spec.layout.world_size > 1:
+        why = "what its ranks share is known of steplab's own Transformer alone"
+        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
 
 
 def _terms(peak: Peak) -> tuple[Term, ...]:
@@ -175,13 +191,19 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     )
 
 
-def _notes(spec: StepSpec, workspace_bytes: int, device: str | None) -> list[str]:
+def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, foreign: bool = False) -> list[str]:
     """What is assumed, and what is left out."""
     card = device or "a Hopper (H100, H200)"
     notes = [
         f"on {card}: cuBLAS takes {format_bytes(workspace_bytes)} for each thread that multiplies matrices",
         "outside of the allocator, and not in it: the CUDA context, the kernels' code, NCCL",
     ]
+    if foreign:
+        notes.append(
+            "at least this: parameters, gradients and optimizer state are those of the configuration; activations are "
+            "those of steplab's Transformer with the same parts, and the norms, the loss, the gelu and the dropout of "
+            "transformers keep more"
+        )
     if spec.compile != "off":
         notes.append(
             "compiled: an estimate, from what the compiler of torch 2.13 chose to keep of these blocks; what passes "

@@ -1,4 +1,4 @@
-"""Vendors' figures for GPUs: peaks, memory and links. The figures are in hardware.toml.
+"""Vendors' figures for GPUs and TPUs: peaks, memory and links. The figures are in hardware.toml.
 
 They are denominators (how much of the peak did a step reach?) and planning limits, never measurements.
 The conventions, the same for every entry:
@@ -22,7 +22,7 @@ of its own and other rates; it gets no figures rather than those of the GPU it r
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
@@ -46,7 +46,7 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareSpec:
-    """One GPU as its vendor describes it."""
+    """One GPU or TPU as its vendor describes it."""
 
     name: str
     """Short name in steplab, such as H200 SXM; unique without regard to case."""
@@ -68,15 +68,23 @@ class HardwareSpec:
     """Peak by number format: fp32, tf32, bf16, fp16, fp8. A format that the GPU lacks is absent."""
     sources: Mapping[str, str]
     """A citation for every figure, by field name or number format."""
+    axis_bytes_per_s: float | None = None
+    """Of a chip in a torus, what it sends along one axis, over both links of it, GB = 1e9; None: GPUs, whose links lead
+    to a switch or to each other."""
 
     def peak_flops(self, dtype: str) -> Peak | None:
         """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None if the vendor states none."""
         return self.peaks.get(dtype)
 
 
-@functools.cache
 def catalogue() -> tuple[HardwareSpec, ...]:
     """Every GPU in the catalogue, in the order of the file."""
+    return tuple(spec for spec in accelerators() if spec.device_names)
+
+
+@functools.cache
+def accelerators() -> tuple[HardwareSpec, ...]:
+    """Every GPU in the catalogue, and every TPU, which torch does not know by a name."""
     text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
     return parse_catalogue(text)
 
@@ -88,11 +96,20 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 def hardware_named(name: str) -> HardwareSpec:
     """The GPU with this short name, without regard to case. Raises UserError that lists the known names."""
+    return _named(name, catalogue())
+
+
+def accelerator_named(name: str) -> HardwareSpec:
+    """The same of GPUs and TPUs."""
+    return _named(name, accelerators())
+
+
+def _named(name: str, known: Sequence[HardwareSpec]) -> HardwareSpec:
     wanted = name.strip().casefold()
-    for spec in catalogue():
+    for spec in known:
         if spec.name.casefold() == wanted:
             return spec
-    raise UserError(f"unknown hardware '{name}'; choose one of {', '.join(spec.name for spec in catalogue())}")
+    raise UserError(f"unknown hardware '{name}'; choose one of {', '.join(spec.name for spec in known)}")
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,9 +118,8 @@ class _Source(msgspec.Struct, forbid_unknown_fields=True):
     note: str
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
-    device_names: list[str]
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     interconnect: str
@@ -114,9 +130,18 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     multiprocessors: int | None = None
 
 
+class _Gpu(_Entry, forbid_unknown_fields=True, kw_only=True):
+    device_names: list[str]
+
+
+class _Tpu(_Entry, forbid_unknown_fields=True, kw_only=True):
+    axis_bytes_per_s: float
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     documents: dict[str, str]
-    gpu: list[_Entry]
+    gpu: list[_Gpu]
+    tpu: list[_Tpu] = []
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
@@ -125,13 +150,15 @@ def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
         file = msgspec.toml.decode(text, type=_File)
     except msgspec.DecodeError as error:
         raise ValueError(f"hardware catalogue: {error}") from error
-    specs = tuple(_spec(entry, file.documents) for entry in file.gpu)
+    entries: list[_Gpu | _Tpu] = [*file.gpu, *file.tpu]
+    specs = tuple(_spec(entry, file.documents) for entry in entries)
     _refuse_repeats("name", [spec.name.casefold() for spec in specs])
     _refuse_repeats("device name", [name for spec in specs for name in spec.device_names])
     return specs
 
 
-def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
+def _spec(entry: _Gpu | _Tpu, documents: Mapping[str, str]) -> HardwareSpec:
+    axis_bytes_per_s = entry.axis_bytes_per_s if isinstance(entry, _Tpu) else None
     figures: dict[str, float] = {
         "memory_bytes": entry.memory_bytes,
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth_bytes_per_s,
@@ -141,19 +168,22 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
         figures["usable_bytes"] = entry.usable_bytes
     if entry.multiprocessors is not None:
         figures["multiprocessors"] = entry.multiprocessors
+    if axis_bytes_per_s is not None:
+        figures["axis_bytes_per_s"] = axis_bytes_per_s
     figures.update(entry.peaks.items())
     for figure, value in figures.items():
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"hardware catalogue: {entry.name}: {figure} must be positive, not {value}")
     if entry.usable_bytes is not None and entry.usable_bytes > entry.memory_bytes:
         raise ValueError(f"hardware catalogue: {entry.name}: usable_bytes is more than memory_bytes")
-    for label, texts in (("name", [entry.name]), ("device name", entry.device_names)):
+    named = [("device name", entry.device_names)] if isinstance(entry, _Gpu) else []
+    for label, texts in (("name", [entry.name]), *named):
         if not texts or not all(text == text.strip() != "" for text in texts):
             raise ValueError(f"hardware catalogue: {entry.name}: empty or padded {label}")
     sources = _sources(entry, set(figures), documents)
     return HardwareSpec(
         name=entry.name,
-        device_names=tuple(entry.device_names),
+        device_names=tuple(entry.device_names) if isinstance(entry, _Gpu) else (),
         memory_bytes=entry.memory_bytes,
         usable_bytes=entry.usable_bytes,
         memory_bandwidth_bytes_per_s=entry.memory_bandwidth_bytes_per_s,
@@ -162,6 +192,7 @@ def _spec(entry: _Entry, documents: Mapping[str, str]) -> HardwareSpec:
         interconnect_bytes_per_s=entry.interconnect_bytes_per_s,
         peaks={dtype: Peak(flops_per_s=peak, source=sources[dtype]) for dtype, peak in entry.peaks.items()},
         sources=sources,
+        axis_bytes_per_s=axis_bytes_per_s,
     )
 
 

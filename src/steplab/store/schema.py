@@ -3,10 +3,8 @@
 import sqlite3
 from collections.abc import Callable
 
+from steplab.store.header import APPLICATION_ID
 from steplab.store.upgrade import to_format_2, to_format_3
-
-APPLICATION_ID = 0x53_54_50_4C
-"""'STPL' in the header of each store, which tells it from other SQLite files."""
 
 # A migration is a tuple of single statements, because sqlite3's executescript would end the transaction that
 # makes it all-or-nothing, or of functions that execute some. One that has been released is never edited; a change is a
@@ -60,12 +58,6 @@ def is_blank(connection: sqlite3.Connection) -> bool:
     if _pragma(connection, "application_id") or version(connection):
         return False
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
-
-
-def is_store_header(beginning: bytes) -> bool:
-    """Whether a file with this beginning is a store; https://sqlite.org/fileformat.html#application_id gives the
-    place."""
-    return beginning.startswith(b"SQLite format 3\0") and beginning[68:72] == APPLICATION_ID.to_bytes(4, "big")
 
 
 def is_ours(connection: sqlite3.Connection) -> bool:

@@ -1,10 +1,13 @@
-"""Predict the memory and the time of a step, without torch and without a GPU."""
+"""Predict the memory and the time of a step, and account for a model at scale, without torch and without a GPU."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, FileOptions, OutputOptions, StepOptions
+from steplab.cli.options import SPREAD, FileOptions, GivenFields, OutputOptions, StepOptions, step_options
+from steplab.specs.model import SIZE_FIELDS
+from steplab.specs.step import FIELDS
 
 plan = App(name="plan", help_format="plaintext")
 
@@ -122,3 +125,60 @@ def fit(
 
     chosen_format("rates", out, allowed=("rates",))
     emit(fitted_table(gpu, hold_out, out.store), out, "rates")
+
+
+_OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+@step_options(without=[key for key in FIELDS if key not in _OF_A_MODEL])
+class ModelOptions(GivenFields):
+    """A model, and the batch whose activations are counted."""
+
+
+@plan.command
+def accounting(
+    *,
+    model: ModelOptions = ModelOptions(),
+    card: Annotated[
+        str, Parameter(help="Device of the mesh, by its name in the catalogue of GPUs and TPUs")
+    ] = "TPU v5p",
+    mesh: Annotated[str, Parameter(help="Devices along each axis: FSDP and tensor parallelism")] = "fsdp=16,tp=4",
+    axes: Annotated[
+        str | None, Parameter(help="Axes of the network for each axis of the mesh [default: fsdp=2,tp=1 on a torus]")
+    ] = None,
+    flops: Annotated[float | None, Parameter(help="FLOP/s of a device, in place of the card's bf16 peak")] = None,
+    bandwidth: Annotated[
+        float | None, Parameter(help="Bytes/s that a device receives along one axis, in place of the card's")
+    ] = None,
+    counted_in: Annotated[str, Parameter(help="Card in whose memories the fp32 state is counted")] = "H100 SXM",
+    out: OutputOptions = OutputOptions(),
+) -> None:
+    """Derive what a model takes at scale: memory, devices, and the batch that hides communication.
+
+    Each question is answered in one sentence, followed by its formulas with
+    the figures put in, and by their source. Formats md and latex write them as
+    mathematics. Besides the sizes below there is xxl, which has feed-forward
+    blocks alone.
+
+    For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
+    """
+    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.lab.accounting import plan_accounting
+    from steplab.report.kit.rendering import render
+    from steplab.report.plan.accounting import accounting_document
+    from steplab.specs.resolve import resolve_step
+
+    spec = resolve_step(model.fields())
+    chosen = chosen_format(out.format, out)
+    found = plan_accounting(
+        spec,
+        card=card,
+        mesh=mesh,
+        axes=axes,
+        flops_per_s=flops,
+        axis_bytes_per_s=bandwidth,
+        counted_in=counted_in,
+    )
+    emit(render(accounting_document(found), chosen, color=stdout_color() and out.output is None), out, chosen)

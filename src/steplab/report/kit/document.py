@@ -216,7 +216,27 @@ class Section:
     """Whether a page starts with it closed."""
 
 
-Block = Sentences | Facts | Table | Pairs | Chart | Bars | Deferred | Section
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Equation:
+    """One line of a derivation."""
+
+    text: str
+    """In plain text."""
+    latex: str
+    """The same in LaTeX's mathematics, without delimiters."""
+    what: str
+    """What it gives, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Equations:
+    """A derivation. LaTeX and Markdown set it as mathematics."""
+
+    lines: tuple[Equation, ...]
+    """In their order."""
+
+
+Block = Sentences | Facts | Table | Pairs | Chart | Bars | Deferred | Equations | Section
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

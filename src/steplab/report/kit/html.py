@@ -4,7 +4,19 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.document import Bars, Block, Chart, Column, Deferred, Document, Facts, Section, Sentences, Table
+from steplab.report.kit.document import (
+    Bars,
+    Block,
+    Chart,
+    Column,
+    Deferred,
+    Document,
+    Equations,
+    Facts,
+    Section,
+    Sentences,
+    Table,
+)
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import unbroken
 
@@ -55,6 +67,7 @@ def environment() -> "Environment":
     made.filters |= {"unbroken": unbroken, "sheet": sheet, "first_rows": _first_rows, "look": _look}
     kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences, "facts": Facts}
     kinds["bars"] = Bars
+    kinds["equations"] = Equations
     for name, kind in kinds.items():
         made.tests[name] = lambda block, kind=kind: isinstance(block, kind)
     return made

@@ -2,7 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table, verdict_blocks
+from steplab.report.kit.document import (
+    Block,
+    Document,
+    Equations,
+    Facts,
+    Pairs,
+    Section,
+    Sentences,
+    Table,
+    verdict_blocks,
+)
 from steplab.report.kit.table import sheet
 from steplab.report.kit.text import plain
 
@@ -91,6 +101,8 @@ def _markdown(block: Block) -> str:
         return "\n".join(f"- **{escape_markdown(fact.figure)}** {escape_markdown(fact.text)}" for fact in block.facts)
     if isinstance(block, Pairs):
         return "\n".join(f"- {escape_markdown(name)}: {escape_markdown(value)}" for name, value in block.pairs)
+    if isinstance(block, Equations):
+        return "\n".join(f"- ${line.latex}$: {escape_markdown(line.what)}" for line in block.lines)
     if not isinstance(block, Sentences):
         return ""
     if block.role == "code":
@@ -133,6 +145,9 @@ def _latex(block: Block) -> str:
     if isinstance(block, Pairs):
         items = [rf"\item[{escape_latex(name)}] {escape_latex(value)}" for name, value in block.pairs]
         return "\n".join((r"\begin{description}", *items, r"\end{description}"))
+    if isinstance(block, Equations):
+        items = [rf"\item ${line.latex}$: {escape_latex(line.what)}" for line in block.lines]
+        return "\n".join((r"\begin{itemize}", *items, r"\end{itemize}"))
     if not isinstance(block, Sentences):
         return ""
     if block.role == "code":

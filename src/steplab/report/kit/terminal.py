@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 from steplab import units
-from steplab.report.kit.document import Block, Document, Facts, Pairs, Section, Sentences, Table, verdict_blocks
+from steplab.report.kit.document import (
+    Block,
+    Document,
+    Equations,
+    Facts,
+    Pairs,
+    Section,
+    Sentences,
+    Table,
+    verdict_blocks,
+)
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.kit.text import flowed, plain
 
@@ -88,6 +98,10 @@ def _block(block: Block, width: int, style: Style) -> Iterator[str]:
             first, *rest = flowed(f"{plain(fact.figure)}  {plain(fact.text)}", min(width, _LONGEST_LINE))
             yield style(first, "red") if fact.bad else first
             yield from rest
+    elif isinstance(block, Equations):
+        for line in block.lines:
+            first, *rest = flowed(f"{plain(line.text)} ({plain(line.what)})", width)
+            yield from (first, *(f"    {more}" for more in rest))
     elif isinstance(block, Pairs):
         pairs = [(plain(name), value) for name, value in block.pairs]
         label = max(len(name) for name, _ in pairs)

@@ -19,6 +19,7 @@ from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.words import exactly
 from steplab.report.run.words import describe
+from steplab.specs.hf_shape import shape_of
 from steplab.specs.step import StepSpec
 
 _SMALL = 0.001
@@ -162,8 +163,7 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
 
 
 def _symbols(spec: StepSpec) -> str:
-    shape = spec.model.shape
-    assert shape is not None  # no other model is predicted
+    shape = shape_of(spec.model, "showing a formula")  # no other model is predicted
     microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
     sizes = {
         "B": spec.batch // microbatches,

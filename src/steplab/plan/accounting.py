@@ -1,0 +1,426 @@
+"""What a model takes to train at scale, derived by formula: memory, devices, and the batch that hides communication.
+
+No step is run, dry or otherwise: a model is its matrices, and a mesh of devices is two numbers. The regime is that of
+"How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5: batches are counted in tokens, the forward pass
+stands for both passes, and communication costs bytes over bandwidth, without latency. Attention's scores, norms,
+embeddings and the head are left out of time; of memory all parameters count.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
+from steplab.errors import UserError
+from steplab.plan.formulas import Formula, Root, Symbol
+from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
+from steplab.specs.hardware import HardwareSpec
+from steplab.specs.layout import Layout
+from steplab.specs.model import TransformerShape
+from steplab.units import GIB, format_message, three_digits
+
+BOOK = "How to Scale Your Model (Austin et al. 2025), part 5"
+_COMBINED = f"{BOOK}, “Combining FSDP and Tensor Parallelism”, https://jax-ml.github.io/scaling-book/training"
+_ZERO = "Rajbhandari et al. 2020, “ZeRO”, sections 3.1 and 5, arXiv:1910.02054"
+_SAVED = "Korthikanti et al. 2022, “Reducing Activation Recomputation”, section 4.1, arXiv:2205.05198"
+_PIPELINE = "Narayanan et al. 2021, “Efficient Large-Scale Language Model Training”, section 2.2, arXiv:2104.04473"
+_GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator, as far as the formulas know it."""
+
+    name: str
+    """Its short name in the catalogue."""
+    memory_bytes: float
+    """Stated capacity with GB = 1e9, which every card has at least."""
+    flops_per_s: float
+    """Peak of bf16 matrix products."""
+    axis_bytes_per_s: float
+    """What it receives in a second along one axis of the network."""
+    own_links: bool
+    """Whether each axis of the mesh has links of its own, so that communication along two of them overlaps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """How devices are arranged."""
+
+    fsdp: int
+    """X: over how many the weights are sharded, and the batch split."""
+    tp: int
+    """Y: over how many each matrix is split."""
+    fsdp_axes: int
+    """M_X: axes of the network that X takes."""
+    tp_axes: int
+    """M_Y: axes of the network that Y takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line of a derivation: a symbol, its formula and what comes out."""
+
+    symbol: Symbol
+    formula: Formula
+    unit: str
+    """bytes, tokens, devices, s, or '' for a ratio."""
+    what: str
+    """What the symbol stands for."""
+
+    def figure(self) -> Figure:
+        """The line as it is shown."""
+        formula = self.formula
+        return Figure(
+            symbol=_notation(self.symbol),
+            formula=_notation(formula),
+            in_figures=Notation(text=formula.text(figures=True), latex=formula.latex(figures=True)),
+            value=self.symbol.value,
+            unit=self.unit,
+            what=self.what,
+        )
+
+
+def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_bytes_per_s: float | None = None) -> Device:
+    """A card of the catalogue, with other figures where they are given.
+
+    A torus has links for each axis and the figure of one; of a GPU one direction of its link counts, because a switch
+    passes on to it what it can receive, and all axes of the mesh share that. Raises UserError for a card without a
+    stated bf16 peak.
+    """
+    peak = card.peak_flops("bf16")
+    if peak is None and flops_per_s is None:
+        raise UserError(f"{card.name} has no stated bf16 peak; give one with --flops")
+    return Device(
+        name=card.name,
+        memory_bytes=card.memory_bytes / GIB * _GB,
+        flops_per_s=flops_per_s or (peak.flops_per_s if peak else 0.0),
+        axis_bytes_per_s=axis_bytes_per_s or card.axis_bytes_per_s or card.interconnect_bytes_per_s / 2,
+        own_links=card.axis_bytes_per_s is not None,
+    )
+
+
+def account(
+    shape: TransformerShape, *, model: str, tokens: int, mesh: Mesh, device: Device, counted: Device
+) -> Accounting:
+    """All derivations for a model.
+
+    Args:
+        shape: its sizes; `model` is what it is called.
+        tokens: of the batch whose activations are counted.
+        mesh: of `device`s, which communicate.
+        counted: the card in whose memories the fp32 state is counted.
+    """
+    facts = _Facts(shape, tokens, mesh, device, counted)
+    return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
+
+
+def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
+    """The mesh of a layout, and over how many axes of the network its two axes go: on a torus two and one by default.
+
+    Raises UserError for another axis than fsdp and tp, for a mesh that gathers no weights, and for axes of a GPU's
+    network, which has one.
+    """
+    for layout in (sizes, axes or sizes):
+        if layout.world_size != layout.fsdp * layout.tp:
+            raise UserError(f"a mesh has fsdp and tp alone, as in fsdp=16,tp=4, not {layout}")
+    if sizes.fsdp == 1:
+        raise UserError(f"--mesh {sizes} gathers no weights; give fsdp at least 2, as in fsdp=16,tp=4")
+    if axes is not None and not device.own_links and axes.world_size != 1:
+        raise UserError(f"{device.name} has one link for all axes of a mesh; leave --axes out")
+    taken = axes or Layout(fsdp=2 if device.own_links else 1)
+    return Mesh(fsdp=sizes.fsdp, tp=sizes.tp, fsdp_axes=taken.fsdp, tp_axes=taken.tp)
+
+
+class _Facts:
+    """The symbols of the book, and what is derived from them."""
+
+    def __init__(self, shape: TransformerShape, tokens: int, mesh: Mesh, device: Device, counted: Device) -> None:
+        self.shape, self.mesh, self.device, self.counted = shape, mesh, device, counted
+        self.num_parts = 2 if shape.num_heads else 1
+        matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
+        self.D, self.F = Symbol("D", shape.d_model), Symbol("F", shape.d_ff)
+        self.L, self.P = Symbol("L", shape.num_layers), Symbol("P", num_parameters(shape))
+        self.E = Symbol("E", matrices)
+        self.tokens = Symbol("B", tokens)
+        self.X, self.Y = Symbol("X", mesh.fsdp), Symbol("Y", mesh.tp)
+        self.MX, self.MY = Symbol("M_X", mesh.fsdp_axes), Symbol("M_Y", mesh.tp_axes)
+        self.N = Symbol("N", mesh.fsdp * mesh.tp)
+        self.C, self.W = Symbol("C", device.flops_per_s), Symbol("W", device.axis_bytes_per_s)
+        self.alpha = Symbol("α", device.flops_per_s / device.axis_bytes_per_s)
+        # The book's F, for blocks of other matrices than two of D x F.
+        self.is_plain = matrices == 2 * self.num_parts * shape.d_model * shape.d_ff
+        self.Fe = self.F if self.is_plain else Symbol("F_e", matrices / (2 * self.num_parts * shape.d_model))
+
+    def given(self) -> Iterator[Figure]:
+        device, shape = self.device, self.shape
+        yield _given(self.D, "", "width of the residual stream")
+        yield _given(self.F, "", "inner width of the feed-forward blocks")
+        yield _given(self.L, "", "blocks")
+        kinds = f"{len(shape.feed_forward_layers)} of its feed-forward part"
+        kinds += ", 4 of its attention" if shape.num_heads else ""
+        yield _given(self.E, "", f"elements of a block's matrices: {kinds}")
+        yield _given(self.P, "", "parameters, all of them")
+        yield _given(self.X, "devices", "over which weights are sharded and the batch is split (FSDP)")
+        yield _given(self.Y, "devices", "over which each matrix is split (tensor parallelism)")
+        yield _given(self.MX, "", "axes of the network for X")
+        yield _given(self.MY, "", "axes of the network for Y")
+        yield _given(self.C, "FLOP/s", f"peak of {device.name} in bf16")
+        links = "over both links of an axis of its torus" if device.own_links else "in one direction of its link"
+        yield _given(self.W, "bytes/s", f"that {device.name} receives, {links}")
+
+    def questions(self) -> Iterator[Question]:
+        yield self._state()
+        yield self._activations()
+        yield self._sharded()
+        yield self._least_batch()
+        yield self._best_split()
+        yield self._what_else()
+
+    # --- memory ---------------------------------------------------------------------------------------------
+
+    def _state(self) -> Question:
+        P, shape = self.P, self.shape
+        lines: list[Line] = []
+        if not shape.num_heads:
+            lines.append(_line("P", len(shape.feed_forward_layers) * self.L * self.D * self.F, "", "parameters"))
+        weights = _line("S_w", 4 * P, "bytes", "master weights, fp32")
+        gradients = _line("S_g", 4 * P, "bytes", "accumulated gradients, fp32")
+        moments = _line("S_o", 8 * P, "bytes", "both moments of AdamW, fp32")
+        total = weights.symbol + gradients.symbol + moments.symbol
+        whole = _line("S", total, "bytes", "all three")
+        capacity = Symbol("G", self.counted.memory_bytes)
+        count = _line("n", whole.symbol / capacity, "devices", f"in memories of {format_message(capacity.value)}")
+        number, size = math.ceil(count.symbol.value), format_message(capacity.value)
+        return Question(
+            title="How much memory do weights, gradients and optimizer state take?",
+            answer=f"Master weights, accumulated gradients and optimizer state in fp32 take "
+            f"{format_message(whole.symbol.value)}, the memory of {number:,} GPUs of {size} ({self.counted.name}).",
+            figures=_figures(*lines, weights, gradients, moments, whole, count),
+            source=_ZERO,
+        )
+
+    def _saved(self) -> tuple[Line, Line]:
+        """For a token and for the batch: what a matrix product or fused attention takes, once, in bf16."""
+        per_block: Formula = self.D + self.F
+        if self.shape.num_heads:
+            per_block = 4 * self.D + 2 * Symbol("K", self.shape.kv_width) + self.F
+        per_token = _line("a", 2 * self.L * per_block, "bytes", "saved for a token")
+        return per_token, _line("A", self.tokens * per_token.symbol, "bytes", "saved for the batch")
+
+    def _activations(self) -> Question:
+        per_token, whole = self._saved()
+        rule = "each linear layer saves its input in bf16, once where several layers read it"
+        if self.shape.num_heads:
+            rule += "; fused attention saves queries, keys (K wide), values and its output"
+        return Question(
+            title="How much is saved for the backward pass?",
+            answer=f"Saved activations take {format_message(per_token.symbol.value)} a token in bf16, so "
+            f"{format_message(whole.symbol.value)} for a batch of {int(self.tokens.value):,} tokens.",
+            figures=_figures(per_token, whole),
+            source=_SAVED,
+            remarks=(
+                f"The rule: {rule}. What lies between them, norms, activation functions and the residual stream, is "
+                "taken to be recomputed. `steplab plan memory` says what torch keeps.",
+            ),
+        )
+
+    def _sharded(self) -> Question:
+        state, activations = Symbol("S", 16 * self.P.value), self._saved()[-1].symbol
+        capacity = Symbol("H", self.device.memory_bytes)
+        room, shared = capacity.value - activations.value / 2, state.value + activations.value / 2
+        title = "How many shards until a device has room?"
+        expression = "M(N) = (S + A / 2) / N + A / 2"
+        if room <= 0:
+            return Question(
+                title=title,
+                answer=f"No number of shards is enough: the half of the activations that is not sharded takes "
+                f"{format_message(activations.value / 2)}, and {self.device.name} has "
+                f"{format_message(capacity.value)}; take a smaller --batch or --context.",
+                figures=(),
+                source=_ZERO,
+            )
+        least = math.floor(shared / room) + 1
+        N = Symbol("N", least)
+        bound = _line("N_min", (state + activations / 2) / (capacity - activations / 2), "devices", "by M(N) < H")
+        memory = _line("M", (state + activations / 2) / N + activations / 2, "bytes", f"on each of {least:,} devices")
+        without = math.floor(state.value / capacity.value) + 1
+        return Question(
+            title=title,
+            answer=f"With weights, gradients, optimizer state and half of the activations sharded, a device holds "
+            f"{expression}, which is below the {format_message(capacity.value)} of {self.device.name} from N = "
+            f"{least:,} on.",
+            figures=_figures(bound, memory),
+            source=_ZERO,
+            remarks=(f"Without activations N = {without:,} is enough.",),
+        )
+
+    # --- communication ----------------------------------------------------------------------------------------
+
+    def _least_batch(self) -> Question:
+        X, Y, MX, MY, N, Fe = self.X, self.Y, self.MX, self.MY, self.N, self.Fe
+        title = "From which batch on is the forward pass compute-bound?"
+        alpha = _line("α", self.C / self.W, "", "FLOPs for each byte that is received")
+        width = _line("F_e", self.E / (2 * self.num_parts * self.D), "", "elements of E for each number that Y moves")
+        most = _line("Y_max", MY * Fe / self.alpha, "devices", "from which on tensor parallelism alone costs more")
+        shared = (alpha, *(() if self.is_plain else (width,)), most)
+        if not self._tp_fits:
+            return Question(
+                title=title,
+                answer=f"No batch is large enough: tensor parallelism over {self.mesh.tp} devices takes longer than "
+                f"the products that it splits; it is hidden below Y = {three_digits(most.symbol.value)}.",
+                figures=_figures(*shared),
+                source=_COMBINED,
+            )
+        overlapping, apart, overall = self._least_tokens()
+        per_device = overlapping if self.device.own_links else apart
+        batch = overall.symbol
+        times = (
+            _line("T_math", 2 * self.E * batch / (N * self.C), "s", "a block's products on a device, at that batch"),
+            _line("T_FSDP", 2 * self.E / (Y * self.W * MX), "s", "gathering a block's weights, two bytes each"),
+            _line(
+                "T_TP",
+                4 * self.num_parts * batch * self.D / (X * self.W * MY),
+                "s",
+                "gathering and scattering activations, two bytes each",
+            ),
+        )
+        other = (
+            f"if the two did not overlap, {_tokens(apart.symbol.value)} and {round(apart.symbol.value * N.value):,}"
+            if self.device.own_links
+            else "the two share one link and do not overlap"
+        )
+        return Question(
+            title=title,
+            answer=f"On a mesh of X = {self.mesh.fsdp} (FSDP) × Y = {self.mesh.tp} (TP) the forward pass is "
+            f"compute-bound from {_tokens(per_device.symbol.value)} tokens a device on, an overall batch of "
+            f"{round(batch.value):,} tokens; {other}.",
+            figures=_figures(*shared, overlapping, apart, overall, *times),
+            source=_COMBINED,
+            remarks=(
+                "Compute-bound is max(T_FSDP, T_TP) < T_math where each axis of the mesh has links of its own, and "
+                "T_FSDP + T_TP < T_math where it has not. The backward pass has twice the products and twice the "
+                "bytes.",
+            ),
+        )
+
+    def _least_tokens(self) -> tuple[Line, Line, Line]:
+        """From which batch on: a device with and without overlapping, and all devices together."""
+        Y, MX, MY, Fe = self.Y, self.MX, self.MY, self.Fe
+        overlapping = _line("b", self.alpha / (MX * Y), "tokens", "a device, if both communications overlap")
+        apart = _line(
+            "b_sum", self.alpha * Fe * MY / (MX * Y * (MY * Fe - self.alpha * Y)), "tokens", "a device, if they do not"
+        )
+        per_device = overlapping if self.device.own_links else apart
+        return overlapping, apart, _line("B", self.N * per_device.symbol, "tokens", "the overall batch")
+
+    @property
+    def _tp_fits(self) -> bool:
+        return self.alpha.value * self.mesh.tp < self.mesh.tp_axes * self.Fe.value
+
+    def _best_split(self) -> Question:
+        MX, MY, Fe, N = self.MX, self.MY, self.Fe, self.N
+        batch = self._least_tokens()[-1].symbol if self._tp_fits else self.tokens
+        X = _line("X_opt", Root(batch * MX * N / (Fe * MY)), "devices", "where T_FSDP = T_TP, which is least")
+        Y = _line("Y_opt", N / X.symbol, "devices", "the others")
+        squared: Formula = self.alpha**2
+        if not self.device.own_links:  # the sum of two equal times is twice each, and enters squared
+            squared = 4 * squared
+        floor = _line("b_min", squared / (MX * MY * Fe), "tokens", "a device, at the best split of any N")
+        most = _line("N_max", batch * MX * MY * Fe / squared, "devices", "which this batch keeps compute-bound")
+        fsdp, tp = self._best_whole_split(batch.value)
+        return Question(
+            title="Which split is best, and how large may N become?",
+            answer=f"For a batch of {round(batch.value):,} tokens the best split of {self.mesh.fsdp * self.mesh.tp} "
+            f"devices is X = {three_digits(X.symbol.value)}, Y = {three_digits(Y.symbol.value)} (in whole numbers "
+            f"{fsdp} × {tp}), and N may grow to {math.floor(most.symbol.value):,} before communication bounds it.",
+            figures=_figures(X, Y, floor, most),
+            source=_COMBINED,
+        )
+
+    def _splits(self) -> list[tuple[int, int]]:
+        number = self.mesh.fsdp * self.mesh.tp
+        return [(x, number // x) for x in range(1, number + 1) if number % x == 0]
+
+    def _best_whole_split(self, batch: float) -> tuple[int, int]:
+        """The split whose communication takes least time."""
+
+        def taken(split: tuple[int, int]) -> float:
+            weights = self.Fe.value / (split[1] * self.mesh.fsdp_axes)
+            activations = batch / (split[0] * self.mesh.tp_axes)
+            return max(weights, activations) if self.device.own_links else weights + activations
+
+        return min(self._splits(), key=taken)
+
+    def _needed(self, fsdp: int, tp: int, weight_bytes: int = 2) -> float:
+        """Tokens a device from which on a split is compute-bound; infinite where no batch is enough. fsdp alone, X = 1,
+        gathers nothing."""
+        alpha, MX, MY, Fe = self.alpha.value, self.mesh.fsdp_axes, self.mesh.tp_axes, self.Fe.value
+        if tp > 1 and alpha * tp >= MY * Fe:
+            return math.inf
+        gathered = alpha * weight_bytes / 2 / (MX * tp) if fsdp > 1 else 0.0
+        return gathered if self.device.own_links or tp == 1 else gathered / (1 - alpha * tp / (MY * Fe))
+
+    def _what_else(self) -> Question:
+        fsdp, tp = self.mesh.fsdp, self.mesh.tp
+        here = self._needed(fsdp, tp)
+        splits = [split for split in self._splits() if split[0] > 1]
+        best = min(splits, key=lambda split: self._needed(*split), default=(fsdp, tp))
+        means = [Means(what="the mesh as it is", how=f"X = {fsdp}, Y = {tp}", tokens_per_device=here)]
+        if best != (fsdp, tp):
+            how = f"X = {best[0]}, Y = {best[1]}: the split of these devices that needs the smallest batch"
+            means.append(Means(what="another split", how=how, tokens_per_device=self._needed(*best)))
+        means += [
+            Means(
+                what="weights of one byte on the wire",
+                how="fp8 or int8: for the gather alone, with products in bf16, so that T_FSDP halves",
+                tokens_per_device=self._needed(fsdp, tp, weight_bytes=1),
+            ),
+            Means(
+                what="a pipeline of two stages",
+                how="b / p: a stage of p gathers its weights once for all m microbatches; its bubble is (p - 1) / m",
+                tokens_per_device=here / 2,
+            ),
+        ]
+        possible = [option for option in means if math.isfinite(option.tokens_per_device)]
+        least = min(possible, key=lambda option: option.tokens_per_device, default=None)
+        answer = "Nothing listed here makes this mesh compute-bound."
+        if least is not None:
+            came = f" from {_tokens(here)}" if math.isfinite(here) else ""
+            answer = (
+                f"Of the means in the table {least.what} ({least.how.partition(':')[0]}) wins the most: it lowers the "
+                f"batch a device{came} to {_tokens(least.tokens_per_device)} tokens, and the others multiply with it."
+            )
+        return Question(
+            title="What else lowers the batch a device without losing throughput?",
+            answer=answer,
+            figures=(),
+            source=f"{_COMBINED}; of the pipeline {_PIPELINE}",
+            means=tuple(possible),
+            remarks=(
+                "More axes of the network for the weights (M_X) lower it in proportion. Context parallelism lowers the "
+                "number of sequences, not of tokens: a batch is counted in tokens here, and a sequence may be spread.",
+                "Micro-steps do not lower it: each gathers the weights again, unless they stay gathered "
+                "(--reshard-after-forward never), for which a device needs room for all of them.",
+            ),
+        )
+
+
+def _notation(formula: Formula) -> Notation:
+    return Notation(text=formula.text(), latex=formula.latex())
+
+
+def _figures(*lines: Line) -> tuple[Figure, ...]:
+    return tuple(line.figure() for line in lines)
+
+
+def _given(symbol: Symbol, unit: str, what: str) -> Figure:
+    return Figure(symbol=_notation(symbol), value=symbol.value, unit=unit, what=what)
+
+
+def _tokens(count: float) -> str:
+    return f"{count:,.0f}" if count >= 1000 else three_digits(count)
+
+
+def _line(name: str, formula: Formula, unit: str, what: str) -> Line:
+    return Line(symbol=Symbol(name, formula.value), formula=formula, unit=unit, what=what)

@@ -1,0 +1,115 @@
+"""The report of an accounting: each question with its answer, its derivation and its source."""
+
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.accounting import Accounting, Figure, Means, Question
+from steplab.report.kit.document import (
+    Block,
+    Column,
+    Document,
+    Equation,
+    Equations,
+    Row,
+    Section,
+    Sentences,
+    Table,
+    Verdict,
+    named_section,
+)
+from steplab.report.kit.quantities import NUMBER
+
+_TOLD_FIRST = (0, 3)
+"""The questions whose answers stand before all derivations: memory, and the batch."""
+
+
+def accounting_document(found: Accounting) -> Document:
+    """All questions in their order, each with its answer first; for programs one row per figure."""
+    return Document(
+        title=f"Accounting for {found.model}",
+        verdict=Verdict(sentences=tuple(found.questions[index].answer for index in _TOLD_FIRST)),
+        sections=(_given(found), *(_section(question) for question in found.questions)),
+        data=Table(name="accounting", columns=(), rows=tuple(_rows(found))),
+    )
+
+
+def _given(found: Accounting) -> Section:
+    return named_section("What is given", Equations(lines=tuple(map(_equation, found.given))))
+
+
+def _section(question: Question) -> Section:
+    blocks: list[Block] = [Sentences(texts=(question.answer,))]
+    if question.figures:
+        blocks.append(Equations(lines=tuple(map(_equation, question.figures))))
+    if question.means:
+        blocks.append(_means(question.means))
+    blocks += [Sentences(texts=(text,)) for text in question.remarks]
+    blocks.append(Sentences(texts=(f"Source: {question.source}.",), role="note"))
+    return Section(title=question.title, blocks=tuple(blocks))
+
+
+def _equation(figure: Figure) -> Equation:
+    """Symbol = formula = formula with figures = figure; of what is given, symbol = figure."""
+    notations = [part for part in (figure.symbol, figure.formula, figure.in_figures) if part is not None]
+    text = [*(part.text for part in notations), figure_text(figure.value, figure.unit)]
+    latex = [*(part.latex for part in notations), figure_latex(figure.value, figure.unit)]
+    return Equation(text=" = ".join(text), latex=" = ".join(latex), what=figure.what)
+
+
+def _means(means: tuple[Means, ...]) -> Table:
+    return Table(
+        name="means",
+        columns=(
+            Column(key="what", header="means"),
+            Column(key="tokens_per_device", header="tokens a device", quantity=NUMBER),
+            Column(key="how", header="how", wraps_from=30),
+        ),
+        rows=tuple(
+            {"what": one.what, "how": one.how, "tokens_per_device": round(one.tokens_per_device)} for one in means
+        ),
+        caption="Least batch for which the forward pass is compute-bound.",
+    )
+
+
+def figure_text(value: float, unit: str) -> str:
+    """A result with three digits or more: 3.52 TB, 319 tokens, 2.42 ms; a ratio alone."""
+    if unit == "bytes":
+        return units.format_message(value)
+    if unit == "s":
+        return units.format_time(value)
+    return f"{units.format_figure(value)} {unit}".rstrip()
+
+
+def figure_latex(value: float, unit: str) -> str:
+    """The same in LaTeX."""
+    if unit in ("bytes", "s"):
+        number, scaled = figure_text(value, unit).replace("µ", r"\mu ").split(" ", 1)
+        return rf"{number}~\mathrm{{{scaled}}}"
+    return units.figure_in_latex(value) + (f"~\\mathrm{{{unit}}}" if unit else "")
+
+
+def _rows(found: Accounting) -> Iterator[Row]:
+    """One row per answer, per figure of a derivation, per means; `row` tells them apart."""
+    for figure in found.given:
+        yield _row("given", "", figure.what, symbol=figure.symbol.text, value=figure.value, unit=figure.unit)
+    for question in found.questions:
+        yield _row("answer", question.title, question.answer, source=question.source)
+        for figure in question.figures:
+            yield _row(
+                "figure",
+                question.title,
+                figure.what,
+                symbol=figure.symbol.text,
+                formula=figure.formula.text if figure.formula else None,
+                value=figure.value,
+                unit=figure.unit,
+                source=question.source,
+            )
+        for one in question.means:
+            value = one.tokens_per_device
+            yield _row("means", question.title, one.what, formula=one.how, value=value, unit="tokens")
+
+
+def _row(row: str, question: str, what: str, **more: str | float | None) -> Row:
+    empty = dict.fromkeys(("symbol", "formula", "value", "unit", "source"))
+    return {"row": row, "question": question, "what": what, **empty, **more}
