@@ -179,7 +179,7 @@ def test_activations_that_fill_a_device_are_told() -> None:
 )
 def test_what_cannot_be_is_one_line(options: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        accounting(**options)
+        accounting(**options)  # type: ignore[arg-type]
 
 
 def test_figures_of_a_card_can_be_replaced() -> None:
