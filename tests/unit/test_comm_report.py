@@ -291,7 +291,7 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     page = render_page([gpus], title="Collectives")
     assert '<section id="communication">' in page
     pictures = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
-    assert len(pictures) == 2 + 4  # by world size, and by size; one backend is nothing to compare
+    assert len(pictures) == 2 + 2 + 4  # bandwidth and time by world size, time by size; one backend is none to compare
     first = gpus.cells[0]
     assert first.slowest is not None
     assert comm_cell_line(first).replace("µ", "µ") in page

@@ -105,15 +105,13 @@ def test_phases_that_were_never_timed_alone_have_no_such_columns() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 90, 120])
-def test_a_list_keeps_the_name_of_a_loop_before_batch_pass_and_compile(width: int) -> None:
+def test_a_list_keeps_the_name_of_a_loop_and_what_each_run_was(width: int) -> None:
     fields = {"pass": "forward", "compile": "default", "batch": 2, "model": "medium", "precision": "bf16"}
     runs = [make_run({"attention": "sdpa"}, name="a study"), make_run(fields), recorder_run(name="my own loop")]
     text = rows_text([run_row(run) for run in runs], "table", width=width)
     assert "my own loop" in text
-    header = text.splitlines()[0].split()
-    assert "name" in header
-    assert ("compile" in header) == (width == 120)
-    assert ("pass" in header) == (width > 80)
+    told = " ".join(text.split())
+    assert all(words in told for words in ("a study", "medium", "compiled"))
 
 
 def test_what_was_chosen_stands_with_the_run_and_not_among_what_was_not_measured() -> None:

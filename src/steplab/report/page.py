@@ -136,17 +136,22 @@ def _subtitle(records: Sequence[Record]) -> list[str]:
 
 
 def _environments(records: Sequence[Record]) -> Section:
-    """Each environment once, with the number of its records and the ranges of clocks and temperature."""
-    groups: dict[tuple[tuple[str, str], ...], list[Environment]] = {}
+    """Each device with its software once, with the number of its records and all that differed between them."""
+    groups: dict[tuple[str, ...], list[Environment]] = {}
     for record in records:
         if record.environment:
-            groups.setdefault(tuple(environment_pairs(record.environment)), []).append(record.environment)
+            known = dict(environment_pairs(record.environment))
+            groups.setdefault((known["device"], known["software"]), []).append(record.environment)
     blocks = tuple(_group(groups))
     unknown = Sentences(texts=("No record says where it was made.",))
     return Section(title="Environment", anchor="environment", blocks=blocks or (unknown,))
 
 
-def _group(groups: Mapping[tuple[tuple[str, str], ...], list[Environment]]) -> Iterator[Section]:
-    for pairs, envs in groups.items():
+def _group(groups: Mapping[tuple[str, ...], list[Environment]]) -> Iterator[Section]:
+    for envs in groups.values():
+        values: dict[str, dict[str, None]] = {}
+        for name, value in (pair for env in envs for pair in environment_pairs(env)):
+            values.setdefault(name, {})[value] = None
+        pairs = [(name, "; ".join(found)) for name, found in values.items()]
         title = units.counted(len(envs), "record") if len(groups) > 1 else ""
         yield named_section(title, Pairs(pairs=(*pairs, *condition_pairs(envs))))

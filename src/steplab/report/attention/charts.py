@@ -5,6 +5,7 @@ Shapes that differ only in sequence length share a panel; the remaining shapes s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from steplab import units
@@ -12,9 +13,10 @@ from steplab.records.attention import AttentionCell
 from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
+from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, MUTED, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
+from steplab.specs.hardware import Peak, find_hardware
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,10 +55,14 @@ class _Plot:
     """In words."""
     show: Callable[[float], str]
     """Text of a value, for hovering."""
+    limit: float | None = None
+    """A value that the device cannot exceed."""
+    fails_on_top: bool = False
+    """Whether a failed cell is marked at the top, where a large one would be."""
 
 
-def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
-    """FLOP/s of a pass; None where no cell timed it."""
+def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Chart | None:
+    """FLOP/s of a pass, with the dense peak of the device where all cells share a dtype; None if no cell timed it."""
 
     def figure(cell: AttentionCell) -> float | None:
         return flops_per_s(cell, name)
@@ -64,9 +70,20 @@ def rate_chart(cells: Sequence[AttentionCell], name: str) -> Chart | None:
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None
+    peak = _peak(cells, device)
     note = f"FLOP/s of {PASS_WORDS[name]}: FLOPs by the record's convention over the median time."
-    scale = kit.count_scale(values)
-    return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], lambda v: units.format_rate(v, "FLOP/s")), note)
+    note += f" The dashed line is the dense peak that the data sheet of {device} states." if peak else ""
+    scale = kit.count_scale([*values, *([peak.flops_per_s] if peak else [])])
+    note += " The axis is logarithmic." if scale.log else ""
+    show = partial(units.format_rate, unit="FLOP/s")
+    return _chart(cells, _Plot(figure, scale, PASS_WORDS[name], show, peak.flops_per_s if peak else None), note)
+
+
+def _peak(cells: Sequence[AttentionCell], device: str | None) -> Peak | None:
+    """The device's dense peak in the cells' dtype; None where they have several, or the catalogue has none."""
+    dtypes = {cell.spec.dtype for cell in cells}
+    hardware = find_hardware(device) if device else None
+    return hardware.peak_flops(dtypes.pop()) if hardware and len(dtypes) == 1 else None
 
 
 def memory_chart(cells: Sequence[AttentionCell], saved: bool) -> Chart | None:
@@ -83,7 +100,7 @@ def memory_chart(cells: Sequence[AttentionCell], saved: bool) -> Chart | None:
     factors = any(panel.ordered for panel in _panels(cells))
     note = f"{what}, beyond the inputs, on a logarithmic axis{_FACTORS if factors else ''}."
     scale = kit.log_bytes_scale(values)
-    return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes), note)
+    return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes, fails_on_top=True), note)
 
 
 def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
@@ -99,6 +116,9 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
         title = f"{plot.name}, {panel.title}" if panel.title else plot.name
         with drawing(width, AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
             axes = ax.frame(picture, layout, plot.scale, place)
+            if plot.limit is not None:
+                line = axes.axhline(plot.limit, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+                picture.tip(line, f"dense peak: {plot.show(plot.limit)}")
             for index, column in enumerate(series):
                 _paint(picture, axes, panel, place, plot, index, column)
             pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
@@ -127,7 +147,9 @@ def _paint(
             points.append((x, value))
         elif cell.failure:
             x = _beside_others(panel, place, plot, position, cell) if panel.ordered else place.x(position, index)
-            word = kit.mark_failure(axes, x, kit.failure_word(cell.failure.kind), top=plot.scale.log)
+            word = kit.mark_failure(
+                axes, x, kit.failure_word(cell.failure.kind), top=plot.limit is None and plot.scale.log
+            )
             picture.tip(word, f"{name}: {reason(cell.failure.kind, cell.failure.message)}")
     if panel.ordered and points:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)

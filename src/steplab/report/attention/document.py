@@ -14,7 +14,7 @@ from steplab.report.attention.figures import (
     telling_pass,
 )
 from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
-from steplab.report.attention.verdict import attention_verdict
+from steplab.report.attention.verdict import attention_verdict, speed_bars
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     MOST_IN_FULL,
@@ -76,12 +76,14 @@ def attention_cell_line(cell: AttentionCell) -> str:
 
 def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
     if means := mean_speeds(run.cells, peer):
-        yield named_section("Speed over all shapes", means)
+        yield named_section("Speed over all shapes", speed_bars(run, peer), means)
     telling = telling_pass(run.cells)
     if telling and (speeds := speed_table(run.cells, peer, telling)):
         yield named_section(f"Speed, {PASS_WORDS[telling]}", speeds)
-    for name in PASSES:
-        yield named_section(f"FLOP/s, {PASS_WORDS[name]}", later(rate_chart, run.cells, name))
+    if telling:
+        yield named_section(f"FLOP/s, {PASS_WORDS[telling]}", later(rate_chart, run.cells, telling, run.device_name))
+    others = [later(rate_chart, run.cells, name, run.device_name) for name in PASSES if name != telling]
+    yield Section(title="FLOP/s of the other passes", blocks=tuple(others), folded=True)
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
         yield named_section(title, later(memory_chart, run.cells, saved))
     yield from cell_tables(run.cells, peer)

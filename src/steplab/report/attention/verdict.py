@@ -17,7 +17,7 @@ from steplab.report.attention.figures import (
     speed,
     telling_pass,
 )
-from steplab.report.kit.document import Verdict
+from steplab.report.kit.document import Bar, Bars, Segment, Verdict
 from steplab.stats import summarize
 
 _EVEN = 0.02
@@ -138,6 +138,29 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
             f"{_title(column)} computes {PASS_WORDS[name]} at {between}"
             f"{'' if len(rates) == 1 else ', the most'} at {shape_label(best.spec.shape, shapes)}."
         )
+
+
+def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
+    """The mean speed of each implementation relative to the peer, the fastest first, with a stroke at the peer's."""
+    name = telling_pass(run.cells)
+    comparisons = _comparisons(run.cells, peer, name) if peer and name else []
+    if not peer or not name or not comparisons:
+        return None
+    bars = tuple(
+        Bar(
+            label=_title(one.column),
+            figure=_times(one.mean) if one.one_sided else f"{_times(min(one.speeds))} to {_times(max(one.speeds))}",
+            segments=(Segment(value=one.mean, color=1, tip=_one_sided_words(one)),),
+            detail=units.counted(len(one.speeds), "shape"),
+            mark=1.0,
+            mark_tip=_title(peer),
+            strong=place == 0,
+        )
+        for place, one in enumerate(comparisons)
+    )
+    note = f"Speed relative to {_title(peer)}, which the stroke marks, in {PASS_WORDS[name]}: the geometric mean over "
+    note += "the shapes that both ran; where some are faster and others slower, their range is at the right."
+    return Bars(bars=bars, note=note)
 
 
 def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:

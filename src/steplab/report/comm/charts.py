@@ -5,7 +5,7 @@ All have the same panels: marks at message sizes or world sizes, one line per se
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from steplab import units
@@ -54,6 +54,8 @@ class _Plot:
     """A cell's value along x."""
     show: Callable[[float], str]
     """Text of a value along x."""
+    y: Callable[[CommCell], float | None]
+    """A cell's value along y."""
     series: tuple[str, ...]
     """The series of all panels, in the order of their colours."""
     scales: dict[str, ax.Scale]
@@ -78,6 +80,20 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     note = "Median time of the slowest rank. Both axes are logarithmic. "
     note += "Dashed lines are the fitted α + β · bytes. " if any(panel.fits for panel in panels) else ""
     return _chart(panels, _SIZE, "time of a call", note)
+
+
+def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
+    """Bus bandwidth over message size, one panel per backend and world size, one line per collective."""
+    groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
+    panels = [
+        _Panel(title=_title(group[0], groups, "way", "dtype", "world_size"), lines=_by_collective(group), fits={})
+        for group in groups.values()
+    ]
+    note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
+    note += "a logarithmic axis; the bandwidth starts at zero."
+    if len({cell.spec.size_bytes for cell in cells}) < 2:
+        return None
+    return _chart(panels, _SIZE, "bus bandwidth", note, y=bus_bandwidth)
 
 
 def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
@@ -109,10 +125,16 @@ def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
     return _chart(panels, _SIZE, "time of a call by backend", note) if panels else None
 
 
-def _chart(panels: Sequence[_Panel], axis: str, name: str, note: str) -> Chart | None:
+def _median_s(cell: CommCell) -> float | None:
+    return cell.slowest.median_s if cell.slowest else None
+
+
+def _chart(
+    panels: Sequence[_Panel], axis: str, name: str, note: str, y: Callable[[CommCell], float | None] = _median_s
+) -> Chart | None:
     times_of: dict[str, list[float]] = {}
     for panel in panels:
-        times = [cell.slowest.median_s for line in panel.lines.values() for cell in line if cell.slowest]
+        times = [value for line in panel.lines.values() for cell in line if (value := y(cell)) is not None]
         if times:
             times_of.setdefault(panel.family, []).extend(times)
     panels = [panel for panel in panels if panel.family in times_of]
@@ -125,7 +147,11 @@ def _chart(panels: Sequence[_Panel], axis: str, name: str, note: str) -> Chart |
         x=(lambda cell: cell.spec.size_bytes) if by_size else (lambda cell: cell.spec.world_size),
         show=units.format_message if by_size else str,
         series=tuple(dict.fromkeys(series for panel in panels for series in panel.lines)),
-        scales={family: ax.time_scale(times, log_from=1) for family, times in times_of.items()},
+        y=y,
+        scales={
+            family: ax.time_scale(values, log_from=1) if y is _median_s else _gigabytes(values)
+            for family, values in times_of.items()
+        },
     )
     width = _WIDTH if len(panels) == 1 else _BESIDE_OTHERS
     legend = tuple((i % len(SERIES) + 1, GLYPHS[i % len(GLYPHS)], series) for i, series in enumerate(plot.series))
@@ -160,6 +186,11 @@ def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
     return axes
 
 
+def _gigabytes(values: Sequence[float]) -> ax.Scale:
+    """Bytes per second from zero, in GB/s."""
+    return replace(ax.percent_scale(values), show=lambda value: f"{value / 1e9:g}")
+
+
 def _apart(places: Sequence[int], width: float) -> list[int]:
     """Those places whose names do not run into each other."""
     whole = math.log(places[-1] / places[0]) or 1.0
@@ -175,16 +206,20 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
     index = plot.series.index(series)
     color, points = SERIES[index % len(SERIES)], []
     for cell in sorted(cells, key=plot.x):
-        if cell.slowest is None:
+        y = plot.y(cell)
+        if cell.slowest is None or y is None:
             if cell.failure:
                 word = ax.mark_failure(axes, plot.x(cell), ax.failure_word(cell.failure.kind), top=True)
                 picture.tip(word, f"{cell.spec.label}: {reason(cell.failure.kind, cell.failure.message)}")
             continue
-        x, y = plot.x(cell), cell.slowest.median_s
+        x = plot.x(cell)
         (mark,) = axes.plot(
             [x], [y], color=color, marker=MARKERS[index % len(MARKERS)], markersize=7, markeredgewidth=0
         )
-        picture.tip(mark, f"{cell.spec.label}: {units.format_time(y)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s")
+        picture.tip(
+            mark,
+            f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s",
+        )
         points.append((x, y))
     if points:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab import units
 from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.rows import Row, Scalar
-from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
+from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.figures import bus_bandwidth, comm_rows
 from steplab.report.comm.verdict import comm_verdict
 from steplab.report.environments import environment_section
@@ -122,7 +122,7 @@ def _counted_devices(devices: list[str]) -> str:
 
 def _sections(run: CommRun) -> Iterator[Section]:
     if any(bus_bandwidth(cell) for cell in run.cells):
-        yield named_section("Bus bandwidth", bandwidth_table(run.cells))
+        yield named_section("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
     yield named_section("Time over message size", later(time_over_size, run.cells, run.profile))
     yield named_section("Time over ranks", later(time_over_ranks, run.cells))
     yield named_section("Backends", later(backends_side_by_side, run.cells))

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from steplab import units
@@ -182,9 +182,11 @@ def bytes_scale(values: Iterable[float], capacity: float | None) -> Scale:
 
 
 def count_scale(values: Iterable[float]) -> Scale:
-    """Counts, or rates whose unit is said elsewhere, from zero: 600 T."""
-    high = max(values)
-    return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
+    """Counts, or rates whose unit is said elsewhere, 600 T: from zero, or logarithmic where the range is wide."""
+    low, high = min(values := list(values)), max(values)
+    if low <= 0 or high <= _LOG_FROM * low:
+        return Scale(low=0, high=1.14 * high, log=False, ticks=_steps(high, 10), show=units.format_count)
+    return replace(time_scale(values), show=units.format_count)
 
 
 def log_bytes_scale(values: Iterable[float]) -> Scale:

@@ -21,6 +21,7 @@ _WIDTH, _HEIGHT = 880, 420
 _LEAST_SHARE = 0.001  # of the operators' time; a point below it is a speck
 _AREA = 1600  # square pixels of a point with half the time
 _LABELLED = 9
+_GREY = 7
 _LETTER_PX = 6.5
 _MARKERS = {
     "forward": ("o", "●"),
@@ -93,9 +94,15 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
     shown = [category for category in CATEGORIES if any(p.op.category == category for p in points)]
     return Chart(
         pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),),
-        legend=category_legend(shown),
+        legend=(*category_legend(shown), *_phase_legend(points)),
         note=_note(run, every, points, roofs, peaks),
     )
+
+
+def _phase_legend(points: Sequence[Point]) -> tuple[tuple[int, str, str], ...]:
+    """The glyph of each phase, in grey."""
+    phases = {point.op.phase for point in points}
+    return tuple((_GREY, glyph, phase) for phase, (_, glyph) in _MARKERS.items() if phase in phases)
 
 
 def _dtypes(points: Sequence[Point]) -> list[str]:
@@ -186,9 +193,7 @@ def _note(
     run: Run, every: Sequence[Point], points: Sequence[Point], roofs: Roofline, peaks: Sequence[tuple[str, float]]
 ) -> str:
     shown = units.format_percent(sum(point.share for point in points))
-    phases = list(dict.fromkeys(point.op.phase for point in points))
-    glyphs = ", ".join(f"{_MARKERS[phase][1]} {phase}" for phase in _MARKERS if phase in phases)
-    note = f"One point per operator with inputs of one shape in one place of the model ({glyphs}), with area by time; "
+    note = "One point per operator with inputs of one shape in one place of the model; its area is its time; "
     note += f"the points are {shown} of the operators' time. "
     if len(every) > len(points):
         note += f"{len(every) - len(points)} operators below {units.format_percent(_LEAST_SHARE)} are left out. "

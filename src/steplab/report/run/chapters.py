@@ -27,7 +27,14 @@ from steplab.report.run import charts
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
-from steplab.report.run.figures import WARMUP_COUNTS, steady_words, step_median, step_samples, warmup_study
+from steplab.report.run.figures import (
+    WARMUP_COUNTS,
+    achieved_flops_per_s,
+    steady_words,
+    step_median,
+    step_samples,
+    warmup_study,
+)
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.narrative import facts
 from steplab.report.run.one_run import (
@@ -197,12 +204,15 @@ def utilization_table(cells: Sequence[RunCell]) -> Table | None:
         for used in cell.run.utilizations:
             kinds[f"{used.kind} {used.convention}"] = f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
             row[f"{used.kind} {used.convention}"] = used.value
+            if (used.kind, used.convention) == ("mfu", "causal"):
+                row["achieved"] = achieved_flops_per_s(used)
         rows.append(row)
     return Table(
         name="utilization",
         columns=(
             Column(key="run", header="run", wraps_from=20),
             *(Column(key=key, header=header, quantity=SHARE) for key, header in kinds.items()),
+            Column(key="achieved", header="achieved (causal)", quantity=FLOPS_PER_S),
             Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
             Column(key="dtype", header="type"),
             Column(key="source", header="source of the peak", shared="source of the peak: {}", wraps_from=20),

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from typing import TypeVar
 
 from steplab import stats
-from steplab.records.run import Run
+from steplab.records.run import Run, Utilization
 from steplab.records.timing import Timing, curve
 
 T = TypeVar("T")
@@ -85,6 +85,13 @@ def phase_median(run: Run, phase: str) -> float | None:
     """Median back-to-back time of one phase."""
     samples = run.timing.phase(phase) if run.timing else None
     return median(samples.best_s) if samples and samples.best_s else None
+
+
+def achieved_flops_per_s(used: Utilization) -> float | None:
+    """FLOP/s of all devices together; None where the utilization is not known."""
+    if used.value is None or used.peak_flops_per_s is None:
+        return None
+    return used.value * used.peak_flops_per_s * used.num_devices
 
 
 def spread(items: Sequence[T], most: int) -> list[T]:

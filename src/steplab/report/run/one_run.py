@@ -19,7 +19,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
 from steplab.report.kit.text import ABSENT
-from steplab.report.run.figures import phase_names, step_median, step_samples, warmup_study
+from steplab.report.run.figures import achieved_flops_per_s, phase_names, step_median, step_samples, warmup_study
 from steplab.report.run.gaps import doubts
 from steplab.report.run.host_lead import waiting_words
 
@@ -131,6 +131,7 @@ def utilization_blocks(run: Run) -> Iterator[Block]:
         {
             "figure": f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
             "value": used.value,
+            "achieved": achieved_flops_per_s(used),
             "flops": used.flops,
             "peak": used.peak_flops_per_s,
             "devices": used.num_devices if used.num_devices > 1 else None,
@@ -143,6 +144,7 @@ def utilization_blocks(run: Run) -> Iterator[Block]:
         columns=(
             Column(key="figure", header=""),
             Column(key="value", header="value", quantity=SHARE),
+            Column(key="achieved", header="achieved", quantity=FLOPS_PER_S),
             Column(key="flops", header="FLOPs per step", quantity=COUNT),
             Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
             Column(key="devices", header="devices", quantity=COUNT),

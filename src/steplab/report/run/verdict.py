@@ -11,7 +11,7 @@ from steplab.report.kit.document import Verdict
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
 from steplab.report.run.effects import Effect, effect_words, effects_of
-from steplab.report.run.figures import step_median, step_samples
+from steplab.report.run.figures import achieved_flops_per_s, step_median, step_samples
 from steplab.report.run.words import interval_words
 from steplab.specs.command import command
 from steplab.units import format_share
@@ -41,10 +41,11 @@ def _one(run: Run) -> Iterator[str]:
     told = []
     if run.tokens_per_step:
         told.append(" ".join(units.format_rate(run.tokens_per_step / summary.median, " tokens/s").split()))
-    if (used := utilization(run, "mfu", "causal")) and used.value is not None and used.peak_flops_per_s:
-        achieved = units.format_rate(used.value * used.peak_flops_per_s * used.num_devices, "FLOP/s")
-        peak = units.format_rate(used.peak_flops_per_s, "FLOP/s")
-        told.append(f"{achieved} of model FLOPs, {format_share(used.value)} of the dense {used.dtype} peak of {peak}")
+    used = utilization(run, "mfu", "causal")
+    if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
+        rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
+        share = format_share(used.value)
+        told.append(f"{rate} of model FLOPs, {share} of the dense {used.dtype} peak of {peak}")
     if told:
         yield f"That is {'; '.join(told)}."
 
