@@ -162,7 +162,8 @@ FIT = """<script>addEventListener('load', () => {
     }
     told.push(`${texts.length} seen`);
   }
-  for (const box of document.querySelectorAll('.bars .name, .bars .figure, .facts strong, h1, h2, h3, .verdict p, dd, dt')) {
+  const lines = '.bars .name, .bars .figure, .facts strong, h1, h2, h3, .verdict p, dd, dt';
+  for (const box of document.querySelectorAll(lines)) {
     const its = box.getBoundingClientRect();
     if (box.scrollWidth > box.clientWidth + 1 && box.clientWidth) told.push(`cut: ${box.textContent}`);
     if (its.right > innerWidth + 1) told.push(`beyond the page: ${box.textContent}`);
