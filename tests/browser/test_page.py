@@ -13,6 +13,7 @@ from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
 from tests.runs import grid, make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import imported_snapshot, prediction_of, watched_run
 
+from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.report.page import render_page
 
@@ -201,7 +202,11 @@ def test_no_label_is_cut_or_runs_into_another(tmp_path: Path, name: str, width: 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_text_is_cut_on_a_page_of_every_kind(tmp_path: Path, width: int) -> None:
     runs = [profiled_run(), watched_run({"context": 256}), make_run({"model": "xl"}), out_of_memory()]
-    others = [make_benchmark(), make_comm({"size": ["1MB", "100MB"], "world_size": [2, 4]}), make_ddp_run()]
+    others: list[Record] = [
+        make_benchmark(),
+        make_comm({"size": ["1MB", "100MB"], "world_size": [2, 4]}),
+        make_ddp_run(),
+    ]
     told = labels_seen(render_page([*runs, *others], title="Every kind"), tmp_path, width)
     assert re.fullmatch(r"(\d+ seen(; |$))+", told), told
     assert len(re.findall("seen", told)) > 10
