@@ -24,8 +24,8 @@ class Trial:
     """Buffers, a counter and an event on the first GPU."""
 
     def __init__(self) -> None:
+        self.numbers = torch.zeros(1, device="cuda:0")  # first, as it initialises the driver
         self.driver = CudaDriver(0)
-        self.numbers = torch.zeros(1, device="cuda:0")
         self.source = torch.zeros(BYTES, dtype=torch.uint8, device="cuda:0")
         second = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
         self.target = torch.zeros(BYTES, dtype=torch.uint8, device=second)
@@ -82,6 +82,7 @@ def main() -> None:
                 *(trial.kernel_us(used, kind) for used in ([stream], both) for kind in ("event", "value")),
             ]
             table.writerow([priority, number, *(f"{value:.2f}" for value in found)])
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
