@@ -1,0 +1,116 @@
+"""A step of AdamW over float32 parameters: one kernel beside torch's optimizers, in turns in one process.
+
+    python benchmarks/adamw_study.py [--parameters 1e9] [--tensors 1] [--repeats 20] [--output FILE.json] [--blocks]
+
+An update reads parameter, gradient and both moments and writes all but the gradient: 28 bytes a parameter. A copy of as
+many bytes is timed in the same turns, as what the device's memory does at best. Times are from CUDA events; the median is
+given, with the smallest and the largest. --blocks: the kernel in several sizes of blocks.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from steplab.ops.adamw import optimizer as one_kernel
+from steplab.ops.adamw.optimizer import OneKernelAdamW
+
+BYTES_A_PARAMETER = 28
+BLOCKS = [(512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (4096, 16)]
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+
+
+def timed_ms(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000)  # about 2 ms, in which Python gets ahead of the device
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def parameters_of(count: int, num_tensors: int) -> list[Tensor]:
+    """Of equal sizes, with gradients."""
+    size = count // num_tensors
+    made = [torch.randn(size, device="cuda").requires_grad_() for _ in range(num_tensors)]
+    for parameter in made:
+        parameter.grad = torch.randn(size, device="cuda")
+    return made
+
+
+def with_block(made: OneKernelAdamW, block: int, warps: int) -> Callable[[], None]:
+    def run() -> None:
+        one_kernel.BLOCK, one_kernel.NUM_WARPS = block, warps
+        made.step()
+
+    return run
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    count = int(options.parameters)
+    ours = OneKernelAdamW(parameters_of(count, options.tensors), **OPTIONS)
+    runs: dict[str, Callable[[], object]] = {}
+    if options.blocks:
+        for block, warps in BLOCKS:
+            # Tables are of a size of blocks, so each has an optimizer of its own, over the same tensors.
+            own = OneKernelAdamW(ours.param_groups[0]["params"], **OPTIONS)
+            own.state = ours.state
+            runs[f"one kernel, blocks of {block}, {warps} warps"] = with_block(own, block, warps)
+    else:
+        runs["one kernel"] = ours.step
+        for name in ("fused", "foreach"):
+            theirs = torch.optim.AdamW(ours.param_groups[0]["params"], **OPTIONS, **{name: True})
+            runs[f"torch {name}"] = theirs.step
+    # Half of the bytes are read and half written; the memory is the optimizer's own size at most.
+    source = torch.empty(count * BYTES_A_PARAMETER // 2 // 4, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source)
+    runs["copy of as many bytes"] = lambda: target.copy_(source)
+    for run in runs.values():
+        for _ in range(2):
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(options.repeats):
+        for name, run in runs.items():
+            samples[name].append(timed_ms(run))
+    return {
+        "parameters": count,
+        "tensors": options.tensors,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "bytes": BYTES_A_PARAMETER * count,
+        "samples_ms": samples,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--tensors", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--blocks", action="store_true", help="the kernel alone, in several sizes of blocks")
+    parser.add_argument("--output", default="", help="a file for the samples, in JSON")
+    options = parser.parse_args()
+    result = measure(options)
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+    print(
+        f"{result['parameters']:,} parameters in {result['tensors']} tensors, {result['device']}, torch "
+        f"{result['torch']}; median of turns"
+    )
+    print("| update | ms | smallest to largest | TB/s |\n|---|--:|--:|--:|")
+    for name, found in sorted(result["samples_ms"].items(), key=lambda item: statistics.median(item[1])):
+        middle = statistics.median(found)
+        print(
+            f"| {name} | {middle:.3f} | {min(found):.3f} to {max(found):.3f} | {result['bytes'] / middle / 1e9:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""AdamW for float32 parameters in one Triton kernel: `steplab.ops.adamw.optimizer.OneKernelAdamW`."""

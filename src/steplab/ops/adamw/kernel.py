@@ -1,0 +1,80 @@
+"""One step of AdamW over many tensors in one launch.
+
+Each program has a block of one tensor. Which one, and where it begins, is in a table that stays as long as the sizes
+do; where the tensors are is in another, since gradients may be elsewhere in every step.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def adamw_kernel(
+    addresses_ptr,
+    counts_ptr,
+    tensors_ptr,
+    starts_ptr,
+    decay,
+    first_rate,
+    second_rate,
+    step_size,
+    second_correction,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """A block of a parameter, its moments and its gradient; the formula is that of reference.adamw_step.
+
+    addresses [tensors, 4] of parameter, gradient, first and second moment, each a multiple of 16 bytes; counts
+    [tensors] of their elements; tensors and starts [programs]: which one a program has, and its first element. Rates
+    are what a moment moves towards its gradient, one minus beta.
+    """
+    program = tl.program_id(0)
+    tensor, start = tl.load(tensors_ptr + program), tl.load(starts_ptr + program)
+    start = tl.multiple_of(start, BLOCK)
+    rest = tl.load(counts_ptr + tensor) - start
+    row_ptr = addresses_ptr + 4 * tensor
+    parameter_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.float32)), 16) + start
+    gradient_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32)), 16) + start
+    first_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32)), 16) + start
+    second_ptr = tl.multiple_of(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), 16) + start
+    if rest >= BLOCK:  # of a constant the compiler sees that nothing is left out
+        _update(
+            parameter_ptr, gradient_ptr, first_ptr, second_ptr, BLOCK,
+            decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK,
+        )  # fmt: skip
+    else:
+        _update(
+            parameter_ptr, gradient_ptr, first_ptr, second_ptr, rest,
+            decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update(
+    parameter_ptr,
+    gradient_ptr,
+    first_ptr,
+    second_ptr,
+    count,
+    decay,
+    first_rate,
+    second_rate,
+    step_size,
+    second_correction,
+    eps,
+    BLOCK: tl.constexpr,
+):
+    """The first `count` elements of a block. Nothing of it is read again before the next step."""
+    places = tl.arange(0, BLOCK)
+    inside = places < count
+    gradient = tl.load(gradient_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
+    first = tl.load(first_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
+    second = tl.load(second_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
+    parameter = tl.load(parameter_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
+    first += first_rate * (gradient - first)
+    second += second_rate * (gradient * gradient - second)
+    denominator = tl.sqrt_rn(second) * second_correction + eps
+    parameter = parameter * decay - step_size * (first / denominator)
+    tl.store(first_ptr + places, first, mask=inside, eviction_policy="evict_first")
+    tl.store(second_ptr + places, second, mask=inside, eviction_policy="evict_first")
+    tl.store(parameter_ptr + places, parameter, mask=inside, eviction_policy="evict_first")

@@ -1,0 +1,142 @@
+"""AdamW in one kernel, in Triton's interpreter, against float64 and against torch's own."""
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from steplab.errors import Unsupported, UserError
+from steplab.ops.adamw import optimizer as one_kernel
+from steplab.ops.adamw.optimizer import OneKernelAdamW
+from steplab.ops.adamw.reference import Rates, adamw_step
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+SHAPES = [(700,), (512,), (3, 5), (), (2, 600), (1,)]
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(one_kernel, "BLOCK", 256)
+
+
+def parameters() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape).requires_grad_() for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    torch.manual_seed(step)
+    return [torch.randn(shape) * 10.0 ** (step - 3) for shape in SHAPES]
+
+
+def in_float64(steps: int) -> list[dict[str, Tensor]]:
+    """Parameters and moments after so many steps."""
+    found = []
+    for index, parameter in enumerate(parameters()):
+        p = parameter.detach().double()
+        first, second = torch.zeros_like(p), torch.zeros_like(p)
+        for step in range(1, steps + 1):
+            rates = Rates(lr=1e-2, beta_1=0.9, beta_2=0.95, eps=1e-8, weight_decay=0.1, step=step)
+            adamw_step(p, gradients(step)[index].double(), first, second, rates)
+        found.append({"parameter": p, "exp_avg": first, "exp_avg_sq": second})
+    return found
+
+
+def trained(
+    kind: type[torch.optim.Optimizer], steps: int, **options: Any
+) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    given = parameters()
+    made = kind(given, **OPTIONS, **options)  # type: ignore[call-arg]
+    for step in range(1, steps + 1):
+        for parameter, gradient in zip(given, gradients(step), strict=True):
+            parameter.grad = gradient
+        made.step()
+    return given, made
+
+
+def test_steps_are_as_near_to_float64_as_float32_allows() -> None:
+    """Each step rounds a moment at most three times, and a parameter by its update's and its own roundings."""
+    steps, u = 4, torch.finfo(torch.float32).eps / 2
+    given, made = trained(OneKernelAdamW, steps)
+    for parameter, exact in zip(given, in_float64(steps), strict=True):
+        state = made.state[parameter]
+        # Terms of either sign: gradients of the steps before bound what rounding can be of.
+        largest = max(float(g.abs().max()) for step in range(1, steps + 1) for g in gradients(step))
+        assert (state["exp_avg"].double() - exact["exp_avg"]).abs().max() <= 4 * steps * u * largest
+        assert (state["exp_avg_sq"].double() - exact["exp_avg_sq"]).abs().max() <= 4 * steps * u * largest**2
+        off = (parameter.detach().double() - exact["parameter"]).abs()
+        ratio = largest * exact["exp_avg_sq"].clamp(min=1e-30).rsqrt()  # by how much a moment's error counts
+        assert (off <= steps * u * (4 * exact["parameter"].abs() + 1e-2 * 40 * (1 + ratio + ratio**2))).all()
+
+
+def test_torchs_own_is_as_near() -> None:
+    ours, _ = trained(OneKernelAdamW, 3)
+    theirs, _ = trained(torch.optim.AdamW, 3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_state_goes_from_torchs_and_back() -> None:
+    given, made = trained(torch.optim.AdamW, 2)
+    ours = [parameter.detach().clone().requires_grad_() for parameter in given]
+    loaded = OneKernelAdamW(ours, **OPTIONS)
+    loaded.load_state_dict(copy.deepcopy(made.state_dict()))
+    for parameter, other, gradient in zip(given, ours, gradients(3), strict=True):
+        parameter.grad, other.grad = gradient, gradient.clone()
+    made.step()
+    loaded.step()
+    torch.testing.assert_close(ours, given, rtol=1e-5, atol=1e-6)
+    back = torch.optim.AdamW([parameter.detach().clone().requires_grad_() for parameter in ours], **OPTIONS)
+    back.load_state_dict(loaded.state_dict())
+    assert {int(state["step"]) for state in back.state.values()} == {3}
+
+
+def test_what_has_no_gradient_stays_and_counts_its_own_steps() -> None:
+    first, second = torch.ones(300, requires_grad=True), torch.ones(20, requires_grad=True)
+    made = OneKernelAdamW([first, second], **OPTIONS)
+    first.grad = torch.ones(300)
+    made.step()
+    assert torch.equal(second, torch.ones(20))
+    second.grad = torch.ones(20)
+    made.step()
+    assert (int(made.state[first]["step"]), int(made.state[second]["step"])) == (2, 1)
+    alone = torch.ones(20, requires_grad=True)
+    alone.grad = torch.ones(20)
+    OneKernelAdamW([alone], **OPTIONS).step()
+    assert torch.equal(alone, second)
+
+
+def test_gradients_may_be_elsewhere_in_every_step_and_groups_have_their_own_rates() -> None:
+    given = parameters()
+    made = OneKernelAdamW([{"params": given[:2]}, {"params": given[2:], "lr": 0.0, "weight_decay": 0.5}], **OPTIONS)
+    before = [parameter.detach().clone() for parameter in given]
+    kept = []
+    for step in (1, 2):
+        for parameter, gradient in zip(given, gradients(step), strict=True):
+            parameter.grad = gradient
+            kept.append(gradient)
+        made.step()
+    assert all(not torch.equal(one, other) for one, other in zip(given[:2], before[:2], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(given[2:], before[2:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (
+            torch.zeros(8, dtype=torch.bfloat16),
+            "for torch.bfloat16 is not supported: it computes in float32; use torch",
+        ),
+        (torch.zeros(8, 8).t()[1:], "takes contiguous tensors"),
+        (torch.zeros(9)[1:], "multiple of 16 bytes"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused(tensor: Tensor, said: str) -> None:
+    with pytest.raises(Unsupported, match=said):
+        OneKernelAdamW([tensor.requires_grad_()])
+    with pytest.raises(UserError, match="betas from 0 to below 1"):
+        OneKernelAdamW([torch.zeros(4, requires_grad=True)], betas=(0.9, 1.0))
