@@ -3,8 +3,8 @@
     python benchmarks/adamw_study.py [--parameters 1e9] [--tensors 1] [--repeats 20] [--output FILE.json] [--blocks]
 
 An update reads parameter, gradient and both moments and writes all but the gradient: 28 bytes a parameter. A copy of as
-many bytes is timed in the same turns, as what the device's memory does at best. Times are from CUDA events; the median is
-given, with the smallest and the largest. --blocks: the kernel in several sizes of blocks.
+many bytes is timed in the same turns, as what the device's memory does at best. Times are from CUDA events; the median
+is given, with the smallest and the largest. --blocks: the kernel in several sizes of blocks.
 """
 
 import argparse

@@ -47,11 +47,9 @@ def in_float64(steps: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def trained(
-    kind: type[torch.optim.Optimizer], steps: int, **options: Any
-) -> tuple[list[Tensor], torch.optim.Optimizer]:
+def trained(kind: Any, steps: int) -> tuple[list[Tensor], torch.optim.Optimizer]:
     given = parameters()
-    made = kind(given, **OPTIONS, **options)  # type: ignore[call-arg]
+    made = kind(given, **OPTIONS)
     for step in range(1, steps + 1):
         for parameter, gradient in zip(given, gradients(step), strict=True):
             parameter.grad = gradient

@@ -40,7 +40,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
                 _refuse_unserved(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; gives what the closure does."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
