@@ -114,10 +114,11 @@ def exact_and_bounds(
 
     u_w = torch.finfo(gradient_of_weight or dtype).eps / 2
     sums_h, sums_w = G.abs() @ w.abs(), G.abs().T @ h.abs()
+    sums_of_parts = 0 if entries % 8 == 0 else 1  # the last entries are multiplied apart, and added
     exact = {"loss": losses, "hidden": G @ w, "weight": G.T @ h, "bias": G.sum(0)}
     bounds = {
         "loss": off_losses,
-        "hidden": off_G @ w.abs() + entries * e * sums_h + u * exact["hidden"].abs(),
+        "hidden": off_G @ w.abs() + entries * e * sums_h + u * (exact["hidden"].abs() + sums_of_parts * sums_h),
         "weight": off_G.T @ h.abs() + len(h) * e * sums_w + num_chunks * u_w * sums_w,
         "bias": off_G.sum(0) + len(h) * e * G.abs().sum(0) + u * exact["bias"].abs(),
     }

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from steplab.errors import Unsupported, UserError
 from steplab.ops.cross_entropy import implementations, linear_cross_entropy
 from steplab.ops.cross_entropy.chunks import Terms, losses_in_chunks
-from steplab.ops.cross_entropy.implementations import CHUNK_BYTES, chunk_tokens, padded_entries
+from steplab.ops.cross_entropy.implementations import CHUNK_BYTES, chunk_tokens, padded_entries, whole_entries
 from steplab.ops.cross_entropy.operators import OPERATORS
 from steplab.ops.cross_entropy.plain_rows import plain_rows
 
@@ -273,7 +273,10 @@ def test_chunks_of_the_largest_vocabularies() -> None:
     assert chunk_tokens(8192, 151_936, 2) == 1024
     assert chunk_tokens(512, 10_000, 4) == 512  # all at once
     assert chunk_tokens(10**6, 10**9, 4) == 1
-    for entries in (50_257, 131_072):
+    assert (whole_entries(50_257), whole_entries(10_000), whole_entries(63)) == (50_240, 10_000, 0)
+    for entries in (50_257, 131_072, 70, 63):
+        assert whole_entries(entries) % 8 == 0
+        assert whole_entries(entries) in (entries, padded_entries(entries) - 64)
         assert chunk_tokens(10**6, entries, 2) * padded_entries(entries) * 2 <= CHUNK_BYTES
 
 

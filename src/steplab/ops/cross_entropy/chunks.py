@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steplab.ops.cross_entropy.implementations import chunk_tokens, padded_entries
+from steplab.ops.cross_entropy.implementations import ROW_MULTIPLE, chunk_tokens, padded_entries, whole_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +85,60 @@ def losses_in_chunks(
     )
     hidden_NC, weight_VC = hidden_NC.to(dtype), weight_VC.to(dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
+    cut = _cut(weight_VC, bias_V)
     step = max(chunk_tokens(num_tokens, num_entries, dtype.itemsize), 1)
     memory = hidden_NC.new_empty(min(step, num_tokens), padded_entries(num_entries))
     for start in range(0, num_tokens, step):
         part, is_first = slice(start, start + step), start == 0
         hidden_nC = hidden_NC[part]
-        logits_nV = memory[: len(hidden_nC), :num_entries]
-        if bias_V is None:
-            torch.mm(hidden_nC, weight_VC.t(), out=logits_nV)
-        else:
-            torch.addmm(bias_V, hidden_nC, weight_VC.t(), out=logits_nV)
+        filled_up = memory[: len(hidden_nC)]
+        for columns in cut:
+            logits = filled_up[:, columns.filled_up]
+            if columns.bias is None:
+                torch.mm(hidden_nC, columns.weight.t(), out=logits)
+            else:
+                torch.addmm(columns.bias, hidden_nC, columns.weight.t(), out=logits)
+        logits_nV = filled_up[:, :num_entries]
         rows(logits_nV, targets_N[part], losses_N[part], None if scale_N is None else scale_N[part], terms)
-        if d_hidden_NC is not None:
-            _product(d_hidden_NC[part], logits_nV, weight_VC, add=False)
-        if d_weight_VC is not None:
-            _product(d_weight_VC, logits_nV.t(), hidden_nC, add=not is_first)
+        for columns in cut:
+            if d_hidden_NC is not None:
+                logits = filled_up[:, columns.filled_up]
+                _product(d_hidden_NC[part], logits, columns.weight, add=columns is not cut[0])
+            if d_weight_VC is not None:
+                logits = logits_nV[:, columns.entries]
+                _product(d_weight_VC[columns.entries], logits.t(), hidden_nC, add=not is_first)
         if d_bias_V is not None:
             d_bias_V.add_(logits_nV.sum(0, dtype=d_bias_V.dtype))
     return losses_N, (d_hidden_NC, d_weight_VC, d_bias_V)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Entries of the vocabulary that are in one product."""
+
+    entries: slice
+    """Which ones."""
+    filled_up: slice
+    """The columns of logits that the product has: those, and what the weight is filled up with. Their logits are zero
+    and no part of the loss; as gradients they are zero as well."""
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _cut(weight_VC: Tensor, bias_V: Tensor | None) -> list[_Columns]:
+    """The vocabulary as one product takes it, or two; see implementations.whole_entries."""
+    num_entries, width = weight_VC.shape
+    whole = whole_entries(num_entries)
+    first, rest = slice(0, whole), slice(whole, num_entries)
+    found = [_Columns(first, first, weight_VC[first], None if bias_V is None else bias_V[first])] if whole else []
+    if whole < num_entries:
+        weight = weight_VC.new_zeros(ROW_MULTIPLE, width)
+        weight[: num_entries - whole] = weight_VC[rest]
+        bias = None if bias_V is None else bias_V.new_zeros(ROW_MULTIPLE)
+        if bias is not None and bias_V is not None:
+            bias[: num_entries - whole] = bias_V[rest]
+        found.append(_Columns(rest, slice(whole, whole + ROW_MULTIPLE), weight, bias))
+    return found
 
 
 def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:

@@ -13,8 +13,9 @@ from torch import Tensor
 from steplab.ops.cross_entropy.chunks import Terms
 from steplab.ops.cross_entropy.triton_kernels import cross_entropy_softmax_kernel, scale_kernel
 
-BLOCK, NUM_WARPS = 8192, 16
-"""Columns of a row at a time, and the warps that share them: 16 columns, two loads of 16 bytes, for each thread."""
+BLOCK, NUM_WARPS = 16384, 32
+"""Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. It was the fastest
+of eight on an H200, where a multiprocessor then has one row at a time (benchmarks/cross_entropy_study.py --kernel)."""
 SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 
 
@@ -22,6 +23,7 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
     """A RowStep (see chunks.py) for float32, bfloat16 and float16."""
     num_rows, num_entries = logits_nV.shape
     scale = losses_n if scale_n is None else scale_n
+    block = BLOCK // 2 if terms.label_smoothing else BLOCK  # a further sum for each column
     with _on_device_of(logits_nV):
         cross_entropy_softmax_kernel[(num_rows,)](
             logits_nV,
@@ -36,7 +38,7 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
             terms.z_loss,
             SMOOTHED=terms.label_smoothing > 0,
             WITH_GRADIENT=scale_n is not None,
-            BLOCK=min(BLOCK, max(triton.next_power_of_2(num_entries), 32 * NUM_WARPS)),
+            BLOCK=min(block, max(triton.next_power_of_2(num_entries), 32 * NUM_WARPS)),
             num_warps=NUM_WARPS,
         )
 

@@ -6,7 +6,13 @@ A function ends where torch's ends, so that what it holds is freed at the same m
 
 from functools import partial
 
-from steplab.ops.cross_entropy.implementations import Implementation, chunk_tokens, padded_entries
+from steplab.ops.cross_entropy.implementations import (
+    ROW_MULTIPLE,
+    Implementation,
+    chunk_tokens,
+    padded_entries,
+    whole_entries,
+)
 from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, INT64, Count
@@ -76,17 +82,29 @@ def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) ->
     entries, tokens = sizes.shape.vocab_size, sizes.tokens.value
     step = chunk_tokens(tokens, entries, dtype.num_bytes)
     padded = padded_entries(entries)
+    cut = _cut(m, w)
     memory = m.new(Count(step * padded, f"{step} {padded}"), dtype, "logits of a chunk")
     m.start_products()
     for start in range(0, tokens, step):
-        _chunk(m, x, w, memory, losses, gradients, row, count=min(step, tokens - start), is_first=start == 0)
+        _chunk(m, x, cut, memory, losses, gradients, row, count=min(step, tokens - start), is_first=start == 0)
     return losses, gradients
+
+
+def _cut(m: Machine, w: Tensor) -> list[tuple[int, Tensor]]:
+    """Entries of the vocabulary that are in one product, with their part of the weight."""
+    width, entries = m.sizes.shape.d_model, m.sizes.shape.vocab_size
+    whole = whole_entries(entries)
+    found = [(whole, _part(w, whole * width))] if whole else []
+    if whole < entries:
+        filled_up = Count(ROW_MULTIPLE * width, f"{ROW_MULTIPLE} d")
+        found.append((entries - whole, m.run("copy", (), filled_up, w.dtype, "last rows of the head's weight")))
+    return found
 
 
 def _chunk(
     m: Machine,
     x: Tensor,
-    w: Tensor,
+    cut: list[tuple[int, Tensor]],
     memory: Tensor,
     losses: Tensor,
     gradients: tuple[Tensor, ...],
@@ -95,19 +113,23 @@ def _chunk(
     count: int,
     is_first: bool,
 ) -> None:
-    """The three products of so many tokens, and between them softmax, loss and gradient of their logits."""
-    width, entries = m.sizes.shape.d_model, m.sizes.shape.vocab_size
-    logits, part = _part(memory, count * entries), _part(x, count * width)
-    m.ran("mm", (part, w), (logits,), product=Product(m=count, n=entries, k=width))
+    """The three products of so many tokens, each in as many parts as the vocabulary is cut into, and between them
+    softmax, loss and gradient of their logits. What the parts are filled up with is not counted."""
+    width, part = m.sizes.shape.d_model, _part(x, count * m.sizes.shape.d_model)
+    for entries, w in cut:
+        m.ran("mm", (part, w), (_part(memory, count * entries),), product=Product(m=count, n=entries, k=width))
+    logits = _part(memory, count * m.sizes.shape.vocab_size)
     if row.in_kernel:
         m.ran("cross_entropy_softmax", (logits,), (logits, _part(losses, count)))
     else:
         _plain_rows(m, logits, Count(count, str(count)), has_gradient=bool(gradients))
-    if gradients:
-        of_x, of_w = gradients
-        m.ran("mm", (logits, w), (_part(of_x, count * width),), product=Product(m=count, n=width, k=entries))
+    for index, (entries, w) in enumerate(cut if gradients else []):
+        of_logits = _part(memory, count * entries)
+        of_x, of_w = _part(gradients[0], count * width), _part(gradients[1], entries * width)
+        added_to = (of_x,) if index else ()
+        m.ran("mm", (of_logits, w, *added_to), (of_x,), product=Product(m=count, n=width, k=entries))
         added_to = () if is_first else (of_w,)
-        m.ran("mm", (logits, part, *added_to), (of_w,), product=Product(m=entries, n=width, k=count))
+        m.ran("mm", (of_logits, part, *added_to), (of_w,), product=Product(m=entries, n=width, k=count))
 
 
 def _plain_rows(m: Machine, logits: Tensor, rows: Count, *, has_gradient: bool) -> None:
