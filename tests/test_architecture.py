@@ -149,6 +149,18 @@ def test_imports_within_measurement_point_downwards(part: str) -> None:
     assert [name for name in names if name.removeprefix(prefix).split(".")[0] not in allowed] == []
 
 
+@pytest.mark.parametrize("study", ["comm", "ddp"])
+def test_few_files_know_a_study_by_its_name(study: str) -> None:
+    """A new study has files of its own and an entry in each of these; `steplab study` includes it by another."""
+    parts = tuple(f"steplab.{part}.{study}." for part in ("records", "measurement", "report", "lab", "cli.commands"))
+    own = {path for path in FILES if study in path.with_suffix("").relative_to(SOURCE).parts}
+    own |= {path for path in FILES if path.stem.startswith(f"{study}_")}
+    others = {path for path in FILES for _, name in imports(path) if name.startswith(parts)} - own
+    shared = {"measurement/jobs.py", "records/registry.py", "report/sections.py", "lab/study_parts.py"}
+    reads_its_traces = {"traces/communication.py"} if study == "ddp" else set()
+    assert {str(path.relative_to(SOURCE)) for path in others} == shared | reads_its_traces
+
+
 def test_the_arrows_within_measurement_make_no_circle() -> None:
     assert list(TopologicalSorter(WITHIN_MEASUREMENT).static_order())
 

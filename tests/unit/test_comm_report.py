@@ -19,10 +19,10 @@ from tests.runs import make_run
 from steplab.lab.comm import profile_of, with_profile
 from steplab.lab.reporting import records_to_report
 from steplab.records.codec import decode, encode
-from steplab.records.comm import CommCell, CommRun
+from steplab.records.comm import CommCell, CommRun, comm_row
+from steplab.records.ddp import ddp_row
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
-from steplab.records.rows import comm_row, ddp_row
 from steplab.report.attention.document import attention_document
 from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document

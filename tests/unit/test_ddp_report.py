@@ -14,9 +14,8 @@ from tests.runs import make_run
 from steplab.lab.ddp_model import overhead_model
 from steplab.lab.reporting import records_to_report
 from steplab.records.codec import decode, encode
-from steplab.records.ddp import DdpCell, DdpRun
+from steplab.records.ddp import DdpCell, DdpRun, ddp_row
 from steplab.records.registry import kind_of
-from steplab.records.rows import ddp_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
 from steplab.report.ddp.bars import exposed_bars, memory_bars

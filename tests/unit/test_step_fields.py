@@ -14,7 +14,8 @@ from tests.rendering import sheet_of
 from tests.runs import make_run
 
 from steplab.cli.options import StepOptions
-from steplab.records.rows import Row, ddp_row, run_row
+from steplab.records.ddp import ddp_row
+from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.table import drawn, sheet

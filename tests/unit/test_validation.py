@@ -18,6 +18,7 @@ from tests.unit.memory_records import imported_snapshot, watched_run
 from steplab.errors import SteplabError
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
+from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.validation import check
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,6 +59,11 @@ def test_all_kinds_but_ceilings_are_among_the_recorded() -> None:
 )
 def test_made_records_pass(record: Record) -> None:
     check(decode(encode(record)))
+
+
+def test_a_pipeline_is_a_phase_of_a_step() -> None:
+    phases = tuple(PhaseSamples(phase=name, host_s=(1.0, 2.0)) for name in ("pipeline", "optimizer", "step"))
+    check(make_run(timing=Timing(warmup=phases, back_to_back=phases)))
 
 
 PROFILED, WATCHED, ATTENTION = launch_bound_run(), watched_run(), make_benchmark()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
-from steplab.records.rows import KINDS_IN_LISTS, Row, Scalar
+from steplab.records.registry import KINDS_IN_LISTS
+from steplab.records.rows import Row, Scalar
 from steplab.units import parse_bytes, parse_duration
 
 STUDY = "study"

@@ -1,11 +1,14 @@
 """The record of a benchmark of attention: cells with raw samples, memory and errors."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from steplab.records.failure import Failure, Outcome
+from steplab.records.problems import Problem, known
 from steplab.records.record import Benchmark
+from steplab.records.rows import Row, head, tail
 from steplab.records.timing import PhaseSamples, find_phase
-from steplab.specs.attention import AttentionSpec
+from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy
 
 ATTENTION_SCHEMA = "steplab.attention/1"
@@ -67,6 +70,17 @@ class AttentionCell(Outcome):
         """Seconds of each repeat of a pass; empty if it was not timed."""
         found = find_phase(self.passes, name)
         return found.best_s if found else ()
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        for index, timed in enumerate(self.passes):
+            yield from known(f".passes[{index}].phase", timed.phase, PASSES)
+            if not timed.best_s or not all(timed.best_s):
+                yield f".passes[{index}]", "has no samples, or one that took no time"
+        for name in self.flops:
+            yield from known(".flops", name, PASSES)
+        if not self.failure and not self.passes:
+            yield ".passes", "is empty, and no failure says why"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,3 +145,8 @@ class AttentionAccount:
     def total_bytes(self) -> int:
         """Peak memory of the cell in bytes: the sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
+
+
+def attention_row(run: AttentionRun) -> Row:
+    """The row of a benchmark of attention."""
+    return head(run, "attention") | {"description": run.study.name} | tail(run, num_cells=len(run.study.cells))

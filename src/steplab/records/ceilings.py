@@ -1,9 +1,12 @@
 """Measured ceilings of a machine: the rates that a CPU or a GPU outside the catalogue reaches."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steplab.records.environment import Environment
+from steplab.records.problems import Problem, known
 from steplab.records.record import MachineRecord
+from steplab.records.rows import Row, head, software
 
 CEILINGS_SCHEMA = "steplab.ceilings/1"
 
@@ -28,6 +31,12 @@ class Ceiling:
         """Rate of the fastest repeat, the one that other work on the machine disturbed least."""
         return self.work / min(self.seconds)
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if not self.seconds or not all(self.seconds):
+            yield ".seconds", "has no samples, or one that took no time"
+        yield from known(".unit", self.unit, ("FLOP/s", "B/s"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings(MachineRecord):
@@ -43,3 +52,12 @@ class Ceilings(MachineRecord):
     def matmul(self, dtype: str) -> Ceiling | None:
         """The measured matmul ceiling of a data type."""
         return next((c for c in self.ceilings if c.name == "matmul" and c.dtype == dtype), None)
+
+
+def ceilings_row(record: Ceilings) -> Row:
+    """The row of a set of ceilings: the device and each of its rates."""
+    row = head(record, "doctor") | {"device": record.device_name, "status": record.status} | software(record)
+    for ceiling in record.ceilings:
+        unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
+        row["_".join(filter(None, (ceiling.name, ceiling.dtype, unit)))] = ceiling.best_per_s
+    return row

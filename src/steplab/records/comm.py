@@ -1,11 +1,14 @@
 """The record of a benchmark of collectives: cells with every rank's raw samples, and the communication profile."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
 from steplab.records.failure import Outcome
+from steplab.records.problems import Problem, known, numbered
 from steplab.records.record import Benchmark
-from steplab.specs.comm import CommSpec, CommStudy
+from steplab.records.rows import Row, head, tail
+from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds
 
 COMM_SCHEMA = "steplab.comm/1"
@@ -63,6 +66,13 @@ class RankTimes:
         """The median divided by the smallest of `thirds_s`, which shows a disturbance that began or ended."""
         return drift(self.best_s)
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if not self.best_s or not all(self.best_s):
+            yield ".device_s" if self.device_s else ".alone_s", "has no samples, or one that took no time"
+        if self.calls_per_sample < 1:
+            yield ".calls_per_sample", "must be at least 1, not 0"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCheck:
@@ -97,6 +107,12 @@ class CommCell(Outcome):
         """The rank with the longest median, whose times are the cell's; None for a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        yield from numbered(".ranks", [times.rank for times in self.ranks], self.spec.world_size)
+        if not self.failure and not self.ranks:
+            yield ".ranks", "is empty, and no failure says why"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFit:
@@ -124,6 +140,10 @@ class CommFit:
     worst_relative: float | None
     """The value of (fitted - measured) / measured that is largest in magnitude, with its sign; None as above."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        yield from known(".collective", self.collective, COLLECTIVES)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommFacts:
@@ -149,3 +169,22 @@ class CommRun(Benchmark[CommCell]):
     """The machine's communication profile."""
     schema: str = COMM_SCHEMA
     """Format of this record."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        yield from numbered(".ranks", [rank.rank for rank in self.ranks], self.study.num_processes)
+
+
+def comm_row(run: CommRun) -> Row:
+    """The row of a benchmark of collectives."""
+    collectives = dict.fromkeys(cell.collective for cell in run.study.cells)
+    return (
+        head(run, "comm")
+        | {
+            "description": run.study.name,
+            "num_ranks": run.study.num_processes,
+            "backend": ", ".join(dict.fromkeys(cell.transport for cell in run.study.cells)),
+            "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
+        }
+        | tail(run, num_cells=len(run.study.cells))
+    )

@@ -1,12 +1,16 @@
 """The record of a data-parallel study: for each variant every rank's samples, messages, memory and traced steps."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from steplab.records.failure import Outcome
 from steplab.records.memory import PeakMemory
+from steplab.records.problems import Problem, known, numbered
 from steplab.records.profile import Timeline
 from steplab.records.record import Benchmark
-from steplab.records.timing import PhaseSamples, find_phase
+from steplab.records.rows import Row, head, step_columns, tail
+from steplab.records.timing import PhaseSamples, find_phase, measured_problems
+from steplab.specs.comm import COLLECTIVES
 from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
@@ -16,6 +20,8 @@ MOMENTS = ("initialised", "before_step", "after_step")
 """The moments at which memory is read: after model and optimizer are built, and before and after the optimizer's first
 step, which allocates its state."""
 CATEGORIES = ("parameters", "gradients", "optimizer", "other")
+SENT = (*COLLECTIVES, "reduce", "gather", "scatter", "barrier")
+"""The collectives that a step may call."""
 _ROUNDING_BYTES = 16 * MIB
 """Largest difference between two counts of the same tensors that is due to rounding."""
 COMPUTE_ROW, COMMUNICATION_ROW = 0, 1
@@ -64,6 +70,11 @@ class Messages:
         """Bytes of all these messages together."""
         return sum(self.sizes_bytes)
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if not self.sizes_bytes:
+            yield ".sizes_bytes", "is empty"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpRank:
@@ -106,6 +117,13 @@ class DdpRank:
         """The memory at one of MOMENTS; `allocated_bytes` is None if it is not known."""
         found = next((memory for memory in self.memory if memory.moment == name), None)
         return replace(found, allocated_bytes=None) if found and self.baseline_freed else found
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        yield from measured_problems(".phases", self.phases)
+        yield from measured_problems(".baseline", self.baseline)
+        for index, memory in enumerate(self.memory):
+            yield from known(f".memory[{index}].moment", memory.moment, MOMENTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +183,13 @@ class DdpCell(Outcome):
     def num_calls(self) -> int | None:
         """Number of collectives per step; None if it is not known."""
         return sum(len(messages.sizes_bytes) for messages in self.messages) or None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        for index, messages in enumerate(self.messages):
+            yield from known(f".messages[{index}].collective", messages.collective, SENT)
+        if not self.failure and not self.ranks:
+            yield ".ranks", "is empty, and no failure says why"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,3 +277,26 @@ class DdpRun(Benchmark[DdpCell]):
     def baseline(self) -> DdpCell | None:
         """The cell of the variant without communication; None if it is missing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        for index, cell in enumerate(self.cells):
+            yield from numbered(f".cells[{index}].ranks", [rank.rank for rank in cell.ranks], self.study.processes)
+            if cell.contender not in self.study.contenders:
+                yield f".cells[{index}].contender", f"must be a variant of the study, not {cell.contender.label}"
+        if self.facts:
+            yield from numbered(".facts.places", [place.rank for place in self.facts.places], self.study.processes)
+
+
+def ddp_row(run: DdpRun) -> Row:
+    """The row of a data-parallel study."""
+    return (
+        head(run, "ddp")
+        | step_columns(run.study.step)
+        | {
+            "num_ranks": run.study.processes,
+            "backend": run.facts.backend if run.facts else None,
+            "contenders": "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none")),
+        }
+        | tail(run, num_cells=len(run.study.contenders))
+    )

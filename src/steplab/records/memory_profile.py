@@ -4,7 +4,10 @@ It is taken from a step that was watched after all timing. Sizes are those of th
 `rounding` holds what the allocator added to the requested sizes for alignment.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from steplab.records.problems import Problem, as_long, known
 
 MEMORY_CATEGORIES = (
     "parameters",
@@ -42,6 +45,18 @@ class MemoryTimeline:
     """For each category, the bytes allocated from each time to the next."""
     by_event: bool = False
     """Whether `time_s` counts events, because they carry no time."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if not self.time_s:
+            yield ".time_s", "is empty"
+        if any(later < earlier for earlier, later in zip(self.time_s, self.time_s[1:], strict=False)):
+            yield ".time_s", "does not ascend"
+        for index, category in enumerate(self.categories):
+            yield from known(f".categories[{index}]", category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
+        yield from as_long(".allocated_bytes", self.allocated_bytes, len(self.categories), ".categories")
+        for index, column in enumerate(self.allocated_bytes):
+            yield from as_long(f".allocated_bytes[{index}]", column, len(self.time_s), ".time_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,3 +212,21 @@ class MemoryProfile:
         for phase in self.phases:
             found[phase.name] = max(found.get(phase.name, 0), phase.peak_bytes)
         return found
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        for category in self.at_peak:
+            yield from known(".at_peak", category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
+        if (total := sum(self.at_peak.values())) != self.peak_bytes:
+            yield ".at_peak", f"sums to {total} bytes, but the peak is {self.peak_bytes}"
+        for index, made in enumerate(self.largest):
+            yield from known(f".largest[{index}].category", made.category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
+        for index, kept in enumerate(self.saved):
+            yield from known(f".saved[{index}].category", kept.category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
+        for name in ("largest", "saved"):
+            for index, group in enumerate(getattr(self, name)):
+                if group.count < 1:
+                    yield f".{name}[{index}].count", "must be at least 1, not 0"
+        for index, phase in enumerate(self.phases):
+            if phase.end_s < phase.start_s:
+                yield f".phases[{index}]", f"ends at {phase.end_s} s, before it starts at {phase.start_s} s"

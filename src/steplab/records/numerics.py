@@ -5,10 +5,13 @@ counted element by element between the two, so that zeros from a ReLU do not cou
 names: float32, bfloat16.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from steplab.records.problems import Problem, known
 from steplab.records.record import StepRecord
+from steplab.records.rows import Row, head, software, step_columns
 
 NUMERICS_SCHEMA = "steplab.numerics/1"
 
@@ -44,6 +47,13 @@ class Elements:
     """Largest finite magnitude; None: there is none."""
     smallest: float | None
     """Smallest magnitude above zero; None: there is none."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        for name in ("inf", "nan", "zero", "subnormal", "overflowed", "underflowed", "below_range"):
+            count = getattr(self, f"num_{name}")
+            if count is not None and count > self.num_elements:
+                yield f".num_{name}", f"is {count} of {self.num_elements} elements"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +121,10 @@ class MatmulAudit:
     calls: int
     """Number of calls."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        yield from known(".phase", self.phase, ("forward", "backward"))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaling:
@@ -152,6 +166,12 @@ class Audit:
     kept_on_cuda: tuple[str, ...] = ()
     """Operations of the step that autocast runs in fp32 on a CUDA GPU but not on this device."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        for index, (exponent, _) in enumerate(self.gradient_exponents):
+            if abs(exponent) > 1100:
+                yield f".gradient_exponents[{index}]", f"must be an exponent from -1100 to 1100, not {exponent}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Binade:
@@ -190,6 +210,13 @@ class Accumulation:
     binades: tuple[Binade, ...]
     """The additions by the binade of the sum, in order."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if not self.binades:
+            yield ".binades", "is empty"
+        if self.num_rounded > self.num_additions:
+            yield ".num_rounded", f"is {self.num_rounded} of {self.num_additions} additions"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics(StepRecord):
@@ -201,3 +228,13 @@ class Numerics(StepRecord):
     """The sums of the accumulation study."""
     schema: str = NUMERICS_SCHEMA
     """Format of this record."""
+
+
+def numerics_row(numerics: Numerics) -> Row:
+    """The row of a precision audit, or of a study of sums alone."""
+    row = head(numerics, "precision") | {"status": numerics.status} | step_columns(numerics.spec)
+    return row | {
+        "device": numerics.device_name,
+        **software(numerics),
+        "failure": numerics.failure.message if numerics.failure else None,
+    }

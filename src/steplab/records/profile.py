@@ -4,7 +4,10 @@ Every time here was taken under a profiler, which slows the host: it serves for 
 shown as step time. Totals are over all profiled steps.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from steplab.records.problems import Problem, as_long, known
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
 """The phases of a step in order; gradient sync is the wait for gradients that data-parallel ranks average."""
@@ -163,6 +166,19 @@ class Timeline:
     ranges: tuple[tuple[str, int, int, int], ...] = ()
     """Name, start, end and depth of each range inside the phases; start and end, in ns, are those of its kernels."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        yield from as_long(".categories", self.categories, len(self.names), ".names")
+        for name in ("stream", "start_ns", "duration_ns"):
+            yield from as_long(f".{name}", getattr(self, name), len(self.kernel), ".kernel")
+        for index, kernel in enumerate(self.kernel):
+            if kernel >= len(self.names):
+                yield f".kernel[{index}]", f"is number {kernel} of {len(self.names)} names"
+        for field in ("phases", "ranges"):
+            for index, (_, start, end, *_) in enumerate(getattr(self, field)):
+                if end < start:
+                    yield f".{field}[{index}]", f"ends at {end} ns, before it starts at {start} ns"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
@@ -213,3 +229,26 @@ class Profile:
         """Seconds of a category in the given phases, or in all phases."""
         chosen = (p for p in self.phases if phases is None or p.phase in phases)
         return sum(phase.categories.get(category, 0.0) for phase in chosen)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        phases = (*PHASES, OUTSIDE)
+        if self.num_steps < 1:
+            yield ".num_steps", "must be at least 1, not 0"
+        if not self.phases:
+            yield ".phases", "is empty"
+        for field in ("phases", "kernels", "ops", "host_calls"):
+            for index, part in enumerate(getattr(self, field)):
+                yield from known(f".{field}[{index}].phase", part.phase, phases)
+                if field in ("kernels", "ops"):
+                    yield from known(f".{field}[{index}].category", part.category, CATEGORIES)
+                if getattr(part, "calls", 1) < 1:
+                    yield f".{field}[{index}].calls", "must be at least 1, not 0"
+        for index, phase in enumerate(self.phases):
+            for category in phase.categories:
+                yield from known(f".phases[{index}].categories", category, CATEGORIES)
+        if timeline := self.timeline:
+            for index, category in enumerate(timeline.categories):
+                yield from known(f".timeline.categories[{index}]", category, CATEGORIES)
+            for index, (phase_name, *_) in enumerate(timeline.phases):
+                yield from known(f".timeline.phases[{index}]", phase_name, phases)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun
-from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings
-from steplab.records.comm import COMM_SCHEMA, CommRun
-from steplab.records.ddp import DDP_SCHEMA, DdpRun
-from steplab.records.numerics import NUMERICS_SCHEMA, Numerics
+from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun, attention_row
+from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings, ceilings_row
+from steplab.records.comm import COMM_SCHEMA, CommRun, comm_row
+from steplab.records.ddp import DDP_SCHEMA, DdpRun, ddp_row
+from steplab.records.numerics import NUMERICS_SCHEMA, Numerics, numerics_row
 from steplab.records.record import Record
-from steplab.records.rows import Row, attention_row, ceilings_row, comm_row, ddp_row, numerics_row, run_row
+from steplab.records.rows import KINDS_OF_RUNS, Row, run_row
 from steplab.records.run import RUN_SCHEMA, Run
 
 
@@ -109,6 +109,9 @@ KINDS: dict[str, Kind] = {
     )
 }
 """The kinds by name, in the order in which a page shows them."""
+
+KINDS_IN_LISTS = (*KINDS_OF_RUNS, *(kind.verb for kind in KINDS.values() if kind.type is not Run))
+"""The values of the field `kind` of a row."""
 
 
 def kind_of(record: Record) -> Kind:

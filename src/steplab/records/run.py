@@ -1,16 +1,21 @@
 """The record of one measured step: the spec, the environment and the results."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from steplab.records.memory import Memory
 from steplab.records.memory_profile import MemoryProfile
-from steplab.records.profile import Profile
+from steplab.records.problems import Problem, known, numbered
+from steplab.records.profile import PHASES, Profile
 from steplab.records.ranks import RankSamples
 from steplab.records.record import StepRecord
-from steplab.records.timing import Timing
+from steplab.records.timing import Timing, timing_problems
 
 RUN_SCHEMA = "steplab.run/1"
+
+STEP_PHASES = ("step", "pipeline", *PHASES)
+"""The phases that a step can be timed by: the whole, a pipeline's passes in turn, and those of any other step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +57,11 @@ class Utilization:
     num_devices: int = 1
     """Number of devices that executed those FLOPs together."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if self.num_devices < 1:
+            yield ".num_devices", "must be at least 1, not 0"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run(StepRecord):
@@ -83,3 +93,22 @@ class Run(StepRecord):
             return self.environment.device.name
         seen = self.profile or self.memory_profile
         return seen.device_name if seen else None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if self.timing:
+            yield from timing_problems(self.timing, in_each_step=self.spec is not None)
+            for index, phase in enumerate(self.timing.back_to_back):
+                if self.spec:
+                    yield from known(f".timing.back_to_back[{index}].phase", phase.phase, STEP_PHASES)
+        yield from numbered(
+            ".ranks", [rank.rank for rank in self.ranks], self.spec.layout.world_size if self.spec else None
+        )
+        first = self.ranks[0].phase("step") if self.ranks else None
+        for index, rank in enumerate(self.ranks):
+            step = rank.phase("step")
+            if first and step and len(step.best_s) != len(first.best_s):
+                yield (
+                    f".ranks[{index}].back_to_back",
+                    f"has {len(step.best_s)} steps, but rank 0 has {len(first.best_s)}",
+                )

@@ -1,8 +1,10 @@
 """Raw timings of a step. Records hold every sample; statistics are computed where they are shown."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+from steplab.records.problems import Problem, as_long
 
 HARDLY_AHEAD = 0.01
 """Smallest share of the step by which the host must be ahead of the device; with a shorter lead, the device waits
@@ -28,6 +30,15 @@ class PhaseSamples:
     def best_s(self) -> tuple[float, ...]:
         """The samples between device events if there are any, otherwise those of the host's clock."""
         return self.device_s or self.host_s or ()
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        clocks = {name: getattr(self, name) for name in ("device_s", "host_s", "lead_s")}
+        given = {name: samples for name, samples in clocks.items() if samples is not None}
+        for name, samples in given.items():
+            yield from as_long(f".{name}", samples, len(self.best_s), ".device_s" if self.device_s else ".host_s")
+        if self.phase == "step" and not all(self.best_s):
+            yield ".device_s" if self.device_s else ".host_s", "has a step that took no time"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,3 +84,30 @@ def curve(timing: Timing) -> tuple[float, ...]:
     """Step times from the first step on: the warm-up steps, then the measured ones."""
     warmup, measured = find_phase(timing.warmup, "step"), timing.phase("step")
     return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())
+
+
+def phases_problems(
+    path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
+) -> Iterator[Problem]:
+    """Problems of the phases of the same steps. In a user's own loop a phase need not occur in each step."""
+    if len({phase.phase for phase in phases}) < len(phases):
+        yield path, "has the same phase twice"
+    steps = find_phase(tuple(phases), "step") or next(iter(phases), None)
+    for index, phase in enumerate(phases):
+        count, most = len(phase.best_s), len(steps.best_s) if steps else 0
+        if not count and not may_be_empty:
+            yield f"{path}[{index}]", "has no samples"
+        if count > most or (in_each_step and count < most):
+            yield f"{path}[{index}]", f"has {count} samples of {phase.phase[:64]}, where others have {most}"
+
+
+def timing_problems(timing: Timing, *, in_each_step: bool) -> Iterator[Problem]:
+    yield from phases_problems(".timing.warmup", timing.warmup, in_each_step=in_each_step, may_be_empty=True)
+    yield from phases_problems(".timing.synchronised", timing.synchronised, in_each_step=in_each_step)
+    yield from measured_problems(".timing.back_to_back", timing.back_to_back, in_each_step=in_each_step)
+
+
+def measured_problems(path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True) -> Iterator[Problem]:
+    yield from phases_problems(path, phases, in_each_step=in_each_step)
+    if phases and not find_phase(tuple(phases), "step"):
+        yield path, "lacks the phase step"

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions
-from steplab.records.rows import KINDS_IN_LISTS
+from steplab.records.registry import KINDS_IN_LISTS
 
 
 def list_(
