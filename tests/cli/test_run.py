@@ -234,8 +234,9 @@ def test_report_gives_the_newest_study_in_every_format(filled: Program, format: 
     elif format == "csv":
         assert [row["context"] for row in csv.DictReader(io.StringIO(result.stdout))] == ["8", "16"]
     else:
-        opening = {"table": "context", "md": "| context |", "latex": "% needs \\usepackage{booktabs}"}
+        opening = {"table": "2 runs", "md": "# 2 runs", "latex": "% needs \\usepackage{booktabs}"}
         assert opening[format] in result.stdout.splitlines()[0]
+        assert "Phases of a step" in result.stdout
 
 
 def test_report_of_named_runs_has_them_in_the_order_named(filled: Program, first_id: str) -> None:

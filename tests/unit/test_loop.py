@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
-from steplab.records.memory import PeakMemory
+from steplab.records.memory import AllocatorState, PeakMemory
 from steplab.records.timing import PhaseSamples
 
 
@@ -53,6 +53,9 @@ class FakeDevice:
 
     def reset_peak(self) -> None:
         self.events.append("reset peak")
+
+    def allocator_state(self) -> AllocatorState | None:
+        return None
 
     def peak(self, phase: str) -> PeakMemory | None:
         self.events.append(f"peak of {phase}")

@@ -19,6 +19,8 @@ class DeviceInfo:
     """CUDA compute capability, such as '9.0'."""
     sm_clock_hz: float | None = None
     """Clock of the SMs in Hz, read while the last warm-up steps (or, without any, the measured steps) were running."""
+    idle_sm_clock_hz: float | None = None
+    """Clock of the SMs in Hz, read before the measurement."""
     memory_clock_hz: float | None = None
     """Clock of the memory in Hz, read at the same time."""
     power_limit_w: float | None = None

@@ -24,11 +24,26 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorState:
+    """What the device's allocator held at one moment, by its own counts."""
+
+    allocated_bytes: int
+    """Bytes in live tensors."""
+    reserved_bytes: int
+    """Bytes held from the device."""
+    num_device_allocations: int
+    """Number of times that it has asked the device for memory so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
     """Memory that one measured step needed."""
 
     peaks: tuple[PeakMemory, ...] = ()
     """The peak of each phase; empty on a device whose allocator keeps no count, such as a CPU."""
+    during_warmup: tuple[AllocatorState, ...] = ()
+    """The allocator before the first warm-up step and after each, when the host had started it; empty on a device whose
+    allocator keeps no count."""
     total_bytes: int | None = None
     """Total memory of the device in bytes; None on a CPU."""
     host_peak_bytes: int | None = None

@@ -33,9 +33,9 @@ from steplab.report.profile.document import profile_chapter, profile_verdict
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
 from steplab.report.run.cells import RunCell, cells_of, varying
-from steplab.report.run.columns import rows_document
 from steplab.report.run.verdict import runs_verdict
 from steplab.report.run.words import run_subtitle, run_title
+from steplab.units import counted
 
 Terms = tuple[tuple[str, str], ...]
 
@@ -112,6 +112,20 @@ def _run_document(record: Run, context: Context) -> Document:
     )
 
 
+def _runs_document(runs: Sequence[Run]) -> Document:
+    """Several runs: the chapters of a page about them, without what only a page can show."""
+    if len(runs) == 1:
+        return _run_document(runs[0], Context())
+    context = Context(cells=cells_of(runs))
+    chapters = (part.make(context.cells, context) for part in SECTIONS["run"].chapters)
+    return Document(
+        title=counted(len(runs), "run"),
+        verdict=_runs_verdict(context.cells, context),
+        sections=tuple(filter(None, chapters)),
+        data=Table(name="runs", columns=(), rows=tuple(run_row(run) for run in runs)),
+    )
+
+
 def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
     """The answer of what the runs were made for: a profile, a memory profile, or the step time."""
     if len(cells) != 1:
@@ -149,13 +163,14 @@ def _of_each(make: Callable[[Any], Verdict], name: Callable[[Any], str]) -> Call
 SECTIONS: dict[str, Sections] = {
     "run": Sections(
         document=_run_document,
-        together=lambda runs: rows_document([run_row(run) for run in runs]),
+        together=_runs_document,
         verdict=_runs_verdict,
         chapters=(
             Chapter(name="the summary", make=_of_cells(_summary)),
             Chapter(name="the failure", make=_of_cells(run.failure_chapter)),
             Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
             Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),
+            Chapter(name="choices by size", make=_of_cells(run.effects_chapter)),
             Chapter(
                 name="where the time goes",
                 make=lambda cells, context: profile_chapter(cells, context.findings),

@@ -5,7 +5,7 @@ Every cell is stored as soon as it ends; one that runs out of memory, crashes or
 For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -23,18 +23,24 @@ def sweep(
         ),
     ] = False,
     timeout: Annotated[str, Parameter(help="Time after which a cell is given up: 90s, 5min, 2h")] = "1h",
+    watch: Annotated[
+        Literal["profile", "memory", "precision"] | None,
+        Parameter(
+            help="Also profile every cell (profile), break its memory down (memory), or audit it in place of timing "
+            "(precision)"
+        ),
+    ] = None,
     dry_run: Annotated[bool, Parameter(help="List the cells without measuring them", negative="")] = False,
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit, say
     from steplab.cli.sweeps import run_study
+    from steplab.cli.writing import write_report
     from steplab.errors import UserError
-    from steplab.records.rows import run_row
-    from steplab.report.kit.rendering import render
-    from steplab.report.run.columns import rows_document
+    from steplab.lab.reporting import records_to_report
     from steplab.report.run.words import describe
-    from steplab.specs.study import study_from_grids
+    from steplab.specs.study import Part, StudySpec, study_from_grids
     from steplab.units import counted, parse_duration
 
     if layout := processes.as_layout():  # a sweep may list layouts, some of which the number would contradict
@@ -43,15 +49,18 @@ def sweep(
     if not grid:
         raise UserError("no cells to measure; give values (`--context 128,256`), or a study (`steplab study quick`)")
     asked = study_from_grids(name, "", [grid])
+    if watch:
+        parts = tuple(Part(kind=watch, step=cell) for cell in asked.cells)
+        asked = StudySpec(name=name, description="", cells=(), parts=parts)
     timeout_s = parse_duration(timeout)
+    steps = [*asked.cells, *(part.step for part in asked.parts if part.step)]
     if dry_run:
-        emit("\n".join(describe(cell) for cell in asked.cells), out)
-        say(f"{counted(len(asked.cells), 'cell')}, none measured")
+        emit("\n".join(describe(cell) for cell in steps), out)
+        say(f"{counted(len(steps), 'cell')}, none measured")
         return 0
     chosen = chosen_format(out.format, out)
     result = run_study(asked, store=out.store, resume=resume, timeout_s=timeout_s)
-    color = stdout_color() and out.output is None
-    emit(render(rows_document([run_row(run) for run in result.runs]), chosen, color=color), out, chosen)
-    summary = f"{counted(len(result.runs), 'cell')}, {result.num_failed} of them failed"
+    write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
+    summary = f"{counted(len(steps), 'cell')}, {result.num_failed} of them failed"
     say(f"study {result.study_id}: {summary}; `steplab report --output page.html` draws it")
-    return 1 if result.num_failed == len(result.runs) else 0
+    return 1 if result.num_failed >= len(steps) else 0

@@ -11,7 +11,7 @@ import torch
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
-from steplab.records.memory import PeakMemory
+from steplab.records.memory import AllocatorState, PeakMemory
 from steplab.specs.device import check_device
 from steplab.units import KIB, NS_PER_S
 
@@ -47,6 +47,9 @@ class Device(Protocol):
 
     def reset_peak(self) -> None:
         """Start a new high-water mark at the memory that is allocated now."""
+
+    def allocator_state(self) -> AllocatorState | None:
+        """What the allocator holds now; None where it keeps no count."""
 
     def peak(self, phase: str) -> PeakMemory | None:
         """The high-water mark since the last reset; None if the device keeps none."""
@@ -99,6 +102,14 @@ class CudaDevice:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
+    def allocator_state(self) -> AllocatorState:
+        found = torch.cuda.memory_stats(self.torch_device)
+        return AllocatorState(
+            allocated_bytes=found.get("allocated_bytes.all.current", 0),
+            reserved_bytes=found.get("reserved_bytes.all.current", 0),
+            num_device_allocations=found.get("num_device_alloc", 0),
+        )
+
     def peak(self, phase: str) -> PeakMemory:
         return PeakMemory(
             phase=phase,
@@ -137,6 +148,9 @@ class HostClockDevice:
 
     def reset_peak(self) -> None:
         """Nothing: neither allocator keeps a high-water mark."""
+
+    def allocator_state(self) -> None:
+        return None
 
     def peak(self, phase: str) -> None:
         return None

@@ -92,6 +92,7 @@ def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str
             name=properties.name,
             memory_bytes=properties.total_memory,
             uuid=uuid,
+            idle_sm_clock_hz=None if isinstance(reading, str) else reading.sm_clock_hz,
             compute_capability=f"{properties.major}.{properties.minor}",
         ),
         None if isinstance(reading, str) else reading.driver,

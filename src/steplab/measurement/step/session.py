@@ -91,7 +91,13 @@ class _Cell:
         self.meet()
         others = OtherProcesses()
         self.begin("warmup", spec.warmup)
-        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_step, before_drain=self.read_clocks)
+        states = [device.allocator_state()]
+
+        def on_warmup_step(iteration: int) -> None:
+            states.append(device.allocator_state())
+            on_step(iteration)
+
+        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_warmup_step, before_drain=self.read_clocks)
         self.begin("measure", spec.steps)
         device.reset_peak()
         # Without warm-up steps the clocks read above were those of an idle GPU.
@@ -119,6 +125,7 @@ class _Cell:
         )
         memory = Memory(
             peaks=peaks,
+            during_warmup=tuple(state for state in states if state),
             total_bytes=self.environment.device.memory_bytes,
             host_peak_bytes=host_peak_bytes(),
         )

@@ -24,6 +24,7 @@ from steplab.report.kit.document import (
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import reason
 from steplab.report.run import charts
+from steplab.report.run.by_size import MOST_ROWS, effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
@@ -35,6 +36,7 @@ from steplab.report.run.figures import (
     step_samples,
     warmup_study,
 )
+from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.narrative import facts
 from steplab.report.run.one_run import (
@@ -113,7 +115,14 @@ def phases_chapter(cells: Sequence[RunCell]) -> Section | None:
     blocks: list[Block] = [bars] if (bars := phases(cells)) else []
     if len(cells) == 1 and (timing := cells[0].run.timing) and step_median(cells[0].run) is not None:
         blocks += phase_blocks(cells[0].run, timing)
+    if len(cells) > 1 and (table := passes_table(cells)):
+        blocks.append(table)
     return chapter("Phases of a step", "phases", *blocks)
+
+
+def effects_chapter(cells: Sequence[RunCell]) -> Section | None:
+    """Each choice against its baseline, by size: fp32 and bf16, eager and compiled."""
+    return chapter("Choices by size", "choices", *effects_sections(cells)) if len(cells) > 1 else None
 
 
 def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
@@ -123,7 +132,8 @@ def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
         return None
     if len(cells) == 1:
         told = Sentences(texts=(f"{steady_words(curve(timings[0]))}.",))
-        return chapter("Warm-up", "warmup", told, later(warmup_curves, cells), warmup_effects(timings[0]))
+        effects = warmup_effects(timings[0])
+        return chapter("Warm-up", "warmup", told, later(warmup_curves, cells), effects, *_first_steps(cells))
     counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
     steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
     restless = [f"The step time did not settle in {runs}." for words, runs in counts if not words.startswith("from")]
@@ -135,7 +145,15 @@ def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
         Sentences(texts=tuple(sentences)) if sentences else None,
         later(warmup_curves, cells),
         named_section("Fewer warm-up steps", table) if table else None,
+        *_first_steps(cells),
     )
+
+
+def _first_steps(cells: Sequence[RunCell]) -> list[Block]:
+    """What the first steps spend their time on, and why."""
+    table, reasons = first_steps_table(worth_a_curve(cells)), first_steps_reasons(cells)
+    told = Sentences(texts=tuple(reasons), role="finding") if reasons else None
+    return [named_section("The first steps", table, told)] if table else []
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table | None:
@@ -215,9 +233,10 @@ def utilization_table(cells: Sequence[RunCell]) -> Table | None:
             Column(key="achieved", header="achieved (causal)", quantity=FLOPS_PER_S),
             Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
             Column(key="dtype", header="type"),
-            Column(key="source", header="source of the peak", shared="source of the peak: {}", wraps_from=20),
+            Column(key="source", header="source of the peak", shared="source of the peak: {}", wraps_from=20, rank=9),
         ),
         rows=tuple(rows),
+        first=MOST_ROWS,
     ) if rows else None  # fmt: skip
 
 
@@ -236,7 +255,7 @@ def runs_table(cells: Sequence[RunCell]) -> Table:
         if table.caption
         else ""
     )
-    return replace(table, columns=(*table.columns[:at], *spread, *table.columns[at:]), caption=caption)
+    return replace(table, columns=(*table.columns[:at], *spread, *table.columns[at:]), caption=caption, first=MOST_ROWS)
 
 
 _SPREAD = {"low_s": "low", "high_s": "high", "mean_s": "mean", "stdev_s": "sd"}

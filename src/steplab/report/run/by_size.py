@@ -1,0 +1,102 @@
+"""Tables over sizes: each pass of a step with its mean and deviation, and each choice against its baseline."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import stats
+from steplab.records.disturbances import disturbance_words
+from steplab.records.rows import Row
+from steplab.records.run import Run
+from steplab.report.kit.document import Column, Section, Table, named_section
+from steplab.report.kit.quantities import BYTES, LABEL, TIME, TIMES
+from steplab.report.run.cells import RunCell, label, said, varying
+from steplab.report.run.effects import Effect, effects_of
+from steplab.report.run.figures import phase_names
+
+MOST_ROWS = 40
+"""Rows of a table that a terminal shows."""
+_RECORD = Column(key="id", header="record", rank=3)
+
+
+def passes_table(cells: Sequence[RunCell]) -> Table | None:
+    """Mean, standard deviation and median of each pass of each run's step: forward, backward and optimizer."""
+    fields = varying(cells)
+    rows: list[Row] = []
+    for cell in cells:
+        timing = cell.run.timing
+        names = phase_names(cell.run)
+        for name in (*names, *(["step"] if len(names) != 1 else [])):
+            samples = timing.phase(name) if timing else None
+            if samples is None or not samples.best_s:
+                continue
+            summary = stats.summarize(samples.best_s)
+            row: Row = {"run": label(cell, fields), "part": name, "median_s": summary.median, "mean_s": summary.mean}
+            row |= {"stdev_s": summary.stdev, "count": summary.count, "id": cell.id}
+            rows.append(row | {"warnings": disturbance_words(cell.run)})
+    return Table(
+        name="passes",
+        columns=(
+            Column(key="run", header="run", wraps_from=16),
+            Column(key="part", header="pass"),
+            Column(key="median_s", header="median", quantity=TIME),
+            Column(key="mean_s", header="mean", quantity=TIME),
+            Column(key="stdev_s", header="sd", quantity=TIME),
+            Column(key="count", header="steps", quantity=LABEL, shared="{} measured steps"),
+            Column(key="warnings", header="warning", rank=1, wraps_from=12),
+            _RECORD,
+        ),
+        rows=tuple(rows),
+        caption="Steps back to back; sd is the standard deviation over steps (n − 1).",
+        first=MOST_ROWS,
+    ) if rows else None  # fmt: skip
+
+
+def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
+    """A table for each value of a choice against its baseline, one row per pair of runs equal in all else."""
+    order = {cell.id: place for place, cell in enumerate(cells)}
+    for effect in effects_of(cells):
+        yield named_section(effect.choice, _effect_table(effect, order))
+
+
+def _effect_table(effect: Effect, order: dict[str, int]) -> Table:
+    pairs = sorted(effect.pairs, key=lambda pair: order[pair.before.id])
+    fields = [field for field in varying([pair.before for pair in pairs]) if field != effect.field]
+    base, value = (said(effect.field, cell.values[effect.field]) for cell in (pairs[0].before, pairs[0].after))
+    rows: list[Row] = []
+    for pair in pairs:
+        before_bytes, after_bytes = _peak_bytes(pair.before.run), _peak_bytes(pair.after.run)
+        rows.append(
+            {
+                "run": label(pair.before, fields),
+                "before_s": pair.before_s,
+                "after_s": pair.after_s,
+                "ratio": pair.ratio,
+                "certain": "" if pair.is_certain else "undecided",
+                "before_bytes": before_bytes,
+                "after_bytes": after_bytes,
+                "bytes_ratio": after_bytes / before_bytes if before_bytes and after_bytes else None,
+                "ids": f"{pair.before.id} {pair.after.id}",
+            }
+        )
+    return Table(
+        name=f"{effect.field} {effect.choice}",
+        columns=(
+            Column(key="run", header="run", wraps_from=16),
+            Column(key="before_s", header=base, quantity=TIME),
+            Column(key="after_s", header=value, quantity=TIME),
+            Column(key="ratio", header="speed-up", quantity=TIMES),
+            Column(key="certain", header="doubt", rank=1),
+            Column(key="before_bytes", header=f"peak, {base}", quantity=BYTES, rank=2),
+            Column(key="after_bytes", header=f"peak, {value}", quantity=BYTES, rank=2),
+            Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2),
+            Column(key="ids", header="records", rank=3, wraps_from=12),
+        ),
+        rows=tuple(rows),
+        caption=f"Median step times of runs that differ in nothing else; the speed-up is {base} over {value}. "
+        "Undecided: the intervals of the medians overlap, or they differ by less than 2 %.",
+        first=MOST_ROWS,
+    )
+
+
+def _peak_bytes(run: Run) -> int | None:
+    peak = run.memory.peak("step") if run.memory else None
+    return peak.peak_allocated_bytes if peak else None

@@ -1,0 +1,174 @@
+"""Tables over sizes and of the first steps: every figure is that of the samples, by the standard library."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+import pytest
+from tests.runs import grid, make_run
+
+from steplab.records.codec import decode, encode
+from steplab.records.memory import AllocatorState
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.kit.document import Section, Table
+from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.run.by_size import effects_sections, passes_table
+from steplab.report.run.cells import cells_of
+from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
+from steplab.report.sections import SECTIONS
+
+STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
+TRAIN = ("forward", "backward", "optimizer", "step")
+
+
+def by_id(run_id: object) -> Run:
+    return next(run for run in STUDY if run.id == run_id)
+
+
+def samples_of(run: Run, part: str) -> tuple[float, ...]:
+    assert run.timing
+    found = run.timing.phase(part)
+    assert found
+    return found.best_s
+
+
+def tables(section: Section) -> list[Table]:
+    return [block for block in section.blocks if isinstance(block, Table)]
+
+
+# --- passes -----------------------------------------------------------------------------------------------
+
+
+def test_each_pass_of_each_size_has_its_mean_deviation_and_median() -> None:
+    table = passes_table(cells_of(STUDY))
+    assert table
+    assert len(table.rows) == len(STUDY) * len(TRAIN)
+    for row in table.rows:
+        samples = samples_of(by_id(row["id"]), str(row["part"]))
+        assert row["median_s"] == statistics.median(samples)
+        assert row["mean_s"] == pytest.approx(statistics.fmean(samples))
+        assert row["stdev_s"] == pytest.approx(statistics.stdev(samples))
+        assert row["count"] == len(samples)
+
+
+def test_a_forward_pass_alone_is_one_row() -> None:
+    table = passes_table(cells_of([make_run({"pass": "forward"}), *STUDY[:1]]))
+    assert table
+    assert [row["part"] for row in table.rows].count("forward") == 2
+    assert len(table.rows) == 1 + len(TRAIN)
+
+
+# --- choices ----------------------------------------------------------------------------------------------
+
+
+def test_each_choice_is_set_against_its_baseline_at_every_size() -> None:
+    sections = list(effects_sections(cells_of(STUDY)))
+    assert [section.title for section in sections] == ["bf16 instead of fp32", "compiled instead of eager"]
+    for section, field in zip(sections, ("precision", "compile"), strict=True):
+        (table,) = tables(section)
+        assert len(table.rows) == len(STUDY) // 2
+        for row in table.rows:
+            before, after = map(by_id, str(row["ids"]).split())
+            assert before.spec
+            assert after.spec
+            changed = {field: getattr(after.spec, field)}
+            assert dataclasses.replace(before.spec, **changed) == after.spec
+            medians = [statistics.median(samples_of(run, "step")) for run in (before, after)]
+            assert [row["before_s"], row["after_s"]] == medians
+            assert row["ratio"] == pytest.approx(medians[0] / medians[1])
+            peaks = [run.memory.peak("step") for run in (before, after) if run.memory]
+            sizes = [peak.peak_allocated_bytes for peak in peaks if peak]
+            assert row["bytes_ratio"] == pytest.approx(sizes[1] / sizes[0])
+
+
+def test_the_rows_of_a_choice_are_in_the_order_of_sizes() -> None:
+    (table,) = tables(next(effects_sections(cells_of(STUDY[::-1]))))
+    assert ["small" in str(row["run"]) for row in table.rows] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_several_runs_are_reported_with_these_tables_in_every_format(format: str) -> None:
+    together = SECTIONS["run"].together
+    assert together
+    text = render(together(STUDY), format)
+    if format in ("table", "md", "latex"):
+        for title in ("Phases of a step", "Choices by size", "bf16 instead of fp32", "The first steps"):
+            assert title in text
+    else:
+        assert all(run.id in text for run in STUDY)
+
+
+# --- first steps ------------------------------------------------------------------------------------------
+
+
+def phase(name: str, *seconds: float) -> PhaseSamples:
+    return PhaseSamples(phase=name, device_s=seconds)
+
+
+WARMED = Timing(
+    warmup=(
+        phase("forward", 5.0, 1.1),
+        phase("backward", 2.2, 2.0),
+        phase("optimizer", 0.9, 0.1),
+        phase("step", 8.1, 3.2),
+    ),
+    back_to_back=(
+        phase("forward", *[1.0] * 6),
+        phase("backward", *[2.0] * 6),
+        phase("optimizer", *[0.1] * 6),
+        phase("step", *[3.1] * 6),
+    ),
+)
+STATES = tuple(
+    AllocatorState(allocated_bytes=allocated, reserved_bytes=reserved, num_device_allocations=calls)
+    for allocated, reserved, calls in ((100, 1000, 3), (300, 5000, 10), (300, 5500, 11))
+)
+
+
+def warmed(**changes: Any) -> Run:
+    run = make_run(timing=WARMED)
+    assert run.memory
+    assert run.environment
+    device = dataclasses.replace(run.environment.device, idle_sm_clock_hz=345e6)
+    return dataclasses.replace(
+        run,
+        memory=dataclasses.replace(run.memory, during_warmup=STATES),
+        environment=dataclasses.replace(run.environment, device=device),
+        **changes,
+    )
+
+
+def test_the_excess_of_the_first_step_is_told_by_phase_with_what_the_allocator_took() -> None:
+    table = first_steps_table(cells_of([warmed()]))
+    assert table
+    (row,) = table.rows
+    assert (row["first_s"], row["settled_s"]) == (8.1, 3.1)
+    assert row["forward"] == 4.0
+    assert row["backward"] == pytest.approx(0.2)
+    assert row["optimizer"] == pytest.approx(0.8)
+    assert (row["first_growth_bytes"], row["later_growth_bytes"], row["state_bytes"]) == (4000, 500, 200)
+
+
+def test_each_reason_names_what_was_seen() -> None:
+    forward, optimizer, allocator, clocks = first_steps_reasons(cells_of([warmed()]))
+    assert forward.startswith("Forward: up to 4.00 s more")
+    assert "cuBLAS" in forward
+    assert "makes its state" in optimizer
+    assert "3.91 KiB from the device in 7 calls" in allocator
+    assert "345 MHz before the first step and at 1.98 GHz" in clocks
+
+
+def test_a_first_step_like_the_others_needs_no_reason() -> None:
+    flat = Timing(warmup=(), back_to_back=WARMED.back_to_back)
+    assert first_steps_reasons(cells_of([make_run(timing=flat)])) == []
+
+
+def test_the_first_step_after_compiling_is_not_the_first_call() -> None:
+    compiled = dataclasses.replace(WARMED, first_step_s=60.0)
+    told = first_steps_reasons(cells_of([dataclasses.replace(warmed(), timing=compiled)]))
+    assert not any(reason.startswith("Forward") for reason in told)
+
+
+def test_states_of_the_allocator_are_part_of_the_record() -> None:
+    assert decode(encode(warmed())) == warmed()
