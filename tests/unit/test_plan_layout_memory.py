@@ -17,10 +17,14 @@ from steplab.lab.planning import plan_memory
 from steplab.model.stages import blocks_of_stage as blocks_of_real_stage
 from steplab.model.transformer import Transformer
 from steplab.parallel.buckets import grouped
-from steplab.parallel.ownership import owners_of
+from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
+from steplab.parallel.ownership import owners_in, runs_of
+from steplab.parallel.peer_copies import ring_bytes
+from steplab.parallel.peer_parts import divided, pages
 from steplab.plan.dry_run.machine import Gathering
-from steplab.plan.layout.buckets import buckets_of, owned_bytes
+from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.owned import owned_of
 from steplab.plan.layout.prediction import by_category
 from steplab.plan.layout.ranks import blocks_of_stage, in_flight, rank_groups
 from steplab.plan.layout.weights import model_weights, weights_of
@@ -67,8 +71,10 @@ def predicted(study: DdpRun, cell: DdpCell) -> RankMemory:
 def test_the_state_of_every_recorded_variant_is_exact() -> None:
     compared = 0
     for study, cell in cells():
-        if study.study.processes == 4 and cell.contender.transport == "peer_copy":
+        if study.name == "compiled-4" and cell.contender.transport == "peer_copy":
             continue  # of earlier code, whose counters took 64 bytes more
+        if cell.contender.kind == "sharded":
+            continue  # of earlier code, in which every rank had all averages
         memory, found = cell.ranks[0].moment("after_step"), predicted(study, cell)
         before = cell.ranks[0].moment("before_step")
         assert memory is not None
@@ -86,8 +92,8 @@ def test_the_peak_of_every_recorded_variant_is_within_three_percent() -> None:
     for study, cell in cells():
         rank = cell.ranks[0]
         assert rank.peak is not None
-        if rank.baseline_freed:
-            continue  # its own memory is not known
+        if rank.baseline_freed or cell.contender.kind == "sharded":
+            continue  # its own memory is not known, or of earlier code, in which every rank had all averages
         real = rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0)
         found = predicted(study, cell).peak_bytes
         if cell.contender.kind == "torch_ddp" and real > 1.03 * found:
@@ -164,13 +170,32 @@ def test_buckets_are_those_of_the_reducer(size_mb: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_owners_are_those_of_the_sharded_optimizer(ranks: int) -> None:
-    shape = MODEL_SIZES["tiny"]
-    elements = [weight.elements for weight in model_weights(shape)]
-    loads = [0] * ranks
-    owners = owners_of(elements, loads)
-    owned, number, _ = owned_bytes(shape, 4, ranks)
-    assert (owned, number) == (4 * loads[0], Counter(owners)[0])
+@pytest.mark.parametrize("size_mb", [0.1, 0.3, 25.0])
+def test_what_ranks_own_is_what_the_sharded_optimizer_and_its_buckets_have(ranks: int, size_mb: float) -> None:
+    """Owners, and the bytes of all buffers, of the code that runs, on tensors without content."""
+    shape, limit = MODEL_SIZES["tiny"], size_mb * 1e6
+    forwards = [torch.nn.Parameter(torch.empty(weight.elements, device="meta")) for weight in model_weights(shape)]
+    backwards = forwards[::-1]
+    groups = [[backwards[index] for index in group] for group in grouped(backwards, limit)]
+    owners = owners_in(groups, ranks)
+    runs = [[forwards[index] for index in run] for run in runs_of([p.nbytes for p in forwards], limit)]
+
+    def slots(members: list[torch.nn.Parameter], *, padded: bool) -> int:
+        those = [owners[p] for p in members]
+        even = padded and worth_padding(shares_of(members, those, ranks), torch.device("cuda"))
+        return 4 * owner_slots(members, those, ranks, even=even).size
+
+    by_collectives = owned_of(shape, size_mb, 4, ranks, by_peer_copies=False)
+    assert by_collectives.num_weights == Counter(owners.values())[0]
+    assert by_collectives.weights_bytes == sum(p.nbytes for p in forwards if owners[p] == 0)
+    assert by_collectives.parameters_bytes == sum(slots(run, padded=True) for run in runs)
+    assert list(by_collectives.buckets.sizes_bytes) == [slots(group, padded=True) for group in groups]
+    by_copies = owned_of(shape, size_mb, 4, ranks, by_peer_copies=True)
+    counters = 2 * ranks * 64
+    divisions = [divided(group, ranks, owners) for group in groups]
+    kept = max(sum(pages(division.kept_bytes(rank)) for division in divisions) for rank in range(ranks))
+    assert by_copies.parameters_bytes == sum(pages(slots(run, padded=False)) for run in runs) + counters
+    assert by_copies.buckets.shared_bytes == kept + (ranks - 1) * ring_bytes(divisions, ranks) + counters
 
 
 @given(st.integers(1, 9), st.integers(1, 40))

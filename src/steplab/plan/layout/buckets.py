@@ -16,10 +16,9 @@ from steplab.plan.layout.weights import model_weights
 from steplab.specs.model import TransformerShape
 
 BYTES_PER_MB = 1e6
-_ALIGNMENT_BYTES = 16
-_OWN_ALIGNMENT_BYTES = 256
+ALIGNMENT_BYTES = 16
 _DDP_FIRST_BUCKET_BYTES = 2**20
-_PEER_WINDOW_BYTES, _PEER_PAGE, _PEER_COUNTER_BYTES = 512_000_000, 256, 64
+PEER_WINDOW_BYTES, PEER_PAGE, PEER_COUNTER_BYTES = 512_000_000, 256, 64
 """As parallel.peer_copies and parallel.symmetric_memory have them."""
 
 
@@ -43,8 +42,8 @@ class Buckets:
 
 @functools.lru_cache(maxsize=256)
 def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0) -> Buckets:
-    """The buckets of a kind of data parallelism (specs.ddp.Kind); none: without communication. peers: ranks that copy
-    into each other's memory; 0: collectives."""
+    """The buckets of a kind of data parallelism (specs.ddp.Kind) but sharded, which is owned.py's; none: without
+    communication. peers: ranks that copy into each other's memory; 0: collectives."""
     elements = [weight.elements for weight in reversed(model_weights(shape))]
     if kind == "torch_ddp":
         groups = _ddp_groups([count * element_bytes for count in elements], bucket_mb * BYTES_PER_MB)
@@ -53,52 +52,34 @@ def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_byt
         return Buckets(
             sizes_bytes=tuple(sizes), buffered_bytes=total, waiting_bytes=0, during_backward=True, copied_bytes=total
         )
-    limit = {"flat": float("inf"), "bucketed": bucket_mb * BYTES_PER_MB, "sharded": bucket_mb * BYTES_PER_MB}
-    sizes = [_aligned(count, element_bytes, _ALIGNMENT_BYTES) for count in elements]
-    groups = _own_groups(sizes, limit.get(kind, 0.0)) if kind != "none" else []
+    limit = {"flat": float("inf"), "bucketed": bucket_mb * BYTES_PER_MB}
+    sizes = [aligned(count, element_bytes, ALIGNMENT_BYTES) for count in elements]
+    groups = own_groups(sizes, limit.get(kind, 0.0)) if kind != "none" else []
     of_groups = [sum(sizes[index] for index in group) for group in groups]
     if peers:
-        window = min(sum(of_groups), max(_PEER_WINDOW_BYTES, 3 * max(of_groups)))
-        ring = _up(math.ceil(window / peers), _PEER_PAGE)
-        pages = sum(_up(size, _PEER_PAGE) for size in of_groups)
+        window = min(sum(of_groups), max(PEER_WINDOW_BYTES, 3 * max(of_groups)))
+        ring = up(math.ceil(window / peers), PEER_PAGE)
+        pages = sum(up(size, PEER_PAGE) for size in of_groups)
         return Buckets(
             sizes_bytes=tuple(of_groups),
             buffered_bytes=0,
             waiting_bytes=window,
             during_backward=True,
             copied_bytes=0,
-            shared_bytes=pages + (peers - 1) * ring + 2 * peers * _PEER_COUNTER_BYTES,
+            shared_bytes=pages + (peers - 1) * ring + 2 * peers * PEER_COUNTER_BYTES,
         )
     buffered = [size for size, group in zip(of_groups, groups, strict=True) if len(group) > 1]
     return Buckets(
         sizes_bytes=tuple(of_groups),
         buffered_bytes=sum(buffered),
         waiting_bytes=max(buffered, default=0),
-        during_backward=kind in ("overlap", "bucketed", "sharded"),
+        during_backward=kind in ("overlap", "bucketed"),
         copied_bytes=sum(buffered),
     )
 
 
-def owned_bytes(shape: TransformerShape, element_bytes: int, ranks: int) -> tuple[int, int, int]:
-    """Of ZeRO's first stage as steplab has it: bytes of the weights that rank 0 updates, their number, and bytes of all
-    weights in the buffer that is exchanged.
-
-    The largest weight goes first, each to the rank that has least (parallel.ownership); each begins at a multiple of
-    256 bytes (parallel.flat_parameters).
-    """
-    elements = [weight.elements for weight in model_weights(shape)]
-    loads, shares, owned = [0] * ranks, [0] * ranks, [0] * ranks
-    for index in sorted(range(len(elements)), key=lambda index: (-elements[index], index)):
-        owner = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        loads[owner] += elements[index]
-        shares[owner] += _aligned(elements[index], element_bytes, _OWN_ALIGNMENT_BYTES)
-        owned[owner] += 1
-    gathered = ranks * max(shares)
-    flat = gathered if gathered <= (1 + 1 / 8) * sum(shares) else sum(shares)
-    return loads[0] * element_bytes, owned[0], flat
-
-
-def _own_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
+def own_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
+    """The gradients of each of steplab's own buckets, by index."""
     groups: list[list[int]] = []
     filled = 0
     for index, size in enumerate(sizes):
@@ -122,9 +103,11 @@ def _ddp_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
     return [group for group in groups if group]
 
 
-def _aligned(elements: int, element_bytes: int, alignment_bytes: int) -> int:
-    return _up(elements, max(alignment_bytes // element_bytes, 1)) * element_bytes
+def aligned(elements: int, element_bytes: int, alignment_bytes: int) -> int:
+    """Bytes of so many elements in a buffer, where each tensor begins at a multiple of `alignment_bytes`."""
+    return up(elements, max(alignment_bytes // element_bytes, 1)) * element_bytes
 
 
-def _up(number: int, step: int) -> int:
+def up(number: int, step: int) -> int:
+    """The number rounded up to a multiple of the step."""
     return -(-number // step) * step

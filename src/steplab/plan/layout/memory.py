@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of, parts_of
-from steplab.plan.layout.buckets import owned_bytes
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
@@ -115,7 +114,7 @@ class _Rank:
             yield from self._passes(adds_up, less)
         if self._spec.pass_name == "train":
             in_allocator = not (self._sharing.buckets and self._sharing.buckets.shared_bytes)
-            gradients = self._share("gradients", self._local_bytes()) if in_allocator else []
+            gradients = self._share("gradients", self._gradient_bytes()) if in_allocator else []
             yield "optimizer", self._spec.optimizer, [*self._always, *gradients, *self._of_optimizer()]
 
     def _scenes(self) -> list[tuple[bool, int]]:
@@ -191,8 +190,8 @@ class _Rank:
         return weight.shard(self._sharing.fsdp)
 
     def _parameter_bytes(self) -> int:
-        if self._sharing.kind == "sharded":
-            return owned_bytes(self._shape, self._sharing.weight_bytes, self._spec.layout.dp)[2]
+        if self._sharing.owned:
+            return self._sharing.owned.parameters_bytes
         return self._sharing.weight_bytes * sum(map(self._local, self._weights()))
 
     def _gradient_bytes(self) -> int:
@@ -200,7 +199,7 @@ class _Rank:
         buckets = self._sharing.buckets
         if buckets and buckets.shared_bytes:
             return buckets.shared_bytes
-        return self._local_bytes()
+        return buckets.buffered_bytes if buckets and self._sharing.owned else self._local_bytes()
 
     def _local_bytes(self) -> int:
         return self._sharing.weight_bytes * sum(map(self._local, self._weights()))
@@ -209,18 +208,23 @@ class _Rank:
         if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
             return 0
         moments, number = 2 * self._local_bytes(), len(self._weights())
-        if self._sharing.kind == "sharded":
-            owned, number, _ = owned_bytes(self._shape, self._sharing.weight_bytes, self._spec.layout.dp)
-            moments = 2 * owned
+        if self._sharing.owned:
+            moments, number = 2 * self._sharing.owned.weights_bytes, self._sharing.owned.num_weights
         return moments + (_FP32_BYTES * number if self._spec.optimizer == "adamw_fused" else 0)
 
     def _state(self) -> Holdings:
         """Weights and optimizer state, with what the allocator adds to them and to gradients."""
         return [
-            *self._share("parameters", self._parameter_bytes(), formula=self._formula(1)),
+            *self._share(
+                "parameters", self._parameter_bytes() if self._in_allocator() else 0, formula=self._formula(1)
+            ),
             *self._share("optimizer_state", self._optimizer_bytes(), formula=self._formula(2)),
             *self._share("rounding", self._rounding(copies=3 if self._optimizer_bytes() else 1)),
         ]
+
+    def _in_allocator(self) -> bool:
+        """Whether parameters lie in memory of torch's allocator."""
+        return not (self._sharing.owned and self._sharing.owned.by_peer_copies)
 
     def _share(self, category: str, num_bytes: int, what: str = "", formula: str = "") -> Holdings:
         if not num_bytes:
@@ -288,7 +292,7 @@ class _Rank:
             there = whole if self._adds_up else later
             rounding = round(self._rounding(copies=1) * there / whole)
             return [*self._share("gradients", width * there), *self._share("rounding", rounding)]
-        alone = 0 if buckets.shared_bytes else width * whole - buckets.buffered_bytes
+        alone = 0 if buckets.shared_bytes or sharing.owned else width * whole - buckets.buffered_bytes
         if self._adds_up:
             born = width * whole  # in the memory where autograd made them, until the last micro-step
             return self._share("gradients", buckets.buffered_bytes + born)

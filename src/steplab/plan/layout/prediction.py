@@ -62,8 +62,9 @@ def by_category(terms: Sequence[Term]) -> dict[str, int]:
 
 
 def _shared_bytes(spec: StepSpec, variant: Variant | None) -> int:
-    buckets = sharing_of(spec, variant).buckets
-    return buckets.shared_bytes if buckets else 0
+    sharing = sharing_of(spec, variant)
+    parameters = sharing.owned.parameters_bytes if sharing.owned and sharing.owned.by_peer_copies else 0
+    return parameters + (sharing.buckets.shared_bytes if sharing.buckets else 0)
 
 
 def _notes(spec: StepSpec, variant: Variant | None, outside: int, shared: int) -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.buckets import Buckets, buckets_of
+from steplab.plan.layout.owned import Owned, owned_of
 from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
 
@@ -30,6 +31,8 @@ class Sharing:
     """How FSDP2 gives the weights; None: it does not."""
     buckets: Buckets | None
     """Buckets of gradients; None: there are none."""
+    owned: Owned | None
+    """What rank 0 owns of the weights; None: they have no owners."""
 
     @property
     def gathers(self) -> bool:
@@ -46,7 +49,13 @@ def sharing_of(spec: StepSpec, variant: Variant | None = None, gathering: Gather
     weight_bytes = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
     size_mb = variant.bucket_size_mb if variant else spec.bucket_size_mb
     reshard = layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
-    with_buckets = kind not in ("none", "fsdp2")
+    peers = variant is not None and variant.transport == "peer_copy"
+    owned, buckets = None, None
+    if kind == "sharded":
+        owned = owned_of(spec.model.shape, size_mb or 0.0, weight_bytes, layout.dp, by_peer_copies=peers)
+        buckets = owned.buckets
+    elif kind not in ("none", "fsdp2"):
+        buckets = buckets_of(spec.model.shape, kind, size_mb or 0.0, weight_bytes, peers=layout.dp if peers else 0)
     return Sharing(
         kind=kind,
         fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
@@ -54,13 +63,6 @@ def sharing_of(spec: StepSpec, variant: Variant | None = None, gathering: Gather
         weight_bytes=weight_bytes,
         gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else weight_bytes,
         gathering=gathering if kind == "fsdp2" else None,
-        buckets=buckets_of(
-            spec.model.shape,
-            kind,
-            size_mb or 0.0,
-            weight_bytes,
-            peers=layout.dp if variant and variant.transport == "peer_copy" else 0,
-        )
-        if with_buckets
-        else None,
+        buckets=buckets,
+        owned=owned,
     )
