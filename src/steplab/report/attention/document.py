@@ -62,7 +62,11 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Sect
         heading, title = " · ".join(part for part in made if part), (run.name or run.study.name)
         peer = default_peer(run.cells)
         answer = attention_verdict(run, peer) if len(runs) > 1 else Verdict()
-        records.append(record_section(heading, answer, _sections(run, peer), title=title if len(runs) > 1 else ""))
+        records.append(
+            record_section(
+                heading, answer, _sections(run, peer, alone=len(runs) == 1), title=title if len(runs) > 1 else ""
+            )
+        )
     shown = records_in_full(records, [run.id for run in reversed(runs)])
     return chapter("Attention", "attention", *parts, *shown)
 
@@ -74,7 +78,8 @@ def attention_cell_line(cell: AttentionCell) -> str:
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 
 
-def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
+def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Iterator[Section]:
+    """The sections of one benchmark; among others, without the charts of the less telling passes and of the peak."""
     if means := mean_speeds(run.cells, peer):
         yield named_section("Speed over all shapes", speed_bars(run, peer), means)
     telling = telling_pass(run.cells)
@@ -82,10 +87,11 @@ def _sections(run: AttentionRun, peer: str | None) -> Iterator[Section]:
         yield named_section(f"Speed, {PASS_WORDS[telling]}", speeds)
     if telling:
         yield named_section(f"FLOP/s, {PASS_WORDS[telling]}", later(rate_chart, run.cells, telling, run.device_name))
-    others = [later(rate_chart, run.cells, name, run.device_name) for name in PASSES if name != telling]
+    others = [later(rate_chart, run.cells, name, run.device_name) for name in PASSES if name != telling and alone]
     yield Section(title="FLOP/s of the other passes", blocks=tuple(others), folded=True)
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
-        yield named_section(title, later(memory_chart, run.cells, saved))
+        if saved or alone:
+            yield named_section(title, later(memory_chart, run.cells, saved))
     yield from cell_tables(run.cells, peer)
     yield from notes_section([*run.notes, *notes_of(run.cells)])
 

@@ -18,7 +18,7 @@ from steplab.report.kit.document import Chart, Picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH, _HEIGHT = 880, 300
+_WIDTH, _HEIGHT = 640, 280
 _LEFT, _BELOW, _RIGHT, _TOP = 64, 44, 16, 10
 _OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
 

@@ -188,6 +188,12 @@ class Bars:
     """Number of bars that start open; the others start closed. None: all."""
 
     @property
+    def drawn_legend(self) -> tuple[tuple[int, str, str], ...]:
+        """The legend of those colours that some segment has."""
+        colors = {segment.color for bar in self.bars for segment in bar.segments}
+        return tuple(entry for entry in self.legend if entry[0] in colors)
+
+    @property
     def width(self) -> float:
         """Value of the whole width."""
         ends = [max(sum(segment.value for segment in bar.segments), bar.mark or 0.0) for bar in self.bars]

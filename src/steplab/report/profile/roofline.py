@@ -17,7 +17,7 @@ from steplab.report.profile.roofs import find_roofs, roof_dtype, why_no_roof
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH, _HEIGHT = 880, 420
+_WIDTH, _HEIGHT = 680, 400
 _LEAST_SHARE = 0.001  # of the operators' time; a point below it is a speck
 _AREA = 1600  # square pixels of a point with half the time
 _LABELLED = 9

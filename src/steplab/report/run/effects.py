@@ -99,7 +99,15 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
 
 
 def effect_words(effect: Effect) -> str:
-    """In how many pairs a choice pays, how much at the most, and where it does not."""
+    """In how many pairs a choice pays, how much at the most, where it does not, and how many did not settle."""
+    text = _pays(effect)
+    if restless := sum(pair.never_settles for pair in effect.pairs):
+        where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
+        text += f" {where} step time did not settle."
+    return text
+
+
+def _pays(effect: Effect) -> str:
     others = varying([pair.before for pair in effect.pairs])
     least, most = effect.pairs[0], effect.pairs[-1]
     faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)

@@ -8,6 +8,7 @@ from steplab.records.timing import HARDLY_AHEAD, waits_for_host
 from steplab.report.kit.document import Fact
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.effects import NEGLIGIBLE, Effect, effect_words, effects_of, times_words
+from steplab.report.run.verdict import main_effects
 from steplab.units import format_share
 
 _MOST_NAMED = 6
@@ -21,8 +22,9 @@ def facts(cells: Sequence[RunCell], of_memory: Iterable[Fact] = ()) -> list[Fact
 
 
 def _gains(cells: Sequence[RunCell]) -> list[Fact]:
-    """The effect of each choice; choices with a negligible effect share one sentence."""
-    effects = list(effects_of(cells))
+    """The effect of each choice that the answer does not tell; those with a negligible effect share one sentence."""
+    told = {effect.choice for effect in main_effects(cells)}
+    effects = [effect for effect in effects_of(cells) if effect.choice not in told]
     gains = [_gain(effect) for effect in effects if not effect.is_negligible]
     if negligible := [effect.choice for effect in effects if effect.is_negligible]:
         share = f"{NEGLIGIBLE:.0%}".replace("%", " %")
@@ -34,11 +36,7 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
 def _gain(effect: Effect) -> Fact:
     """The range of the gains over all pairs, and how many of them are certain."""
     least, most = (times_words(effect.pairs[place].ratio) for place in (0, -1))
-    text = effect_words(effect)
-    if restless := sum(pair.never_settles for pair in effect.pairs):
-        where = f"In {restless} of {len(effect.pairs)} the" if len(effect.pairs) > 1 else "The"
-        text += f" {where} step time did not settle."
-    return Fact(figure=" to ".join(dict.fromkeys((least, most))), text=text, wide=True)
+    return Fact(figure=" to ".join(dict.fromkeys((least, most))), text=effect_words(effect), wide=True)
 
 
 def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:

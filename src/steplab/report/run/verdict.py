@@ -18,6 +18,8 @@ from steplab.units import format_share
 
 _MOST_EFFECTS = 2
 _MOST_NAMED = 3
+_NAMED = ("model", "context", "batch", "pass", "precision", "compile", "attention")
+"""Fields by which a series of sizes is named; the table of runs has the others."""
 _BY_INTEREST = ("precision", "compile")
 """Fields whose effects are told first."""
 
@@ -63,10 +65,8 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     fields = varying(cells)
     if told := trend_words(cells, fields):
         yield told
-    effects = [effect for effect in effects_of(cells) if not effect.is_negligible]
-    effects.sort(key=_interest)
-    for effect in effects[:_MOST_EFFECTS]:
-        yield effect_words(effect)
+    effects = main_effects(cells)
+    yield from map(effect_words, effects)
     if not told and not effects:
         timed = [cell for cell in cells if step_median(cell.run)]
         listed = "; ".join(
@@ -75,6 +75,12 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
         )
         if listed:
             yield f"{listed}{'; …' if len(timed) > _MOST_NAMED else ''}."
+
+
+def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
+    """The effects that the answer tells: precision and compilation first, then those with most pairs."""
+    effects = [effect for effect in effects_of(cells) if not effect.is_negligible]
+    return sorted(effects, key=_interest)[:_MOST_EFFECTS]
 
 
 def _interest(effect: Effect) -> tuple[int, int]:
@@ -90,7 +96,7 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
     axis, series = max(found, key=lambda pair: _telling(pair[1]))
     first, last = series[0], series[-1]
     before, after = (stats.summarize(step_samples(cell.run)) for cell in (first, last))
-    others = [name for name in fields if name != axis]
+    others = [name for name in fields if name != axis and name in _NAMED]
     told = label(first, others) if any(first.values[name] is not None for name in others) else ""
     told = f" ({told})" if others and told else ""
     ratio = after.median / before.median
