@@ -132,7 +132,7 @@ def test_a_stored_benchmark_is_listed_shown_reported_and_accounted_for(
     peers: tuple[AttentionRun, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, store = peers
-    assert main(["list", "--attention", *store]) == 0
+    assert main(["list", "--kind", "attention", *store]) == 0
     assert record.id in capsys.readouterr().out
     assert main(["show", record.id, *store]) == 0
     assert "flash_triton" in capsys.readouterr().out

@@ -157,8 +157,10 @@ def test_a_sweep_whose_cells_all_fail_is_a_failure(steplab: Program) -> None:
 
 
 def test_a_dry_run_lists_the_cells_and_touches_nothing(steplab: Program) -> None:
-    result = steplab("sweep", "--context", "8,16", "--precision", "fp32,bf16", "--dry-run")
+    words = ("--context", "8,16", "--precision", "fp32,bf16", "--dry-run", "--output", "cells.csv")
+    result = steplab("sweep", *words)
     assert (result.code, result.stderr) == (0, "4 cells, none measured\n")
+    assert not (steplab.cwd / "cells.csv").exists(), "what is written there is the results"
     lines = result.stdout.splitlines()
     assert len(lines) == len(set(lines)) == 4
     assert [("context 8 " in line, "bf16" in line) for line in lines] == [

@@ -52,7 +52,7 @@ def study(
         most = max(one.gpus for one in (asked, *asked.includes))
         needs = f"; all of them need {counted(most, 'GPU')}" if most else ""
         jobs = jobs_of(fitted(asked, MOST_PROCESSES))  # as if there were GPUs for all of it
-        emit("\n".join(job.what for job in jobs), out)
+        emit("\n".join(job.what for job in jobs), dataclasses.replace(out, output=None))
         say(f"{counted(len(jobs), 'measurement')}, none made" + needs)
         return 0
     chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))

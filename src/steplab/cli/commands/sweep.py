@@ -5,6 +5,7 @@ Every cell is stored as soon as it ends; one that runs out of memory, crashes or
 For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
 """
 
+import dataclasses
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -55,7 +56,7 @@ def sweep(
     timeout_s = parse_duration(timeout)
     steps = [*asked.cells, *(part.step for part in asked.parts if part.step)]
     if dry_run:
-        emit("\n".join(describe(cell) for cell in steps), out)
+        emit("\n".join(describe(cell) for cell in steps), dataclasses.replace(out, output=None))
         say(f"{counted(len(steps), 'cell')}, none measured")
         return 0
     chosen = chosen_format(out.format, out)
