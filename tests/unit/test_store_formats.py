@@ -32,6 +32,12 @@ FIELDS: tuple[dict[str, object], ...] = (
 STUDY = StudySpec(name="resumed", description="", cells=tuple(resolve_step(fields) for fields in FIELDS))
 
 
+def test_a_study_of_models_with_newer_parts_has_no_fingerprint_of_format_1() -> None:
+    cells = tuple(resolve_step({"model.norm": norm}) for norm in ("rmsnorm", "layernorm"))
+    assert fingerprint_of_format_1(dataclasses.replace(STUDY, cells=cells[:1])) is not None
+    assert fingerprint_of_format_1(dataclasses.replace(STUDY, cells=cells)) is None
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     made = tmp_path / "store.db"

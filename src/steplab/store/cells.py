@@ -16,6 +16,7 @@ _FIELDS_OF_FORMAT_1 = (
 _OF_SEVERAL_PROCESSES = (
     *("layout", "data_parallel", "bucket_size_mb", "reshard_after_forward", "pipeline_schedule", "microbatches"),
 )
+_SIZES_OF_FORMAT_1 = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
 
 
 def cell_key(spec: StepSpec) -> str:
@@ -53,9 +54,14 @@ def _key_of_format_1(spec: StepSpec) -> str | None:
     """The key of a cell in format 1, where every field counted, whatever its value."""
     fields = _FIELDS_OF_FORMAT_1 + (_OF_SEVERAL_PROCESSES if spec.layout.world_size > 1 else ())
     known = {*_FIELDS_OF_FORMAT_1, *_OF_SEVERAL_PROCESSES}
-    if _beyond_defaults(spec).keys() - known:
+    shape = spec.model.shape
+    newer_parts = shape is not None and _beyond_defaults(shape).keys() - set(_SIZES_OF_FORMAT_1)
+    if _beyond_defaults(spec).keys() - known or newer_parts:
         return None
-    return _short_hash(_json({name: msgspec.to_builtins(getattr(spec, name)) for name in fields}))
+    values = {name: msgspec.to_builtins(getattr(spec, name)) for name in fields}
+    if shape is not None:
+        values["model"]["shape"] = {name: getattr(shape, name) for name in _SIZES_OF_FORMAT_1}
+    return _short_hash(_json(values))
 
 
 def _beyond_defaults(value: Any) -> dict[str, object]:
