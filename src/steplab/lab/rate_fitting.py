@@ -7,18 +7,23 @@ import msgspec
 
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
+from steplab.lab.plan_checking import read_table
 from steplab.plan.fitting import fit_gpu
-from steplab.plan.rates import GpuRates, as_toml, fitted_rates
+from steplab.plan.rates import GpuRates, as_toml, fitted_rates, fitted_stacks
 from steplab.plan.seen import is_held_out, parsed_hold_out
+from steplab.plan.stack_fit import fit_stacks
 from steplab.records.attention import AttentionRun
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.specs.hardware import HardwareSpec, hardware_named
 
 
-def fitted_table(gpu: str, hold_out: str, store: Path | None = None) -> str:
-    """The file of the table that `fit_rates` makes; hold_out: fields and values as text."""
-    return as_toml(fit_rates(gpu, parsed_hold_out(hold_out), store))
+def fitted_table(gpu: str, hold_out: str, store: Path | None = None, table: Path | None = None) -> str:
+    """The file of the committed rates, with one part fitted anew: the GPU's, or with a table of published steps, those
+    of their sources; hold_out: fields and values as text. Raises as `fit_rates` and plan_checking.read_table do."""
+    if table is not None:
+        return as_toml(fitted_rates(), fit_stacks(read_table(table)))
+    return as_toml(fit_rates(gpu, parsed_hold_out(hold_out), store), fitted_stacks())
 
 
 def fit_rates(gpu: str, held_out: Mapping[str, Sequence[str]], store: Path | None = None) -> list[GpuRates]:

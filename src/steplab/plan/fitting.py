@@ -204,13 +204,18 @@ def fit_host(paces: Mapping[tuple[str, bool], float]) -> HostRates:
 
 
 def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], float]) -> list[PhaseCell]:
-    """The phases in which the host was ahead: their kernels take longer than the host of that machine does."""
-    usual = {compiled: median([s for (_, c), s in paces.items() if c == compiled]) for compiled in (False, True)}
-    return [
-        cell
-        for cell in cells
-        if cell.device_s > _AHEAD * cell.kernels * paces.get(cell.machine, usual[cell.machine[1]])
-    ]
+    """The phases in which the host was ahead."""
+    return [cell for cell in cells if not waited(cell, paces)]
+
+
+def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
+    """Whether the device may have waited for the host: the kernels take hardly longer than the host of that machine,
+    or where nothing tells its pace, than the median host."""
+    pace = paces.get(cell.machine)
+    if pace is None:
+        usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]
+        pace = median(usual) if usual else 0.0
+    return cell.device_s <= _AHEAD * cell.kernels * pace
 
 
 def fit_step(cells: Sequence[PhaseCell]) -> StepRates:

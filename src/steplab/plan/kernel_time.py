@@ -23,6 +23,8 @@ _UNALIGNED = 6.0
 """How many times longer a product in half precision takes then: 5.3 to 7.2 in the record of a vocabulary of 50,257."""
 
 
+_HEAD_COLUMNS = 32
+"""Columns of a head are padded to a multiple of this (flash-attention's kernels are built for 32, 64, 96, 128, ...)."""
 _USUAL_ATTENTION = "sdpa_flash"
 """Whose rates stand for those of an implementation that was not measured."""
 
@@ -104,8 +106,8 @@ def _waves(exact: float, partial_wave: float) -> float:
 def attention_s(op: Operator, gpu: Gpu) -> float:
     """Seconds of fused attention.
 
-    Queries times keys, with those of the tiles that the causal mask cuts, and per score the head's columns and as much
-    again for its exponential.
+    Queries times keys, with those of the tiles that the causal mask cuts; for each score the head's columns, padded as
+    the kernels pad them, and as much again for its exponential.
     """
     product = op.product
     assert product is not None
@@ -114,7 +116,8 @@ def attention_s(op: Operator, gpu: Gpu) -> float:
     rates = known[name if name in known else _USUAL_ATTENTION][pass_name]
     scores = product.batch * product.m * (product.n / 2 + rates.diagonal)
     flops_per_score = op.flops / (product.batch * product.m * product.n / 2) / product.k
-    work = scores * flops_per_score * (product.k + rates.softmax_width)
+    columns = math.ceil(product.k / _HEAD_COLUMNS) * _HEAD_COLUMNS
+    work = scores * flops_per_score * (columns + rates.softmax_width)
     return rates.fixed_s + work / (gpu.peaks[op.dtype] * rates.peak_share)
 
 

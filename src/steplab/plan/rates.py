@@ -112,8 +112,34 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step: StepRates
 
 
+class StackRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How steps of one source of published figures differ from kernels by themselves: by its software and network."""
+
+    group: str
+    """The source."""
+    gpu: str
+    """GPU, as in the hardware catalogue."""
+    source: str
+    """The rows that it was fitted to."""
+    product_factor: float = 1.0
+    """Times which products take longer."""
+    attention_factor: float = 1.0
+    """Times which fused attention takes longer."""
+    streaming_factor: float = 1.0
+    """Times which all else takes longer."""
+    network_bytes_per_s: float = 50e9
+    """What each GPU receives per second from ranks on other machines."""
+    hop_s: float = 0.0
+    """Seconds that every further rank adds to a message."""
+    exposed: float = 0.0
+    """Share of the shorter of computation and communication that the other does not hide."""
+    spread: float = 0.3
+    """Half of the 90 % interval, as a share of the central value."""
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     gpu: list[GpuRates]
+    stack: list[StackRates] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +161,19 @@ class Gpu:
 
 
 @functools.cache
-def fitted_rates() -> tuple[GpuRates, ...]:
-    """The committed table."""
+def _committed() -> _File:
     text = resources.files("steplab.plan").joinpath("rates.toml").read_text(encoding="utf-8")
-    return tuple(msgspec.toml.decode(text, type=_File).gpu)
+    return msgspec.toml.decode(text, type=_File)
+
+
+def fitted_rates() -> tuple[GpuRates, ...]:
+    """The committed rates of GPUs, the one whose shares others borrow first."""
+    return tuple(_committed().gpu)
+
+
+def fitted_stacks() -> tuple[StackRates, ...]:
+    """The committed rates of sources of published figures."""
+    return tuple(_committed().stack)
 
 
 def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:
@@ -179,14 +214,16 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     )
 
 
-def as_toml(table: Sequence[GpuRates]) -> str:
-    """The file of a table: what `fitted_rates` reads, five digits a figure."""
+def as_toml(table: Sequence[GpuRates], stacks: Sequence[StackRates]) -> str:
+    """The file of the rates: what `fitted_rates` and `fitted_stacks` read, five digits a figure."""
     lines = [
         "# What kernels reach of the stated figures of a GPU, as steplab/plan/rates.py explains. Written by",
         "# `steplab plan fit`; docs/plan_time.md says which records were fitted, which were held out, and how far off.",
     ]
     for rates in table:
         lines += ["", "[[gpu]]", *_toml_lines("gpu", msgspec.to_builtins(rates))]
+    for stack in stacks:
+        lines += ["", "[[stack]]", *_toml_lines("stack", msgspec.to_builtins(stack))]
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,8 @@
 """Predict the memory and the time of a step, and account for a model at scale, without torch and without a GPU."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -110,6 +111,10 @@ def fit(
             "'model=xl,medium context=128'"
         ),
     ] = "",
+    table: Annotated[
+        Path | None,
+        Parameter(help="Fit the factors of sources of published steps instead, to a table of those (see plan check)"),
+    ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
     """Fit what kernels reach of a GPU's figures, from the records of a store.
@@ -124,7 +129,45 @@ def fit(
     from steplab.lab.rate_fitting import fitted_table
 
     chosen_format("rates", out, allowed=("rates",))
-    emit(fitted_table(gpu, hold_out, out.store), out, "rates")
+    emit(fitted_table(gpu, hold_out, out.store, table), out, "rates")
+
+
+@plan.command
+def check(
+    *,
+    table: Annotated[
+        Path | None,
+        Parameter(
+            help="Published steps in place of the store's runs: JSON as benchmarks/public_training.json.xz, plain or "
+            "compressed"
+        ),
+    ] = None,
+    format: Annotated[
+        Literal["table", "json", "csv", "md", "latex", "html"] | None,
+        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
+    ] = None,
+    out: FileOptions = FileOptions(),
+) -> None:
+    """Set predictions of time and memory beside what was measured.
+
+    Of every run in the store, or of every row of a table of published steps:
+    how far off, by source, GPU, precision and kind of kernel, how often the
+    measured time lies in the interval, and what cannot be predicted. Runs and
+    rows that the rates were fitted to are told from those held out. JSON and
+    CSV have one row for each cell; a page has a picture.
+
+    For example: steplab plan check --output check.html
+    """
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.lab.plan_checking import check_plan
+    from steplab.report.kit import html
+    from steplab.report.kit.rendering import render
+    from steplab.report.plan.check import check_document
+
+    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    document = check_document(check_plan(out.store, table))
+    color = stdout_color() and out.output is None
+    emit(html.to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)
 
 
 _OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))

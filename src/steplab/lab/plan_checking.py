@@ -1,0 +1,41 @@
+"""Check predictions of time and memory against the runs of a store and against published steps."""
+
+import gzip
+import lzma
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.lab.keeping import open_store
+from steplab.plan.check import check_rows, check_runs
+from steplab.plan.public import PublicRow, read_rows
+from steplab.records.run import Run
+from steplab.records.time_check import TimeCheck
+
+_OPENERS = {".xz": lzma.decompress, ".gz": gzip.decompress}
+
+
+def check_plan(store: Path | None = None, table: Path | None = None) -> list[TimeCheck]:
+    """Every run of the store, or every row of a table of published steps, beside its prediction.
+
+    table: JSON as benchmarks/public_training.json.xz, plain or compressed. Raises UserError where there is nothing to
+    check, or the table cannot be read.
+    """
+    if table is not None:
+        return check_rows(read_table(table))
+    with open_store(store, write=False) as opened:
+        runs = [record for record in opened.iterate(kind="run") if isinstance(record, Run)]
+    found = check_runs(runs)
+    if not found:
+        raise UserError("the store has no measured step on a GPU; import some with `steplab import`, or give --table")
+    return found
+
+
+def read_table(path: Path) -> list[PublicRow]:
+    """The rows of a table of published steps. Raises UserError for a file that is none."""
+    try:
+        content = path.read_bytes()
+        opener = _OPENERS.get(path.suffix)
+        return read_rows(opener(content) if opener else content, str(path))
+    except (OSError, lzma.LZMAError, EOFError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"cannot read {path}: {why}") from error

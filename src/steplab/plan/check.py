@@ -1,0 +1,189 @@
+"""Predictions beside measurements: of stored runs, and of rows of published steps.
+
+A stored run is predicted as `plan time` does. A published row is predicted with the factors of its source and GPU where
+some were fitted (plan.stack_fit), by a fit that has not seen its like; else with the kernels' rates alone.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.errors import Unsupported, UserError
+from steplab.plan.fitting import host_paces, phase_cells, waited
+from steplab.plan.memory import predict_memory
+from steplab.plan.public import PublicRow, load_of, step_of
+from steplab.plan.rates import Gpu, StackRates, fitted_rates, gpu_with
+from steplab.plan.seen import was_fitted
+from steplab.plan.stack_fit import counts, unseen_stacks
+from steplab.plan.time import predict_step_time
+from steplab.records.run import Run
+from steplab.records.time_check import TimeCheck
+from steplab.specs.hardware import find_hardware, hardware_named
+from steplab.specs.step import StepSpec
+
+_RECORDS = "records"
+_KINDS = {"matmul": "matmul", "attention": "attention"}
+"""Categories of a profile -> kinds of operators; all others are streaming."""
+
+
+def check_runs(runs: Sequence[Run]) -> list[TimeCheck]:
+    """A check of every measured step of one process on a GPU, in the order of the runs."""
+    timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
+    waiting = _that_waited(timed)
+    return [_check_run(run, run.id in waiting) for run in timed]
+
+
+def _check_run(run: Run, device_waited: bool) -> TimeCheck:
+    assert run.spec is not None
+    assert run.timing is not None
+    spec, step = run.spec, run.timing.phase("step")
+    peaks = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
+    blank = TimeCheck(
+        id=run.id,
+        source=_RECORDS,
+        gpu=run.device_name or "",
+        cell=_cell(spec),
+        precision=spec.precision,
+        compiled=spec.compile != "off",
+        measured_step_time_s=median(step.best_s) if step and step.best_s else None,
+        measured_peak_bytes=peaks.get("step"),
+        device_waited=device_waited,
+    )
+    try:
+        gpu = _gpu_of(run)
+        predicted = predict_step_time(spec, gpu)
+    except (Unsupported, UserError) as error:
+        return dataclasses.replace(blank, unsupported=_reason(error))
+    kinds: dict[str, float] = defaultdict(float)
+    for part in predicted.parts:
+        kinds[part.kind] += part.seconds
+    return dataclasses.replace(
+        blank,
+        gpu=gpu.name,
+        predicted_step_time_s=predicted.central_s,
+        low_s=predicted.low_s,
+        high_s=predicted.high_s,
+        predicted_peak_bytes=_peak_bytes(spec),
+        fitted=gpu.is_fitted and was_fitted(run, gpu.rates),
+        predicted_kinds_s=dict(kinds) if run.profile else {},
+        measured_kinds_s=_measured_kinds(run),
+    )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).split(" is not supported: ")[-1].rstrip("; ")
+
+
+def _gpu_of(run: Run) -> Gpu:
+    hardware = find_hardware(run.device_name or "")
+    if hardware is None:
+        raise UserError(f"{run.device_name} is not in the catalogue of hardware")
+    table = fitted_rates()
+    return gpu_with(hardware, next((rates for rates in table if rates.name == hardware.name), table[0]))
+
+
+def _peak_bytes(spec: StepSpec) -> int | None:
+    try:
+        return predict_memory(spec).peak_bytes
+    except Unsupported:
+        return None
+
+
+def _cell(spec: StepSpec) -> str:
+    compiled = "eager" if spec.compile == "off" else f"compile {spec.compile}"
+    parts = [spec.model.label, f"{spec.batch}×{spec.context}", spec.pass_name, spec.precision, compiled, spec.attention]
+    return " ".join([*parts, *([spec.checkpointing] if spec.checkpointing != "none" else [])])
+
+
+def _measured_kinds(run: Run) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for phase in run.profile.phases if run.profile else ():
+        for category, seconds in phase.categories.items():
+            found[_KINDS.get(category, "streaming")] += seconds / (run.profile.num_steps if run.profile else 1)
+    return dict(found)
+
+
+def _that_waited(runs: Sequence[Run]) -> set[str]:
+    """Ids of the runs in one of whose phases the device waited for the host."""
+    found: set[str] = set()
+    by_gpu: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        by_gpu[run.device_name or ""].append(run)
+    for own in by_gpu.values():
+        try:
+            gpu = _gpu_of(own[0])
+        except UserError:
+            continue
+        cells = phase_cells([run for run in own if run.spec and run.spec.model.kind == "transformer"], gpu)
+        paces = host_paces(cells)
+        found |= {cell.run.id for cell in cells if waited(cell, paces)}
+    return found
+
+
+# --- published rows -----------------------------------------------------------------------------------------------
+
+
+def check_rows(rows: Sequence[PublicRow]) -> list[TimeCheck]:
+    """A check of every row whose time counts, in their order."""
+    scored = [row for row in rows if counts(row)]
+    stacks, constants = unseen_stacks(scored), _constants(scored)
+    return [_check_row(row, stacks.get(row.id), constants.get(row.id)) for row in scored]
+
+
+def _check_row(row: PublicRow, stack: StackRates | None, constant_s: float | None) -> TimeCheck:
+    model = row.model
+    sizes = f"{model.key} {row.gpus}×{row.gpu} {row.micro_batch}×{row.seq}×{row.grad_accum}"
+    blank = TimeCheck(
+        id=row.id,
+        source=row.group,
+        gpu=row.steplab_gpu or row.gpu,
+        cell=f"{sizes} {row.passes}{' recomputed' if row.recompute == 'full' else ''}",
+        precision=str(row.precision.get("compute")),
+        compiled=row.compile is True,
+        measured_step_time_s=row.measured_s,
+        constant_s=constant_s,
+    )
+    try:
+        spec = step_of(row)
+        assert row.steplab_gpu is not None
+        gpu = gpu_with(hardware_named(row.steplab_gpu), fitted_rates()[0])
+        used = stack or StackRates(group="", gpu="", source="", spread=gpu.rates.step.spread["elsewhere"])
+        seconds = load_of(row, gpu).seconds(used)
+    except Unsupported as error:
+        return dataclasses.replace(blank, unsupported=_reason(error))
+    return dataclasses.replace(
+        blank,
+        precision=spec.precision,
+        predicted_step_time_s=seconds,
+        low_s=seconds * (1 - used.spread),
+        high_s=seconds * (1 + used.spread),
+    )
+
+
+def _constants(rows: Sequence[PublicRow]) -> dict[str, float]:
+    """Seconds of each row by one share of the stated peak, of the model's FLOPs by the convention that suits it best
+    (full: 6 N + 12 L d T a token), for all rows of a source on a GPU: the median of what they reach, fitted to all."""
+    groups: dict[tuple[str, str], list[tuple[PublicRow, float]]] = defaultdict(list)
+    for row, at_peak_s in _at_peak(rows):
+        groups[row.group, str(row.steplab_gpu)].append((row, at_peak_s))
+    found: dict[str, float] = {}
+    for own in groups.values():
+        share = median(at_peak_s / (row.measured_s or 1.0) for row, at_peak_s in own)
+        found |= {row.id: at_peak_s / share for row, at_peak_s in own}
+    return found
+
+
+def _at_peak(rows: Sequence[PublicRow]) -> Iterator[tuple[PublicRow, float]]:
+    for row in rows:
+        try:
+            spec = step_of(row)
+        except Unsupported:
+            continue
+        assert row.steplab_gpu is not None
+        passes = 1 if spec.pass_name == "forward" else 3
+        attention = (row.model.layers or 0) * (row.model.hidden or 0) * spec.context
+        flops = passes * 2 * (row.num_parameters + 2 * attention) * spec.tokens * spec.micro_steps
+        peak = hardware_named(row.steplab_gpu).peaks[DTYPE_OF_MATMULS[spec.precision]].flops_per_s
+        yield row, flops / peak

@@ -1,0 +1,66 @@
+"""A predicted step time beside the measured one."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeCheck:
+    """A prediction beside a measurement of the same step."""
+
+    id: str
+    """Id of the record, or of the row of a table."""
+    source: str
+    """Who measured it: 'records' for the store, else the source that a table names."""
+    gpu: str
+    """GPU, by its name in the catalogue, or as the source calls it."""
+    cell: str
+    """The step in words."""
+    precision: str
+    """Number formats of the step."""
+    compiled: bool
+    """Whether the model was compiled."""
+    predicted_step_time_s: float | None = None
+    """Central value; None: not predicted."""
+    low_s: float | None = None
+    """Lower end of the 90 % interval."""
+    high_s: float | None = None
+    """Upper end of the 90 % interval."""
+    measured_step_time_s: float | None = None
+    """Median of the measured steps; None: not measured."""
+    predicted_peak_bytes: int | None = None
+    """Predicted peak of allocated memory; None: not predicted."""
+    measured_peak_bytes: int | None = None
+    """Measured peak of allocated memory; None: not measured."""
+    fitted: bool = False
+    """Whether rates were fitted to it, or to others of its like; otherwise it was held out, or came later."""
+    device_waited: bool = False
+    """Whether the device waited for the host, by the pace of that machine's host in the same records."""
+    constant_s: float | None = None
+    """The time by one constant share of the peak, the best for the source on this GPU; None for the store's runs."""
+    predicted_kinds_s: dict[str, float] = field(default_factory=dict)
+    """Predicted seconds of the device by kind of kernel, where the step was profiled."""
+    measured_kinds_s: dict[str, float] = field(default_factory=dict)
+    """Measured seconds by the same kinds."""
+    unsupported: str | None = None
+    """Why there is no prediction; None: there is one."""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less one; None without both."""
+        if self.predicted_step_time_s is None or not self.measured_step_time_s:
+            return None
+        return self.predicted_step_time_s / self.measured_step_time_s - 1
+
+    @property
+    def constant_error(self) -> float | None:
+        """The same of the constant share of the peak."""
+        if self.constant_s is None or not self.measured_step_time_s:
+            return None
+        return self.constant_s / self.measured_step_time_s - 1
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured time lies in the interval; None without both."""
+        if self.low_s is None or self.high_s is None or self.measured_step_time_s is None:
+            return None
+        return self.low_s <= self.measured_step_time_s <= self.high_s

@@ -1,0 +1,302 @@
+"""What a report says of predicted step times beside measured ones: how far off they are, and where."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from steplab import units
+from steplab.records.rows import Row, Scalar
+from steplab.records.time_check import TimeCheck
+from steplab.report.kit import charts as ax
+from steplab.report.kit.charts import GLYPHS, MARKERS, SERIES, Drawing, drawing
+from steplab.report.kit.document import Chart, Column, Document, Picture, Section, Table, Verdict, later, named_section
+from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TIME
+from steplab.stats import percentile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_WORST = 12
+_RECORDS = "records"
+
+
+def check_document(checks: Sequence[TimeCheck]) -> Document:
+    """How far predictions are from measurements, by group; for programs the rows of `check_rows`, one for each cell."""
+    scored = [check for check in checks if check.error is not None]
+    return Document(
+        title="Predicted and measured step times",
+        verdict=Verdict(sentences=_answer(checks, scored)),
+        sections=tuple(_sections(checks, scored)),
+        data=Table(name="check", columns=(), rows=tuple(check_rows(checks))),
+    )
+
+
+def _answer(checks: Sequence[TimeCheck], scored: Sequence[TimeCheck]) -> tuple[str, ...]:
+    if not scored:
+        return (f"None of {units.counted(len(checks), 'measurement')} can be predicted.",)
+    errors = _errors(scored)
+    inside = sum(bool(check.inside) for check in scored)
+    return (
+        f"Of {units.counted(len(scored), 'measured step')}, the median error is {_percent(median(errors))}, nine of "
+        f"ten are within {_percent(percentile(errors, 90))}, the worst is {_percent(max(errors))}; {inside} lie in the "
+        f"90 % interval. {units.counted(len(checks) - len(scored), 'other')} cannot be predicted.",
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _errors(checks: Iterable[TimeCheck]) -> list[float]:
+    return [abs(check.error) for check in checks if check.error is not None]
+
+
+def _sections(checks: Sequence[TimeCheck], scored: Sequence[TimeCheck]) -> Iterator[Section]:
+    if scored:
+        yield named_section("By group", _groups(scored))
+        if any(check.measured_kinds_s for check in scored):
+            yield named_section("By kind of kernel", _kinds(scored))
+        yield named_section("Predicted over measured", later(_chart, scored))
+        yield named_section("Steps, the worst first", _cells(scored))
+    failed = [check for check in checks if check.unsupported]
+    if failed:
+        yield named_section("Not predicted", _unsupported(failed))
+
+
+def _groups(scored: Sequence[TimeCheck]) -> Table:
+    """The whole, then by what records and sources differ in."""
+    splits: tuple[tuple[str, Callable[[TimeCheck], str]], ...] = (
+        ("source", lambda check: check.source),
+        ("seen by the fit", _seen),
+        ("host", lambda check: "" if check.source != _RECORDS else _host(check)),
+        ("host always ahead", lambda check: "" if check.device_waited or check.source != _RECORDS else _seen(check)),
+        ("GPU", lambda check: f"{check.gpu}, {check.source}"),
+        ("host always ahead", lambda c: "" if c.device_waited or c.source != _RECORDS else _mode(c)),
+    )
+    rows = [_group("all", "", scored)]
+    for name, key in splits:
+        values = sorted({key(check) for check in scored} - {""})
+        if values and (len(values) > 1 or name == "seen by the fit"):
+            rows += [_group(name, value, [check for check in scored if key(check) == value]) for value in values]
+    caption = "Error: predicted over measured, less one. Width: half of the interval over its central value. "
+    caption += "A source's constant is the best single share of the peak for it on each GPU, fitted to all of its rows."
+    return Table(
+        name="groups",
+        columns=(
+            Column(key="by", header="by"),
+            Column(key="value", header="group", wraps_from=16),
+            Column(key="number", header="steps", quantity=LABEL),
+            Column(key="median_error", header="median error", quantity=PERCENT),
+            Column(key="p90_error", header="p90", quantity=PERCENT),
+            Column(key="worst_error", header="worst", quantity=PERCENT),
+            Column(key="bias", header="bias", quantity=PERCENT, rank=2),
+            Column(key="inside", header="in interval", quantity=PERCENT),
+            Column(key="width", header="width", quantity=PERCENT, rank=1),
+            Column(key="constant_median", header="constant: median", quantity=PERCENT, rank=1),
+            Column(key="constant_p90", header="p90", quantity=PERCENT, rank=1),
+        ),
+        rows=tuple(rows),
+        caption=caption,
+    )
+
+
+def _seen(check: TimeCheck) -> str:
+    if check.fitted:
+        return "yes, or its like"
+    return "held out" if check.source == _RECORDS else "held out, or no fit"
+
+
+def _host(check: TimeCheck) -> str:
+    return "the device may have waited" if check.device_waited else "always ahead"
+
+
+def _mode(check: TimeCheck) -> str:
+    return f"{check.precision} {'compiled' if check.compiled else 'eager'}"
+
+
+def _group(by: str, value: str, checks: Sequence[TimeCheck]) -> Row:
+    errors, constants = _errors(checks), [abs(c.constant_error) for c in checks if c.constant_error is not None]
+    widths = [_width(check) for check in checks]
+    return {
+        "by": by,
+        "value": value,
+        "number": len(checks),
+        "median_error": median(errors),
+        "p90_error": percentile(errors, 90),
+        "worst_error": max(errors),
+        "bias": median(check.error for check in checks if check.error is not None),
+        "inside": sum(bool(check.inside) for check in checks) / len(checks),
+        "width": median(widths),
+        "constant_median": median(constants) if len(constants) == len(checks) else None,
+        "constant_p90": percentile(constants, 90) if len(constants) == len(checks) else None,
+    }
+
+
+def _width(check: TimeCheck) -> float:
+    """Half of the interval over its central value."""
+    assert check.low_s is not None
+    assert check.high_s is not None
+    assert check.predicted_step_time_s
+    return (check.high_s - check.low_s) / 2 / check.predicted_step_time_s
+
+
+def _kinds(scored: Sequence[TimeCheck]) -> Table:
+    """Of profiled steps: seconds of the device by kind, the predicted share of the measured."""
+    rows: list[Row] = []
+    for kind in ("matmul", "attention", "streaming"):
+        pairs = [
+            (check.predicted_kinds_s.get(kind, 0.0), check.measured_kinds_s[kind])
+            for check in scored
+            if check.measured_kinds_s.get(kind)
+        ]
+        if pairs:
+            errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
+            rows.append(
+                {
+                    "kind": kind,
+                    "number": len(pairs),
+                    "median_error": median(errors),
+                    "worst_error": max(errors),
+                    "bias": median(predicted / measured - 1 for predicted, measured in pairs),
+                }
+            )
+    return Table(
+        name="kinds",
+        columns=(
+            Column(key="kind", header="kind"),
+            Column(key="number", header="profiles", quantity=LABEL),
+            Column(key="median_error", header="median error", quantity=PERCENT),
+            Column(key="worst_error", header="worst", quantity=PERCENT),
+            Column(key="bias", header="bias", quantity=PERCENT),
+        ),
+        rows=tuple(rows),
+        caption="Predicted seconds of a step, gaps between kernels included, beside the time in which its profile saw "
+        "kernels of that kind run.",
+    )
+
+
+def _cells(scored: Sequence[TimeCheck]) -> Table:
+    worst = sorted(scored, key=lambda check: -abs(check.error or 0.0))
+    return Table(
+        name="cells",
+        columns=(
+            Column(key="id", header="id"),
+            Column(key="cell", header="step", wraps_from=24),
+            Column(key="gpu", header="GPU", rank=2),
+            Column(key="measured_step_time_s", header="measured", quantity=TIME),
+            Column(key="predicted_step_time_s", header="predicted", quantity=TIME),
+            Column(key="low_s", header="from", quantity=TIME, rank=1),
+            Column(key="high_s", header="to", quantity=TIME, rank=1),
+            Column(key="error", header="error", quantity=PERCENT),
+            Column(key="measured_peak_bytes", header="measured peak", quantity=BYTES, rank=3),
+            Column(key="predicted_peak_bytes", header="predicted peak", quantity=BYTES, rank=3),
+        ),
+        rows=tuple(check_rows(worst)),
+        first=_WORST if len(worst) > _WORST else None,
+    )
+
+
+def _unsupported(checks: Sequence[TimeCheck]) -> Table:
+    counted = Counter((check.source, check.unsupported or "") for check in checks)
+    return Table(
+        name="unsupported",
+        columns=(
+            Column(key="source", header="source"),
+            Column(key="number", header="steps", quantity=LABEL),
+            Column(key="why", header="why", wraps_from=20),
+        ),
+        rows=tuple({"source": s, "number": number, "why": why} for (s, why), number in counted.most_common()),
+    )
+
+
+def check_rows(checks: Sequence[TimeCheck]) -> list[Row]:
+    """One row for each cell."""
+    return [_row(check) for check in checks]
+
+
+def _row(check: TimeCheck) -> dict[str, Scalar]:
+    return {
+        "id": check.id,
+        "source": check.source,
+        "gpu": check.gpu,
+        "cell": check.cell,
+        "precision": check.precision,
+        "compiled": check.compiled,
+        "predicted_step_time_s": check.predicted_step_time_s,
+        "low_s": check.low_s,
+        "high_s": check.high_s,
+        "measured_step_time_s": check.measured_step_time_s,
+        "error": check.error,
+        "inside": check.inside,
+        "predicted_peak_bytes": check.predicted_peak_bytes,
+        "measured_peak_bytes": check.measured_peak_bytes,
+        "fitted": check.fitted,
+        "device_waited": check.device_waited,
+        "constant_s": check.constant_s,
+        "unsupported": f"unsupported: {check.unsupported}" if check.unsupported else None,
+    }
+
+
+# --- the picture --------------------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _BELOW = 640.0, 420.0, 44.0
+
+
+def _chart(scored: Sequence[TimeCheck]) -> Chart | None:
+    sources = list(dict.fromkeys(check.source for check in scored))
+    times = [t for c in scored for t in (c.predicted_step_time_s, c.measured_step_time_s) if t]
+    with drawing(_WIDTH, _HEIGHT + _BELOW, "predicted over measured step time") as picture:
+        axes = _frame(picture, times)
+        for index, source in enumerate(sources):
+            for check in scored:
+                if check.source == source and check.measured_step_time_s and check.predicted_step_time_s:
+                    _paint(picture, axes, index, check)
+        picture_ = Picture(title="", svg=picture.to_svg(), width=_WIDTH)
+    legend = tuple((i % len(SERIES) + 1, GLYPHS[i % len(GLYPHS)], source) for i, source in enumerate(sources))
+    note = "Both axes are logarithmic; on the line, predicted and measured are the same; dashed, 10 % apart."
+    return Chart(pictures=(picture_,), legend=legend, note=note)
+
+
+def _frame(picture: Drawing, times: Sequence[float]) -> "Axes":
+    axes, scale = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP), ax.time_scale(times, log_from=1)
+    low, high = min(times) / 1.3, max(times) * 1.3
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.minorticks_off()
+    names = [ax.tidy(scale.show(tick)) for tick in scale.ticks]
+    axes.set_xticks(scale.ticks, names, fontsize=11)
+    axes.set_yticks(scale.ticks, names, fontsize=11)
+    axes.set_xlim(low, high)
+    axes.set_ylim(low, high)
+    axes.grid()
+    axes.set_xlabel("measured step time", fontsize=11)
+    axes.plot([low, high], [low, high], color=ax.MUTED, linewidth=1)
+    for factor in (1.1, 1 / 1.1):
+        axes.plot([low, high], [factor * low, factor * high], color=ax.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    return axes
+
+
+def _paint(picture: Drawing, axes: "Axes", index: int, check: TimeCheck) -> None:
+    measured, predicted = check.measured_step_time_s, check.predicted_step_time_s
+    assert measured
+    assert predicted
+    (mark,) = axes.plot(
+        [measured],
+        [predicted],
+        color=SERIES[index % len(SERIES)],
+        marker=MARKERS[index % len(MARKERS)],
+        markersize=5,
+        markeredgewidth=0,
+        alpha=0.8,
+    )
+    error = predicted / measured - 1
+    sign = "+" if math.copysign(1, error) > 0 else "−"
+    picture.tip(
+        mark,
+        f"{check.cell}: predicted {units.format_time(predicted)}, measured {units.format_time(measured)}, "
+        f"{sign}{_percent(abs(error))}",
+    )

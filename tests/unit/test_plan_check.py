@@ -1,0 +1,261 @@
+"""Predictions beside measurements: published steps, stored runs, and whether the fits find figures that are known."""
+
+import dataclasses
+import gzip
+import json
+import math
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import pytest
+
+from steplab.cli.app import main
+from steplab.errors import Unsupported, UserError
+from steplab.lab.plan_checking import check_plan, read_table
+from steplab.plan.check import check_rows, check_runs
+from steplab.plan.dry_run.events import Product
+from steplab.plan.fitting import fit_step, host_paces, phase_cells, waited
+from steplab.plan.kernel_fit import ProductTime, fit_products, relative_error, search, with_rates
+from steplab.plan.kernel_time import product_s
+from steplab.plan.public import PublicRow, load_of, read_rows, step_of
+from steplab.plan.rates import ProductRates, StackRates, StepRates, as_toml, fitted_rates, fitted_stacks, gpu_named
+from steplab.plan.stack_fit import counts, fit_stacks
+from steplab.records.codec import decode
+from steplab.records.run import Run
+from steplab.records.time_check import TimeCheck
+from steplab.report.kit import html
+from steplab.report.kit.rendering import render
+from steplab.report.plan.check import check_document
+from steplab.stats import percentile
+from steplab.store.database import Store
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "benchmarks" / "public_training.json.xz"
+GOLDEN = ROOT / "tests" / "golden"
+H200 = gpu_named("H200 SXM")
+
+
+@cache
+def published() -> tuple[PublicRow, ...]:
+    return tuple(read_table(TABLE))
+
+
+@cache
+def checked() -> tuple[TimeCheck, ...]:
+    return tuple(check_rows(published()))
+
+
+@cache
+def golden_runs() -> tuple[Run, ...]:
+    """One cell of each kind: fitted, held out, host-bound, a transformers model, out of memory."""
+    lines = gzip.decompress((GOLDEN / "step_h200_202611.jsonl.gz").read_bytes()).splitlines()
+    return tuple(record for record in map(decode, lines) if isinstance(record, Run))
+
+
+def errors(checks: Iterable[TimeCheck]) -> list[float]:
+    return [abs(check.error) for check in checks if check.error is not None]
+
+
+# --- published steps ----------------------------------------------------------------------------------------------
+
+
+def test_published_steps_are_predicted_better_than_by_any_constant_share_of_the_peak() -> None:
+    """Each row by a fit that has seen no model of its size; the constant is fitted to all rows."""
+    own = [check for check in checked() if check.source == "mosaicml"]
+    constant = [abs(check.constant_error) for check in own if check.constant_error is not None]
+    assert len(errors(own)) == len(constant) == 135
+    assert median(errors(own)) < 0.05 < median(constant)
+    assert percentile(errors(own), 90) < 0.10 < percentile(constant, 90)
+    assert sum(bool(check.inside) for check in own) >= 0.85 * len(own)
+
+
+def test_more_gpus_of_one_job_take_longer_as_measured() -> None:
+    own = [check for check in checked() if check.source == "internevo"]
+    assert median(errors(own)) < 0.05
+    assert percentile(errors(own), 90) < percentile([abs(c.constant_error or 0.0) for c in own], 90)
+
+
+def test_every_row_that_counts_has_a_prediction_or_a_reason() -> None:
+    assert len(checked()) == sum(map(counts, published())) == 212
+    for check in checked():
+        assert (check.unsupported is None) == (check.predicted_step_time_s is not None)
+        assert check.measured_step_time_s
+        if check.low_s is not None and check.high_s is not None and check.predicted_step_time_s is not None:
+            assert check.low_s < check.predicted_step_time_s < check.high_s
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"steplab_gpu": None}, "not in the catalogue"),
+        ({"scope": "mixture of experts"}, "not a dense decoder"),
+        ({"precision": {"compute": "fp8"}}, "number format"),
+        ({"seq": None}, "lacks sizes"),
+    ],
+)
+def test_a_row_that_is_not_known_says_why(change: dict[str, object], why: str) -> None:
+    row = next(row for row in published() if row.group == "mosaicml" and counts(row))
+    with pytest.raises(Unsupported, match=why):
+        step_of(msgspec.structs.replace(row, **change))
+
+
+def test_a_row_becomes_the_step_of_one_rank() -> None:
+    row = next(row for row in published() if row.id == "mosaicml-0037")
+    spec = step_of(row)
+    shape = spec.model.shape
+    assert shape is not None
+    assert (shape.num_layers, shape.d_model, shape.num_heads, shape.d_ff, shape.vocab_size) == (
+        (32, 4096, 32, 16384, 50368)
+    )  # fmt: skip
+    assert (shape.norm, shape.feed_forward, shape.head, shape.learned_positions) == ("layernorm", "gelu", "tied", 8192)
+    assert (spec.batch, spec.context, spec.accumulation, spec.checkpointing) == (8, 8192, 2, "full")
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    for name, content in (("a.json", b"[1]"), ("b.json.xz", b"no"), ("c.json.gz", b"no")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            read_table(tmp_path / name)
+    with pytest.raises(UserError, match="cannot read"):
+        read_table(tmp_path / "missing.json")
+    assert read_rows(b'{"rows": []}', "none") == []
+
+
+# --- stored runs --------------------------------------------------------------------------------------------------
+
+
+def chosen_runs() -> list[Run]:
+    wanted = {("xl", 512, "bf16", "default"), ("small", 1024, "fp32", "off"), ("medium", 128, "bf16", "off")}
+    found = []
+    for run in golden_runs():
+        spec = run.spec
+        key = (spec.model.name, spec.context, spec.precision, spec.compile) if spec else None
+        if (key in wanted and spec and spec.pass_name == "train") or (spec and spec.model.kind == "hf"):
+            found.append(run)
+    return found
+
+
+def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
+    runs = chosen_runs()
+    found = {check.id: check for check in check_runs(runs)}
+    assert set(found) == {run.id for run in runs}
+    for run in runs:
+        assert run.spec is not None
+        check = found[run.id]
+        if run.spec.model.kind == "hf":
+            assert check.unsupported is not None
+            assert "own Transformer" in check.unsupported
+            continue
+        assert check.fitted == (run.spec.model.name == "small")
+        assert check.predicted_peak_bytes == pytest.approx(check.measured_peak_bytes, rel=0.03)
+        if run.spec.model.name == "xl":
+            assert check.error == pytest.approx(0, abs=0.1)
+            assert check.inside
+            assert not check.device_waited
+
+
+def test_json_has_a_row_for_each_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from steplab.records.codec import encode
+
+    runs = chosen_runs()
+    (tmp_path / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
+    store = str(tmp_path / "store.db")
+    assert main(["import", str(tmp_path / "runs.jsonl"), "--store", store]) == 0
+    capsys.readouterr()
+    assert main(["plan", "check", "--store", store, "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["id"] for row in rows} == {run.id for run in runs}
+    for row in rows:
+        assert {
+            *("id", "predicted_step_time_s", "low_s", "high_s", "measured_step_time_s"),
+            *("predicted_peak_bytes", "measured_peak_bytes", "unsupported"),
+        } <= row.keys()
+        assert (row["unsupported"] is None) == (row["predicted_step_time_s"] is not None)
+        assert row["unsupported"] is None or row["unsupported"].startswith("unsupported: ")
+
+
+def test_a_store_without_runs_is_refused(tmp_path: Path) -> None:
+    Store.open(tmp_path / "store.db", write=True).close()
+    with pytest.raises(UserError, match="steplab import"):
+        check_plan(tmp_path / "store.db")
+
+
+@pytest.mark.parametrize("width", [60, 100, 160])
+def test_the_text_fits_every_width(width: int) -> None:
+    told = render(check_document(checked()), width=width)
+    assert max(map(len, told.splitlines())) <= width
+    assert "median error" in told
+
+
+def test_the_page_has_a_mark_for_each_prediction() -> None:
+    page = html.to_html(check_document(checked()))
+    assert page.count("<title>mpt-") >= 135
+    assert "ranks split the model: tp=8" in page
+
+
+# --- fits of figures that are known -------------------------------------------------------------------------------
+
+
+def test_the_search_finds_the_lowest_place() -> None:
+    found = search(lambda p: abs(math.log(p["a"] / 3)) + abs(math.log(p["b"] / 5e-6)), {"a": 1.0, "b": 1e-6})
+    assert found == {"a": pytest.approx(3, rel=0.01), "b": pytest.approx(5e-6, rel=0.01)}
+
+
+def test_the_rates_of_products_are_found_again() -> None:
+    true = ProductRates(fixed_s=4e-6, peak_share=0.6, ramp_k=60, bandwidth_share=0.7, partial_wave=0.2)
+    gpu = with_rates(H200, products={"bf16": true})
+    sizes = (256, 768, 2048, 5120, 16384)
+    products = [Product(m=m, n=n, k=k) for m in sizes for n in sizes for k in sizes]
+    times = [ProductTime(product, "bf16", product_s(product, "bf16", gpu)) for product in products]
+    found = with_rates(H200, products={"bf16": fit_products(times, "bf16", H200)})
+    assert relative_error((product_s(t.product, "bf16", found), t.seconds) for t in times) < 0.02
+
+
+def test_what_a_step_adds_is_found_again() -> None:
+    """The five figures of a step, from phases that are made of them."""
+    true = StepRates(
+        gap_s=3e-6, product_factor=1.2, streaming_factor=0.9, throttle_from=0.3, throttle=0.5, spread={}
+    )  # fmt: skip
+    runs = [run for run in golden_runs() if run.spec and run.timing and run.spec.model.kind == "transformer"]
+    alone = StepRates(
+        gap_s=0, product_factor=1, streaming_factor=1, throttle_from=1, throttle=0, spread={"elsewhere": 1}
+    )  # fmt: skip
+    cells = phase_cells(runs[::4], with_rates(H200, step=alone))
+    made = [dataclasses.replace(cell, measured_s=cell.in_step_s(true)) for cell in cells]
+    found = fit_step(made)
+    assert relative_error((cell.in_step_s(found), cell.measured_s) for cell in made) < 0.01
+
+
+def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> None:
+    cells = phase_cells([run for run in golden_runs() if run.spec and run.spec.model.name == "small"], H200)
+    paces = host_paces(cells)
+    assert paces
+    assert all(1e-6 < pace < 1e-4 for pace in paces.values())
+    slow = [cell for cell in cells if cell.measured_s > 1.4 * cell.device_s]
+    assert slow
+    assert all(waited(cell, paces) for cell in slow)
+
+
+def test_the_factors_of_a_source_are_found_again() -> None:
+    rows = [row for row in published() if row.group == "mosaicml" and row.steplab_gpu == "H100 SXM" and counts(row)]
+    true = StackRates(
+        group="mosaicml", gpu="H100 SXM", source="", product_factor=1.3, attention_factor=1.6, streaming_factor=1.1
+    )  # fmt: skip
+    gpu = gpu_named("H100 SXM")
+    made = [
+        msgspec.structs.replace(row, derived={"step_time_s": load_of(row, gpu).seconds(true)})
+        for row in rows
+        if row.gpus == 8
+    ]
+    (found,) = fit_stacks(made)
+    assert found.product_factor == pytest.approx(1.3, rel=0.02)
+    assert found.attention_factor == pytest.approx(1.6, rel=0.03)
+    assert found.streaming_factor == pytest.approx(1.1, rel=0.05)
+
+
+def test_the_file_of_rates_reads_back() -> None:
+    text = as_toml(fitted_rates(), fitted_stacks())
+    assert text == (ROOT / "src" / "steplab" / "plan" / "rates.toml").read_text(encoding="utf-8")
