@@ -3,10 +3,10 @@
 A wait is the stream's, and runs no kernel. What the host does for a bucket is the driver's calls and little more (see
 cuda_driver.py): it has to keep ahead of the GPU.
 
-A host that is ahead gives the lines their waits long before they can end: through a whole forward pass, say. On some
-streams such a wait costs every kernel that the current stream starts meanwhile 1 to 3 microseconds, on others nothing
-(in xl's step on H200s 5 ms or none). Which streams they are differs with the number of GPUs and is documented nowhere,
-so that pairs of streams are tried when the memory is made, and the one that costs least becomes the lines.
+A host that is ahead gives the lines their waits long before they can end: before a whole forward pass, say. In records
+of H200s the kernels of some models' forward passes then began 1.1 to 1.3 microseconds later each (docs/ddp.md), which
+we put down to the streams that these models had been given. Which streams delay others is documented nowhere, so pairs
+of them are tried when the memory is made, and the pair under which kernels take least becomes the lines.
 """
 
 import socket
