@@ -3,6 +3,7 @@ other's renderers, and the kit knows no section."""
 
 import ast
 import csv
+import dataclasses
 import io
 import json
 from collections.abc import Iterator
@@ -150,3 +151,12 @@ def test_no_section_knows_a_renderer(path: Path) -> None:
     for renderer in ("kit.terminal", "kit.html", "kit.markup", "kit.data", "kit.rendering", "rich", "jinja2"):
         assert f"import {renderer}" not in text
         assert f"steplab.report.{renderer}" not in text
+
+
+def test_a_page_shows_twelve_records_of_a_chapter_in_full_and_names_the_others() -> None:
+    audit = make_benchmark()
+    many = [dataclasses.replace(audit, id=f"{number:012x}") for number in range(15)]
+    page = render_page(many, title="Many").replace("\u00a0", " ")
+    assert page.count("benchmark 0000000000") == 12
+    assert "3 more are not shown in full; `steplab show ID` shows each: " in page
+    assert len(page.encode()) < 12.5 * len(render_page([audit], title="One").encode())

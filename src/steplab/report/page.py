@@ -63,10 +63,11 @@ def render_page(
         for kind in KINDS
     }
     sections: list[Section] = []
+    ready: dict[str, str] = {}
     terms: Terms = ()
     for name in KINDS:
         for part in SECTIONS[name].chapters:
-            made = tries.draw(part.name, of_kind[name], partial(_printed, part, context))
+            made = tries.draw(part.name, of_kind[name], partial(_printed, part, context, ready))
             if made:
                 sections.append(made)
                 terms += part.terms
@@ -86,7 +87,7 @@ def render_page(
             Section(title="Method", anchor="method", blocks=(Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))),)),
         ),
     )
-    return html.to_html(page)
+    return html.to_html(page, ready)
 
 
 def _verdict(context: Context, records: Sequence[Record]) -> Verdict:
@@ -105,13 +106,13 @@ def _verdict(context: Context, records: Sequence[Record]) -> Verdict:
     )
 
 
-def _printed(part: Chapter, context: Context, records: Sequence[Any]) -> Section | None:
-    """The chapter, printed once on trial, so that a value that cannot be written fails where its record is left out."""
+def _printed(part: Chapter, context: Context, ready: dict[str, str], records: Sequence[Any]) -> Section | None:
+    """The chapter, written to `ready` at once, so that what cannot be written fails where its record is left out."""
     section = part.make(records, context)
     if section is None:
         return None
     section = html.drawn(section)
-    html.section_html(section)
+    ready[section.anchor] = html.section_html(section)
     return section if section.blocks else None
 
 

@@ -1,6 +1,7 @@
 """A document as one web page that needs nothing else: no network, no script, no second file."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,11 +46,15 @@ def section_html(section: Section, level: int = 2) -> str:
     return str(macros.section(drawn(section), level))  # type: ignore[attr-defined]  # a macro of the template
 
 
-def to_html(page: Document) -> str:
-    """The document as a page that needs nothing else; sections with an anchor are linked at its top."""
-    sections = (drawn(section) for section in page.sections)
+def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
+    """The document as a page that needs nothing else; sections with an anchor are linked beside it.
+
+    `ready` has the HTML of sections that are drawn and written already, by their anchors.
+    """
+    written = ready or {}
+    sections = (section if section.anchor in written else drawn(section) for section in page.sections)
     whole = replace(page, sections=tuple(section for section in sections if section.blocks))
-    return environment().get_template("page.html.j2").render(page=whole)
+    return environment().get_template("page.html.j2").render(page=whole, ready=written)
 
 
 @functools.cache
