@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.ops.adamw import optimizer as one_kernel
+from steplab.ops.adamw import block as sharing
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 
 BYTES_A_PARAMETER = 28
@@ -46,7 +46,7 @@ def parameters_of(count: int, num_tensors: int) -> list[Tensor]:
 
 def with_block(made: OneKernelAdamW, block: int, warps: int) -> Callable[[], None]:
     def run() -> None:
-        one_kernel.BLOCK, one_kernel.NUM_WARPS = block, warps
+        sharing.ADAMW_BLOCK, sharing.NUM_WARPS = block, warps
         made.step()
 
     return run

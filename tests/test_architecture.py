@@ -46,7 +46,11 @@ ARROWS = {
 }
 """Part -> the parts it may import, itself aside. Whatever is imported for type checking counts too."""
 
-FACTS_OF_OPS = tuple(f"steplab.ops.{name}.implementations" for name in ("attention", "cross_entropy"))
+FACTS_OF_OPS = (
+    "steplab.ops.attention.implementations",
+    "steplab.ops.cross_entropy.implementations",
+    "steplab.ops.adamw.block",
+)
 """Tables that import nothing, so that they can be lifted with the code they are about, and read by whoever asks for
 facts of it. All may import them, as they may `errors`."""
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from steplab.errors import Unsupported, UserError
-from steplab.ops.adamw import optimizer as one_kernel
+from steplab.ops.adamw import block
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.plan.memory import predict_memory
+from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 SHAPES = [(700,), (512,), (3, 5), (), (2, 600), (1,)]
@@ -21,7 +23,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weigh
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(one_kernel, "BLOCK", 256)
+    monkeypatch.setattr(block, "ADAMW_BLOCK", 256)
 
 
 def parameters() -> list[Tensor]:
@@ -138,3 +140,26 @@ def test_what_the_kernel_does_not_take_is_refused(tensor: Tensor, said: str) -> 
         OneKernelAdamW([tensor.requires_grad_()])
     with pytest.raises(UserError, match="betas from 0 to below 1"):
         OneKernelAdamW([torch.zeros(4, requires_grad=True)], betas=(0.9, 1.0))
+
+
+def test_what_it_keeps_on_the_device_is_what_a_plan_says() -> None:
+    made = OneKernelAdamW(given := parameters(), **OPTIONS)
+    for parameter, gradient in zip(given, gradients(1), strict=True):
+        parameter.grad = gradient
+    made.step()
+    (tables,) = made._tables.values()
+    blocks = sum(-(-parameter.numel() // 256) for parameter in given)
+    kept = (tables.addresses, tables.counts, tables.firsts, tables.tensors)
+    assert [table.nbytes for table in kept] == [32 * len(given), 8 * len(given), 8 * len(given), 4 * blocks]
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16_pure"}, {"layout": "fsdp=2"}, {"layout": "tp=2"}])
+def test_a_step_that_it_does_not_serve_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(Unsupported, match=r"optimizer adamw_triton with .* use adamw_fused"):
+        resolve_step({"optimizer": "adamw_triton"} | fields)
+    assert resolve_step({"pass": "forward", "optimizer": "adamw_triton", "precision": "bf16_pure"})
+
+
+def test_memory_on_a_layout_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="on layout dp=2 with optimizer adamw_triton is not supported"):
+        predict_memory(resolve_step({"optimizer": "adamw_triton", "layout": "dp=2"}))

@@ -188,6 +188,8 @@ def test_from_the_second_micro_step_on_gradients_are_there_at_the_peak_by_hand()
         ("adamw_fused", "fp32", 8 * N + 4 * (9 * L + 3), 0),
         ("adamw_foreach", "fp32", 8 * N, 4 * N),
         ("adamw_loop", "fp32", 8 * N, 4 * 2 * d * V),
+        # Addresses, sizes and first blocks of each weight, and of each 1024 elements whose they are.
+        ("adamw_triton", "fp32", 8 * N + (32 + 8 + 8) * (9 * L + 3) + 4 * (2 * 157 + L * (4 + 3 * 3 + 2) + 1), 0),
         ("sgd", "fp32", 0, 0),
         ("adamw_fused", "bf16_pure", 4 * N + 4 * (9 * L + 3), 0),
         ("sgd", "bf16_pure", 0, 0),
@@ -371,6 +373,8 @@ def _valid(drawn: dict[str, Any]) -> dict[str, Any]:
     fields, parts = {name: value for name, value in drawn.items() if name != "parts"}, drawn["parts"]
     if fields["pass"] == "forward":
         del fields["accumulation"]
+    if fields["precision"] == "bf16_pure" and fields["optimizer"] == "adamw_triton":
+        fields["optimizer"] = "adamw_fused"
     heads = parts.get("model.num_kv_heads", 1)
     return fields | parts | ({"model.num_kv_heads": min(heads, fields["model.num_heads"])} if heads > 1 else {})
 

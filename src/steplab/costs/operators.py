@@ -200,6 +200,7 @@ _FLOPS_AN_ELEMENT = {
     "gelu_backward": 14,
     # weight decay 1, first moment 3, second moment 4, root, divide, add, update 3
     "_fused_adamw_": 14,
+    "adamw_kernel": 14,
     "lerp": 3,
     "addcmul": 3,
     "addcdiv": 3,

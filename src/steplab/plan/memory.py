@@ -111,6 +111,9 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
         why = "gradients that are formed in the forward pass are known of an eager step of one process"
         raise Unsupported(f"{what} with {other} and loss {spec.loss}", why, "leave one of them out")
     if spec.layout.world_size > 1:
+        if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
+            why = "what it keeps besides the moments is known of one process"
+            raise Unsupported(f"{what} on layout {spec.layout} with optimizer adamw_triton", why, "use adamw_fused")
         if not shape.num_heads:
             why = "it is a size for planning only, which no layout can split"
             raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")

@@ -47,6 +47,17 @@ def refuse_unserved_layout(
         )
 
 
+def refuse_unserved_triton_optimizer(layout: Layout, *, precision: str) -> None:
+    """Raise Unsupported for parameters that the optimizer in one kernel does not take."""
+    if precision == "bf16_pure":
+        raise Unsupported(
+            "optimizer adamw_triton with precision bf16_pure", "its kernel is for float32", "use adamw_fused"
+        )
+    if layout.world_size > layout.dp:
+        why = "its kernel takes whole tensors, and parameters are parts of tensors there"
+        raise Unsupported(f"optimizer adamw_triton with layout {layout}", why, "use adamw_fused")
+
+
 def refuse_uneven_split(layout: Layout, shape: TransformerShape, *, model_name: str, context: int) -> None:
     """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp."""
     split = {

@@ -11,14 +11,19 @@ from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
 from steplab.specs.device import DEVICES_TOLD, check_device
 from steplab.specs.layout import SINGLE, Layout, parse_layout
-from steplab.specs.layout_fit import refuse_uneven_pipeline, refuse_uneven_split, refuse_unserved_layout
+from steplab.specs.layout_fit import (
+    refuse_uneven_pipeline,
+    refuse_uneven_split,
+    refuse_unserved_layout,
+    refuse_unserved_triton_optimizer,
+)
 from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
 
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
 CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]
+Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 Reshard = Literal["auto", "always", "never"]
@@ -153,6 +158,7 @@ class StepSpec:
                 "adamw_fused": "torch's fused AdamW",
                 "adamw_foreach": "its loop over lists of tensors",
                 "adamw_loop": "its loop over parameters",
+                "adamw_triton": "steplab's one kernel",
             },
             applies=lambda spec: spec.pass_name == "train",
             rank=4,
@@ -309,6 +315,8 @@ class StepSpec:
                 "use --device cuda or cpu"
             )
         self._check_layout()
+        if self.optimizer == "adamw_triton" and self.pass_name == "train":
+            refuse_unserved_triton_optimizer(self.layout, precision=self.precision)
         limit = self.model.max_context
         if limit is not None and self.context > limit:
             longer = (

@@ -26,6 +26,7 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready
 from steplab.measurement.step.loop import Phase
 from steplab.model.workload import Workload, call, loss_of
+from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
 from steplab.specs.ddp import Variant
@@ -226,6 +227,8 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class behind StepSpec's name for an optimizer, and its options."""
     if name == "sgd":
         return torch.optim.SGD, {"lr": LEARNING_RATE}
+    if name == "adamw_triton":
+        return OneKernelAdamW, {"lr": LEARNING_RATE}
     options = {"fused": name == "adamw_fused", "foreach": name == "adamw_foreach"}
     return torch.optim.AdamW, {"lr": LEARNING_RATE, **options}
 

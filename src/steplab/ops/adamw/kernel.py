@@ -1,7 +1,7 @@
 """One step of AdamW over many tensors in one launch.
 
-Each program has a block of one tensor. Which one, and where it begins, is in a table that stays as long as the sizes
-do; where the tensors are is in another, since gradients may be elsewhere in every step.
+Each program has a block of one tensor. Which one is in a table that stays as long as the sizes do; where the tensors
+are is in another, since gradients may be elsewhere in every step.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 def adamw_kernel(
     addresses_ptr,
     counts_ptr,
+    firsts_ptr,
     tensors_ptr,
-    starts_ptr,
     decay,
     first_rate,
     second_rate,
@@ -25,12 +25,12 @@ def adamw_kernel(
     """A block of a parameter, its moments and its gradient; the formula is that of reference.adamw_step.
 
     addresses [tensors, 4] of parameter, gradient, first and second moment, each a multiple of 16 bytes; counts
-    [tensors] of their elements; tensors and starts [programs]: which one a program has, and its first element. Rates
-    are what a moment moves towards its gradient, one minus beta.
+    [tensors] of their elements; firsts [tensors], the first program that has a block of each; tensors [programs], which
+    one a program has. Rates are what a moment moves towards its gradient, one minus beta.
     """
     program = tl.program_id(0)
-    tensor, start = tl.load(tensors_ptr + program), tl.load(starts_ptr + program)
-    start = tl.multiple_of(start, BLOCK)
+    tensor = tl.load(tensors_ptr + program).to(tl.int64)
+    start = (program - tl.load(firsts_ptr + tensor)) * BLOCK
     rest = tl.load(counts_ptr + tensor) - start
     row_ptr = addresses_ptr + 4 * tensor
     parameter_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.float32)), 16) + start

@@ -1,5 +1,6 @@
 """AdamW whose step is one kernel for all parameters of a group."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor
 
 from steplab.errors import Unsupported, UserError
+from steplab.ops.adamw import block
 from steplab.ops.adamw.reference import Rates
 
-BLOCK, NUM_WARPS = 1024, 4
-"""Elements of a program, and its warps: two loads of 16 bytes for each thread and tensor, in 54 registers."""
 _ALIGNMENT = 16
 
 
@@ -71,8 +71,6 @@ class OneKernelAdamW(torch.optim.Optimizer):
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             state["step"] += 1
             tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-            for tensor in tensors:
-                _refuse_unserved(tensor)
             found.setdefault(int(state["step"]), []).append(tensors)
         return found
 
@@ -91,8 +89,8 @@ class _Tables:
     """Elements, as they are in `counts`."""
     addresses: Tensor
     counts: Tensor
+    firsts: Tensor
     tensors: Tensor
-    starts: Tensor
 
 
 def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
@@ -100,16 +98,20 @@ def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
     device = tensors[0][0].device
     where = [[tensor.data_ptr() for tensor in each] for each in tensors]
     sizes = [each[0].numel() for each in tensors]
-    if before is not None and before.sizes == sizes and before.counts.device == device:
-        if before.where == where:
-            return before
-        addresses = _on(device, torch.tensor(where))
-        return _Tables(where, sizes, addresses, before.counts, before.tensors, before.starts)
+    is_alike = before is not None and before.sizes == sizes and before.counts.device == device
+    if before is not None and is_alike and before.where == where:
+        return before
+    for each in tensors:
+        for tensor in each:
+            _refuse_unserved(tensor)
+    addresses = _on(device, torch.tensor(where))
+    if before is not None and is_alike:
+        return _Tables(where, sizes, addresses, before.counts, before.firsts, before.tensors)
     counts = torch.tensor(sizes)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    which = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
-    starts = (torch.arange(len(which)) - (blocks.cumsum(0) - blocks)[which]) * BLOCK
-    return _Tables(where, sizes, *(_on(device, table) for table in (torch.tensor(where), counts, which, starts)))
+    blocks = -(-counts // block.ADAMW_BLOCK)
+    firsts = blocks.cumsum(0) - blocks
+    which = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), blocks)
+    return _Tables(where, sizes, addresses, *(_on(device, table) for table in (counts, firsts, which)))
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:
@@ -119,28 +121,30 @@ def _on(device: torch.device, table: Tensor) -> Tensor:
 def _start(tables: _Tables, rates: Rates) -> None:
     from steplab.ops.adamw.kernel import adamw_kernel
 
-    if not len(tables.starts):
+    if not len(tables.tensors):
         return
     # Triton starts kernels on the current device, whatever the tensors' is.
-    with torch.cuda.device(tables.starts.device) if tables.starts.is_cuda else nullcontext():
-        adamw_kernel[(len(tables.starts),)](
+    with torch.cuda.device(tables.counts.device) if tables.counts.is_cuda else nullcontext():
+        adamw_kernel[(len(tables.tensors),)](
             tables.addresses,
             tables.counts,
+            tables.firsts,
             tables.tensors,
-            tables.starts,
             rates.decay,
             1 - rates.beta_1,
             1 - rates.beta_2,
             rates.step_size,
             rates.second_correction,
             rates.eps,
-            BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+            BLOCK=block.ADAMW_BLOCK,
+            num_warps=block.NUM_WARPS,
         )
 
 
 def _refuse_unserved(tensor: Tensor) -> None:
     instead = "use torch.optim.AdamW for it"
+    if tensor.device.type != "cuda" and not (tensor.is_cpu and os.environ.get("TRITON_INTERPRET") == "1"):
+        raise Unsupported(f"AdamW in one kernel on {tensor.device.type}", "its kernel is for CUDA", instead)
     if tensor.dtype != torch.float32:
         raise Unsupported(f"AdamW in one kernel for {tensor.dtype}", "it computes in float32", instead)
     if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:

@@ -1,7 +1,8 @@
 """What each optimizer holds between steps, and makes for a while within one."""
 
+from steplab.ops.adamw.block import ADAMW_BLOCK
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.sizes import FP32
+from steplab.plan.dry_run.sizes import FP32, INT32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor
 
 _Tensors = tuple[Tensor, ...]
@@ -14,6 +15,8 @@ class Optimizer:
         self._machine, self._parameters, self._name = m, parameters, name
         self._state: list[Tensor] = []
         self._moments: list[tuple[Tensor, Tensor]] = []
+        self._addresses: Tensor | None = None
+        self._blocks: _Tensors | None = None
 
     def step(self) -> None:
         """Update the parameters, and let go of their gradients."""
@@ -26,6 +29,8 @@ class Optimizer:
         elif self._name == "adamw_loop":
             self._loop()
         else:
+            if self._name == "adamw_triton":
+                self._tables()
             self._fused()
         for parameter in self._parameters:
             parameter.slot.gradient = None
@@ -41,11 +46,26 @@ class Optimizer:
         )
         self._moments.append((first, second))
 
+    def _tables(self) -> None:
+        """What ops/adamw has on the device of the tensors: four addresses of each, anew where gradients are elsewhere,
+        then their sizes, and of each block of elements whose it is."""
+        m, number = self._machine, len(self._parameters)
+        addresses = m.new(Count(4 * number, f"4 {number}"), INT64, "addresses", category="optimizer_state")
+        if self._blocks is None:
+            num_blocks = sum(-(-parameter.tensor.count.value // ADAMW_BLOCK) for parameter in self._parameters)
+            sizes = Count(number, str(number))
+            self._blocks = (
+                m.new(sizes, INT64, "numbers of elements", category="optimizer_state"),
+                m.new(sizes, INT64, "first blocks", category="optimizer_state"),
+                m.new(Count(num_blocks, str(num_blocks)), INT32, "tensors of blocks", category="optimizer_state"),
+            )
+        self._addresses = addresses
+
     def _fused(self) -> None:
         """One kernel over all: reads parameter, gradient and state of each, and writes all but the gradient."""
         weights, gradients = _tensors(self._parameters)
         state = tuple(moment for pair in self._moments for moment in pair)
-        name = "_fused_adamw_" if state else "_foreach_add_"
+        name = "adamw_kernel" if self._name == "adamw_triton" else "_fused_adamw_" if state else "_foreach_add_"
         self._machine.ran(name, (*weights, *gradients, *state), (*weights, *state))
 
     def _foreach(self) -> None:
