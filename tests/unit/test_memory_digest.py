@@ -13,7 +13,7 @@ from tests.unit.allocator_model import KIB, MIB, Block, CachingAllocator
 from steplab.errors import SteplabError
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
-from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, LeftOut, MemoryProfile
+from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES, LeftOut, MemoryProfile
 from steplab.snapshots.building import build_history
 from steplab.snapshots.digest import digest
 from steplab.snapshots.made import without_numbers
@@ -130,7 +130,7 @@ def test_the_peak_of_a_step_by_hand() -> None:
     # Blocks: the library's ends on 512 B, as does the batch; an activation is rounded up, and 4 B are 512 B.
     expected["rounding"] = 512 - 100 + 2 * (512 - 4)
     assert profile.at_peak == expected
-    assert list(profile.at_peak) == list(MEMORY_CATEGORIES)
+    assert list(profile.at_peak) == list(MEASURED_CATEGORIES)
     assert profile.peak_bytes == sum(expected.values())
     assert profile.peak_bytes == max(step.allocator.allocated_bytes[step.begin :])
     assert (profile.peak_phase, profile.peak_module) == ("backward", None)
@@ -412,7 +412,7 @@ def test_a_profile_stays_small_whatever_the_history() -> None:
     allocator = random_run(1, 6000)
     allocs = [event for event in allocator.events if event["action"] == "alloc"]
     owned = tuple(
-        Owned(address=event["addr"], position=n + 1, category=MEMORY_CATEGORIES[n % 7])
+        Owned(address=event["addr"], position=n + 1, category=MEASURED_CATEGORIES[n % 7])
         for n, event in enumerate(allocs)
     )
     names = tuple(Stretch(name=f"blocks.{n % 50}.part_{n}", start=n, end=n + 1) for n in range(len(allocs)))

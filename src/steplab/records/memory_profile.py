@@ -28,6 +28,9 @@ allocated before and after the step and belongs to no tensor. communication: wei
 buffers of messages (in predictions only). temporaries: everything else allocated in the step.
 rounding: what the allocator added to the requested sizes."""
 
+MEASURED_CATEGORIES = tuple(name for name in MEMORY_CATEGORIES if name != "communication")
+"""Categories of a measured step, in which messages are not told from other memory."""
+
 UNNAMED_CATEGORIES = ("before", "during", "rounding")
 """Categories of an imported snapshot without marks. before: allocated before its history begins. during: allocated
 since. rounding: as above."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from steplab.records.memory_marks import Marks, Stretch
-from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES
+from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES
 from steplab.snapshots.history import NONE, Codes
 from steplab.snapshots.positions import Positions, Residents
 from steplab.snapshots.replay import Lifetimes
@@ -18,21 +18,21 @@ def unnamed_categories(lifetimes: Lifetimes) -> Codes:
 
 
 def categories(lifetimes: Lifetimes, marks: Marks, positions: Positions, residents: Residents) -> Codes:
-    """Places in MEMORY_CATEGORIES, where each category is described. A piece belongs to the first owner that is
+    """Places in MEASURED_CATEGORIES, where each category is described. A piece belongs to the first owner that is
     named for it."""
-    codes: Codes = np.full(len(lifetimes), MEMORY_CATEGORIES.index("temporaries"), dtype=np.int8)
+    codes: Codes = np.full(len(lifetimes), MEASURED_CATEGORIES.index("temporaries"), dtype=np.int8)
     always = (lifetimes.start == NONE) & (lifetimes.end == lifetimes.num_events)
-    codes[always] = MEMORY_CATEGORIES.index("workspaces")
+    codes[always] = MEASURED_CATEGORIES.index("workspaces")
     ordinals = positions.ordinals(lifetimes.start)
     for stretch in _forward_stretches(marks):
         made = (ordinals >= stretch.start) & (ordinals < stretch.end)
         kept = lifetimes.end >= positions.last_moment(stretch.end)
-        codes[made & kept & (lifetimes.end < lifetimes.num_events)] = MEMORY_CATEGORIES.index("activations")
-    owned = [owner for owner in marks.owned if owner.category in MEMORY_CATEGORIES]
+        codes[made & kept & (lifetimes.end < lifetimes.num_events)] = MEASURED_CATEGORIES.index("activations")
+    owned = [owner for owner in marks.owned if owner.category in MEASURED_CATEGORIES]
     pieces = residents.find([owner.address for owner in owned], [owner.position for owner in owned])
     for piece, owner in reversed(list(zip(pieces.tolist(), owned, strict=True))):
         if piece != NONE:
-            codes[piece] = MEMORY_CATEGORIES.index(owner.category)
+            codes[piece] = MEASURED_CATEGORIES.index(owner.category)
     return codes
 
 

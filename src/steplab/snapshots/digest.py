@@ -7,7 +7,7 @@ import numpy as np
 
 from steplab.errors import SteplabError
 from steplab.records.memory_marks import Marks
-from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile
+from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile
 from steplab.snapshots.categories import categories, unnamed_categories
 from steplab.snapshots.history import OOM, Codes, DeviceHistory, History, Integers
 from steplab.snapshots.largest import alive_at, largest
@@ -39,14 +39,14 @@ def digest(
 ) -> MemoryProfile:
     """Sum a history up; `file`, `device_name` and `unwatched_peak_bytes` go into the record unchanged.
 
-    With marks, it sums the marks' device by MEMORY_CATEGORIES; without, the device with the highest peak by
+    With marks, it sums the marks' device by MEASURED_CATEGORIES; without, the device with the highest peak by
     UNNAMED_CATEGORIES. Raises SteplabError for a history in which nothing was allocated.
     """
     replayed = _chosen(history, marks)
     device, lifetimes, allocated_bytes = replayed.device, replayed.lifetimes, replayed.allocated_bytes
     positions = Positions(device.events)
     residents = Residents(lifetimes, positions)
-    names = MEMORY_CATEGORIES if marks else UNNAMED_CATEGORIES
+    names = MEASURED_CATEGORIES if marks else UNNAMED_CATEGORIES
     codes = categories(lifetimes, marks, positions, residents) if marks else unnamed_categories(lifetimes)
     peak = int(allocated_bytes.argmax())
     origins = Origins(lifetimes, history.stacks, positions, marks, residents)

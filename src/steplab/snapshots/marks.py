@@ -8,7 +8,7 @@ import numpy as np
 
 from steplab.errors import UserError
 from steplab.records.memory_marks import MARKS_SCHEMA, Made, Marks, Owned, Saved, history_digest
-from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.records.memory_profile import MEASURED_CATEGORIES
 from steplab.snapshots.history import ALLOC, FREE_COMPLETED, DeviceHistory, Events, Flags, History
 
 _BELOW = 2**63
@@ -34,7 +34,7 @@ def read_marks(path: Path) -> Marks:
         if not 0 <= number < _BELOW:
             raise UserError(f"{path}: it holds no marks of a memory snapshot: {what} is {number}")
     for owner in marks.owned:
-        if owner.category not in MEMORY_CATEGORIES:
+        if owner.category not in MEASURED_CATEGORIES:
             raise UserError(f"{path}: it holds no marks of a memory snapshot: a category is {owner.category!r}")
     return marks
 

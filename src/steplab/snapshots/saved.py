@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from steplab.records.memory_marks import Marks, Saved
-from steplab.records.memory_profile import MEMORY_CATEGORIES, BlockMemory, LeftOut, SavedTensors
+from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, LeftOut, SavedTensors
 from steplab.snapshots.history import NONE, Codes
 from steplab.snapshots.made import without_numbers
 from steplab.snapshots.positions import Residents
@@ -37,7 +37,7 @@ class SavedMemory:
     def _judged(self, pieces: Sequence[int], codes: Codes) -> Iterator[tuple[Saved, str, int]]:
         seen = set[tuple[int, int]]()
         for saved, piece in zip(self._marks.saved, pieces, strict=True):
-            category = MEMORY_CATEGORIES[codes[piece]] if piece != NONE else ""
+            category = MEASURED_CATEGORIES[codes[piece]] if piece != NONE else ""
             category = category if category in _TOLD_APART else "activations"
             storage = (piece, 0) if piece != NONE else (NONE, saved.address)
             counts = category != "parameters" and storage not in seen
