@@ -64,7 +64,7 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
         return
     what = f"checkpointing {spec.checkpointing} for {spec.model.name}"
     if spec.checkpointing != "full":
-        why = "of transformers steplab asks for every layer, or none"
+        why = "steplab checkpoints every layer of a transformers model, or none"
         raise Unsupported(what, why, "use --checkpointing full or none")
     # the name since transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

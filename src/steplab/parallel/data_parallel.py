@@ -45,36 +45,36 @@ _PREFIX = "module."
 class DataParallel(nn.Module):
     """A module whose gradients are averaged over the ranks of a group.
 
-    Built by all ranks together, after the module is on its device: they check that they built the same one and were
-    given the same settings, and take rank 0's parameters and buffers. Buffers are not synchronised after that.
+    All ranks build it together, after the module is on its device. They check that modules and settings are equal, and
+    take rank 0's parameters and buffers. Buffers are not synchronised after that.
 
     `forward` and every attribute are the inner module's, and so are the names in `state_dict()`, `named_parameters()`
-    and `named_buffers()`: none begins with `module.`, so that a checkpoint of the one loads into the other. (A module
-    that `torch.compile(module)` returned has names with `_orig_mod.` of torch's own; `module.compile()` has not.)
+    and `named_buffers()`: none begins with `module.`, so that a checkpoint of either loads into the other. (A module
+    that `torch.compile(module)` returned has names with torch's `_orig_mod.`; one after `module.compile()` has not.)
 
-    Which parameters have gradients may differ between ranks and steps; one that has none on a rank counts as zero
-    there, and where no rank has one it stays None. Parameters that require no gradient at the start are left alone.
+    Ranks and steps may differ in which parameters have gradients. A parameter without a gradient on a rank counts as
+    zero there; if no rank has one, it stays None. Parameters that require no gradient at the start are not averaged.
 
-    How they travel is `transport`: `collectives` (NCCL, gloo), or `peer_copy`, on the copy engines of the GPUs of one
-    host (see peer_copies.py), which leaves the multiprocessors to backward; it takes device memory for a second copy of
-    all gradients, outside torch's allocator.
+    `transport` selects how gradients are sent: `collectives` (NCCL, gloo), or `peer_copy`, on the copy engines of the
+    GPUs of one host (peer_copies.py), which leaves the multiprocessors to the backward pass; it takes device memory for
+    a second copy of all gradients, outside torch's allocator.
 
-    Ranks that have several of these in one group run their backward passes, and synchronise their gradients, in one
-    order: else gradients of different modules are averaged. That is compared at every synchronisation, which raises
-    UserError on all ranks where they differ; ranks that wait for each other before that, in a collective, do so until
+    Ranks with several of these modules in one group run their backward passes and synchronise their gradients in one
+    order: otherwise gradients of different modules would be averaged. Every synchronisation compares the orders and
+    raises UserError on all ranks if they differ; ranks that wait for each other in a collective before that do so until
     its timeout.
 
-    A backward pass whose gradients are on their way is finished on all ranks before this is dropped: memory of peer
-    copies is not given back before what was launched is over, so the rank waits, in Python's garbage collector maybe,
-    for what others may never send. A RuntimeWarning tells of it.
+    A backward pass whose gradients are being sent must be finished on all ranks before this is dropped: memory of peer
+    copies is freed only when all launches are over, so the rank would wait, possibly in Python's garbage collector, for
+    messages that others may never send. A RuntimeWarning reports this.
 
-    With `to_owners` each gradient is averaged on one rank alone, the owner of its parameter, at half the traffic, and
-    is None on the others after that: for `ShardedOptimizer(..., owners=model.owners)`, which updates each parameter on
-    that rank. Gradients have to be dropped or zeroed between a synchronisation and the next backward pass; what needs
-    all of them (the norm for clipping, whether one is infinite) has to ask all ranks.
+    With `to_owners` each gradient is averaged on one rank only, the owner of its parameter, with half the traffic, and
+    is None on the other ranks after that: for `ShardedOptimizer(..., owners=model.owners)`, which updates each
+    parameter on that rank. Gradients have to be dropped or zeroed between a synchronisation and the next backward pass;
+    code that needs all of them (the norm for clipping, a check for infinities) has to ask all ranks.
 
-    With `compress="bf16"`, gradients of float32 and float64 travel as bf16, are summed in it, and take memory for
-    a copy in bf16.
+    With `compress="bf16"`, gradients of float32 and float64 are sent and summed in bf16, and need memory for a copy in
+    bf16.
     """
 
     def __init__(
@@ -87,10 +87,11 @@ class DataParallel(nn.Module):
         transport: str | PeerMemory = "collectives",
         to_owners: bool = False,
     ) -> None:
-        """See the class; `bucket_size_mb` is in units of 1e6 bytes of gradients, and matters to `bucketed` alone.
+        """Build it as the class describes; `bucket_size_mb`, in units of 1e6 bytes of gradients, affects `bucketed`
+        only.
 
-        Raises UserError where a setting is not valid, no processes are joined, or the ranks differ; Unsupported where
-        the module makes sparse gradients, or the transport does not serve these ranks.
+        Raises UserError for an invalid setting, without joined processes, or if the ranks differ; Unsupported if the
+        module makes sparse gradients, or the transport does not support these ranks.
         """
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
@@ -132,7 +133,7 @@ class DataParallel(nn.Module):
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the inner module returns."""
+        """Call the inner module."""
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -157,7 +158,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes within add to the gradients of this rank and send nothing; the next one outside sends all."""
+        """A context in which backward passes add to this rank's gradients and send nothing; the next one outside
+        sends all."""
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -166,12 +168,12 @@ class DataParallel(nn.Module):
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names of the parameters that travel together, in the order of launch."""
+        """The names of the parameters in each bucket, in the order of launch."""
         return [[self._trained_names[index] for index in group] for group in self._reducer.buckets]
 
     @property
     def owners(self) -> Mapping[Tensor, int]:
-        """With `to_owners`, the rank that has each parameter's average; empty without."""
+        """With `to_owners`, the rank that has each parameter's average; otherwise empty."""
         return self._owners or {}
 
     @property
@@ -181,15 +183,16 @@ class DataParallel(nn.Module):
 
     @property
     def readiness_difference(self) -> str | None:
-        """How the ranks' orders of readiness were found to differ, in words; None if they were not."""
+        """A difference between the ranks' orders of readiness, in words; None if none was found."""
         return self._reducer.agreement.difference
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the inner module."""
+        """The inner module's state."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of the inner module; every rank has to load the same. `assign` would part parameters from their buckets.
+        """Load the inner module's state; every rank has to load the same. `assign` would separate parameters from their
+        buckets.
 
         Raises UserError for `assign=True`.
         """
@@ -200,17 +203,17 @@ class DataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the inner module."""
+        """The inner module's parameters, by its names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As of the inner module."""
+        """The inner module's buffers, by its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
-        """What this has not, the inner module may have."""
+        """An attribute of the inner module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -242,7 +245,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
-    """One collective a tensor; those that are not contiguous travel as a copy that is."""
+    """Broadcast each tensor by one collective; one that is not contiguous is sent as a contiguous copy."""
     tensors = [*module.parameters(), *module.buffers()]
     sent = [tensor.detach().contiguous() for tensor in tensors]
     for pending in [collectives.broadcast(tensor, source=0) for tensor in sent]:
@@ -253,7 +256,7 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """Where a module around this one loads its state: names there are as `state_dict` gives them."""
+    """A hook before loading: names in a state are the inner module's, so `module.` is added to them here."""
     for key in list(state):
         if key.startswith(prefix):
             state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)

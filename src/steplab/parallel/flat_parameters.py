@@ -41,7 +41,7 @@ class FlatParameters:
     def __init__(
         self, params: Sequence[nn.Parameter], owners: Sequence[int], ranks: Collectives, exchange: Exchange
     ) -> None:
-        """They stay where they are until `move_in`."""
+        """Plan the buffer; the parameters keep their memory until `move_in`."""
         self.params = list(params)
         self._ranks = ranks
         shares = shares_of(self.params, owners, ranks.size)
@@ -53,7 +53,7 @@ class FlatParameters:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffer."""
+        """The size of the buffer."""
         return self._slots.size * self.params[0].element_size()
 
     def move_in(self, copies: ParameterCopies | None = None, place: int = 0) -> None:
@@ -67,15 +67,15 @@ class FlatParameters:
 
     @property
     def padding_bytes(self) -> int:
-        """Memory the buffer takes beyond the parameters in it."""
+        """Memory of the buffer beyond the parameters in it."""
         return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
 
     def in_use(self) -> bool:
-        """Whether a step can have changed any of these: all are frozen and without a gradient if not."""
+        """Whether a step can have changed any of these: not if all are frozen and without a gradient."""
         return self._buffer.numel() > 0 and any(param.requires_grad or param.grad is not None for param in self.params)
 
     def bring_back(self) -> None:
-        """Move those into the buffer again that were given other memory; before `start_exchange`."""
+        """Move parameters that were given other memory back into the buffer; to be called before `start_exchange`."""
         self._move_in(self._moved_out())
 
     def start_exchange(self) -> None:

@@ -31,10 +31,10 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharding:
-    """How FSDP2 keeps and moves parameters."""
+    """How FSDP2 stores and sends parameters."""
 
     gather_dtype: torch.dtype | None = None
-    """Parameters are cast to it before they are gathered, and used so; None: as they are."""
+    """The dtype in which parameters are gathered and used; None for their own."""
     reduce_dtype: torch.dtype | None = None
     """Gradients are averaged in it; None: in the dtype they were computed in."""
     reshard_after_forward: bool = True

@@ -1,23 +1,23 @@
-"""Gradients of one module, averaged over ranks: which bucket is launched when, whatever the ranks' backward passes did.
+"""Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
 
 One rule makes it impossible that ranks wait for different things: *buckets are launched in one fixed order, each once,
 and then all ranks exchange what they have*. The order in which gradients become ready decides only how early a bucket
-may go. From the exchange every rank knows, for each parameter, two things:
+may be launched. From the exchange every rank knows two things for each parameter:
 
-- whether any rank has a gradient. Where none has, it stays None; where some have, it counts as zero on the others.
+- whether any rank has a gradient. If none has, it stays None; if some have, it counts as zero on the others.
 - whether any rank has a gradient that came after the launch, from a second backward pass or from a second use of a
-  parameter under reentrant checkpointing. Such a bucket goes a second time: the average of the first launch, which is
-  equal on all ranks and so its own average, plus what came late. By linearity that is the average of the sums.
+  parameter under reentrant checkpointing. Such a bucket is launched again: with the average of the first launch, which
+  is equal on all ranks and so its own average, plus what came late. By linearity this gives the average of the sums.
 
-A bucket that is under way has taken its gradients with it (`.grad` is None until the end), so a later backward pass
-makes new ones beside it and never writes to memory that is being reduced.
+A bucket that is under way holds its gradients (`.grad` is None until the end), so a later backward pass makes new ones
+beside it and never writes to memory that is being reduced.
 
-A parameter that had no gradient in the last step is not waited for in the next, so that one that is not used does not
-hold back every bucket behind it. Should it come after all, it comes late.
+A parameter without a gradient in the last step is not waited for in the next one, so that an unused parameter does not
+hold back every bucket behind it. If it gets a gradient after all, that comes late.
 
-Ranks that update their parameters with gradients nobody averaged part in silence. So whoever's gradients are there and
-not averaged refuses the step of any torch optimizer that has their parameters: torch asks before each. An update by
-other means is not noticed.
+Ranks that update their parameters by gradients that were not averaged diverge without an error. So a reducer with
+gradients that are not averaged refuses the step of any torch optimizer that has their parameters: torch calls it before
+each step. An update by other means is not noticed.
 """
 
 import sys
@@ -74,7 +74,7 @@ class GradientReducer:
     def __del__(self) -> None:
         if getattr(self, "_next", 0) and not sys.is_finalizing():  # without it, it was never built
             warnings.warn(
-                "a DataParallel was dropped with gradients under way: ranks may wait for each other for ever; call "
+                "a DataParallel was dropped with gradients under way: ranks may wait for each other forever; call "
                 "finish_gradient_synchronization() on all ranks before",
                 RuntimeWarning,
                 stacklevel=2,
@@ -82,7 +82,7 @@ class GradientReducer:
 
     @property
     def buckets(self) -> list[list[int]]:
-        """For each bucket, in the order of launch, the places of its parameters."""
+        """The positions of the parameters in each bucket, in the order of launch."""
         return [list(group) for group in self._members]
 
     @property
@@ -91,7 +91,7 @@ class GradientReducer:
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
     def ready(self, index: int) -> None:
-        """The gradient of a parameter has been accumulated by a backward pass; launch what can go."""
+        """Launch the buckets that are complete, now that a backward pass has accumulated a parameter's gradient."""
         with self._lock:
             if not self.active or index in self._ready:
                 return
@@ -127,7 +127,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Average every gradient there is, and give each parameter its own; a collective call."""
+        """Average every gradient, and give each parameter its average; a collective call."""
         while self._next < len(self._buckets):
             self._launch_next()
             if self._strategy.one_at_a_time:
@@ -144,7 +144,7 @@ class GradientReducer:
         self._begin()
 
     def _begin(self) -> None:
-        """Nothing of the coming step is there yet."""
+        """Prepare for the next step, of which nothing has happened yet."""
         self._next = 0
         self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
@@ -167,7 +167,7 @@ class GradientReducer:
                 bucket.launch(bucket.add(self._take(members)))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """The gradients, which their parameters have no longer."""
+        """The gradients, which are removed from their parameters."""
         gradients = [self._parameters[index].grad for index in indices]
         for index in indices:
             self._parameters[index].grad = None
@@ -175,7 +175,7 @@ class GradientReducer:
 
 
 def _hook(reducer: "ReferenceType[GradientReducer]", index: int) -> Callable[[Tensor], None]:
-    """Tells the reducer while there is one: a parameter may outlive it and get another."""
+    """A hook that calls the reducer while it exists: a parameter may outlive it and get another one."""
 
     def gradient_is_ready(_: Tensor) -> None:
         living = reducer()
@@ -186,7 +186,7 @@ def _hook(reducer: "ReferenceType[GradientReducer]", index: int) -> Callable[[Te
 
 
 def _step_hook(reducer: "ReferenceType[GradientReducer]") -> Callable[[Optimizer, Any, Any], None]:
-    """Has every step of an optimizer checked while there is a reducer."""
+    """Have the reducer check every step of an optimizer, while the reducer exists."""
 
     def step_begins(optimizer: Optimizer, _: Any, __: Any) -> None:
         living = reducer()

@@ -98,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def padding_bytes(self) -> int:
-        """What the buffers take beyond the parameters in them: with `auto`, at most about an eighth of those."""
+        """Memory of the buffers beyond the parameters in them: with `auto`, at most about an eighth of those."""
         return sum(flat.padding_bytes for flat in self._flats)
 
     @property
@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any optimizer, on every rank; what the ranks own already stays with them."""
+        """Add a group as for any optimizer, on every rank; parameters that the ranks own already stay with them."""
         if self._local is None:  # the base class is adding the groups it was built with
             super().add_param_group(param_group)
             return
@@ -179,7 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return open_peer_memory(asked, self._ranks, self._group, params)
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
-        """Ranks that assign different parameters would wait for each other, or write over each other's weights."""
+        """Raise if the ranks assign different parameters: they would wait for each other, or overwrite each other's
+        weights."""
         mine = [(tuple(param.shape), str(param.dtype), param.requires_grad) for param in params]
         for rank, theirs in enumerate(self._ranks.host_gather(mine)):
             if theirs != mine:
@@ -236,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat.wait()
 
     def _exchange(self) -> None:
-        """All exchanges are begun before the first is waited for."""
+        """Begin all exchanges before waiting for the first."""
         if self._ranks.size == 1:
             return
         exchanged = [flat for flat in self._flats if flat.in_use()]
@@ -251,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 flat.wait()
 
     def _take_from_local(self) -> None:
-        """Options that the local optimizer filled in or changed, and the state it has."""
+        """Copy the options that the local optimizer filled in or changed, and its state."""
         assert self._local is not None
         for mine, local in zip(self.param_groups, self._local.param_groups, strict=True):
             mine.update(options(local))
@@ -303,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _each_once(params: Iterable[Any]) -> list[Any]:
-    """Parameters, or groups of them, in which a tied weight stands once; anything odd is left for torch to refuse."""
+    """Parameters, or groups of them, with each tied weight once; torch refuses anything odd."""
     listed: list[Any] = [params] if isinstance(params, Tensor) else list(params)
     if listed and all(isinstance(item, dict) for item in listed):
         return [{**group, "params": _each_once(group["params"])} if "params" in group else group for group in listed]

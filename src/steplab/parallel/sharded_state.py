@@ -1,9 +1,9 @@
-"""Optimizer state on its way between ranks and files.
+"""Optimizer state between ranks and files.
 
 A *full* state dict has the form that torch gives an unsharded optimizer: `state` by the parameter's position over all
 groups, and `param_groups`. A *shard* is one rank's: the same form, with the state of what that rank owns alone, and
-under `shard` its rank, the number of ranks, and the positions it owns (a parameter without a gradient has no state yet,
-so the positions are not to be read off `state`).
+under `shard` its rank, the number of ranks, and the positions that it owns (a parameter without a gradient has no state
+yet, so the positions cannot be read from `state`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Stands in a description of state for a tensor that follows by itself."""
+    """Stands in a description of state for a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,7 +85,7 @@ def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
-    """By position, and what belongs to no parameter after that."""
+    """The state by position, followed by what belongs to no parameter."""
     return dict(sorted(state.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
 
 
@@ -97,7 +97,7 @@ def pack(groups: Sequence[dict[str, Any]], position: Callable[[Any], int]) -> li
 
 
 def options(group: dict[str, Any], names: bool = False) -> dict[str, Any]:
-    """What a parameter group says besides which parameters are in it."""
+    """The options of a parameter group, without its parameters."""
     hidden = ("params",) if names else ("params", "param_names")
     return {key: value for key, value in group.items() if key not in hidden}
 
