@@ -1,5 +1,7 @@
 """The operators of a step run dry: against closed forms, and against what torch dispatches for the real model."""
 
+import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +12,7 @@ import torch
 from hypothesis import assume, given
 from tests.shapes import GPT_2, VARIANTS
 from tests.unit.test_plan_memory import SERVED
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +24,7 @@ from steplab.ops.attention.api import attention_named
 from steplab.ops.cross_entropy.implementations import chunk_tokens
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
+from steplab.plan.memory import predict_memory
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -248,3 +252,53 @@ def test_the_matmuls_of_a_loss_in_chunks_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         backward(loss)
     assert sum(op.flops for op in predicted if op.product and op.phase == "backward") == counter.get_total_flops()
+
+
+# --- the whole step, against what a CPU allocates -----------------------------------------------------------------
+
+SCALARS = 64
+"""Bytes of what has one element and lives elsewhere on a CPU; every other tensor here is larger."""
+LIKE_CUDA: list[dict[str, object]] = [
+    variant | {"model.norm": "layernorm"} for variant in VARIANTS if variant.get("model.norm") != "layernorm"
+]
+"""RMSNorm is several operators on a CPU, and LayerNorm one, as on CUDA."""
+
+
+def most_allocated(spec: StepSpec) -> int:
+    """Bytes at the highest moment of a micro-step above those at its beginning, by torch's profiler."""
+    forward, backward = real_step(spec)
+    divide = spec.micro_steps > 1
+
+    def step() -> None:
+        loss = forward()
+        backward(loss / spec.micro_steps if divide else loss)
+
+    if divide:
+        step()  # whose gradients stay
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes = [
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()) if event.name() == "[memory]"
+    ]
+    return max(itertools.accumulate(sizes))
+
+
+@pytest.mark.parametrize(
+    ("variant", "checkpointing", "accumulation"),
+    [
+        *((variant, "none", 1) for variant in LIKE_CUDA),
+        *((GPT_2, *others) for others in (("none", 1), ("full", 1), ("selective", 1), ("none", 2))),
+        ({"model.norm": "layernorm", "model.head": "tied"}, "none", 2),
+        (GPT_2 | {"batch": 1, "context": 3}, "none", 1),  # most where the gradients of the tied weight are added
+        (GPT_2 | {"batch": 1, "context": 3, "model.num_kv_heads": 1}, "none", 2),
+    ],
+    ids=str,
+)
+def test_a_step_allocates_what_is_predicted(variant: dict[str, object], checkpointing: str, accumulation: int) -> None:
+    fields = {"checkpointing": checkpointing, "pass": "forward_backward", "accumulation": accumulation}
+    spec = resolve_step(TINY | variant | fields | {"model.vocab_size": 5000})
+    found = predict_memory(dataclasses.replace(spec, device="auto")).at_peak
+    before = {"parameters", "inputs", "workspaces", "rounding"} | ({"gradients"} if accumulation > 1 else set())
+    predicted = sum(size for category, size in found.items() if category not in before)
+    assert abs(most_allocated(spec) - predicted) <= SCALARS
