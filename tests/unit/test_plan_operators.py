@@ -277,7 +277,7 @@ def most_allocated(spec: StepSpec) -> int:
         step()  # whose gradients stay
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
-    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiled.profiler.kineto_results.events()
     sizes = [
         event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()) if event.name() == "[memory]"
     ]
