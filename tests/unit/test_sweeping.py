@@ -12,6 +12,7 @@ from tests.runs import make_run
 from steplab.errors import SteplabError, UserError
 from steplab.lab import sweeping
 from steplab.lab.keeping import NotStored, Place, keep, open_store
+from steplab.lab.reporting import records_to_report
 from steplab.lab.study_parts import Job, jobs_of
 from steplab.lab.sweeping import SweepProgress, sweep
 from steplab.records.failure import Failure
@@ -132,3 +133,14 @@ def test_progress_says_what_tells_measurements_apart() -> None:
 def test_options_that_are_not_valid_are_refused_before_anything_is_measured(part: Part) -> None:
     with pytest.raises(UserError, match=r"no option 'sizes'; choose of|huge"):
         jobs_of(dataclasses.replace(STUDY, parts=(part,)))
+
+
+def test_a_resumed_study_is_reported_in_the_order_of_its_measurements(machine: Machine) -> None:
+    machine.fails = {KEYS[0]: Failure(kind="timeout", message="too long")}
+    machine.run()
+    machine.fails = {}
+    machine.run(resume=True)
+    (*first_kinds, last) = records_to_report(study="mine", store=machine.store).records
+    assert [record.cell for record in first_kinds] == list(SPECS)
+    assert last.cell is None
+    assert machine.made == [*KEYS, KEYS[0]]

@@ -20,7 +20,7 @@ class ReportedRecords:
     """The records of a report, with its title."""
 
     records: tuple[Record, ...]
-    """The records, at least one; those of one kind are in the order they were measured."""
+    """The records, at least one; those of one kind are in the order they were measured, of a study in its order."""
     title: str
     """Name of the study, or a description of the selection."""
     description: str = ""
@@ -70,9 +70,10 @@ def _newest(opened: Store) -> Record:
 
 
 def _of_study(opened: Store, study_id: str) -> ReportedRecords:
+    places = opened.cells_in_order(study_id)
     row = next((row for row in opened.studies() if row["id"] == study_id), {})
     return ReportedRecords(
-        records=tuple(opened.iterate(study=study_id)),
+        records=tuple(sorted(opened.iterate(study=study_id), key=lambda record: places[record.id])),
         title=str(row.get("name") or "Study"),
         description=str(row.get("description") or ""),
     )

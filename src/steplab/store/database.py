@@ -163,6 +163,10 @@ class Store:
         """Store what a sweep will measure; returns the id that its records carry as `study`."""
         return study_table.begin_study(self._connection, study)
 
+    def cells_in_order(self, study_id: str) -> dict[str, int]:
+        """The place of each of a study's records, by its id, in the order in which the study lists its measurements."""
+        return study_table.cells_in_order(self._connection, study_id)
+
     def describe_study(self, study_id: str, description: str) -> None:
         """Give the study with this whole id another description."""
         study_table.describe_study(self._connection, study_id, description)

@@ -57,6 +57,15 @@ def finished_cells(connection: Connection, study_id: str) -> set[str]:
     return {str(row[0]) for row in found if row[0] is not None}
 
 
+def cells_in_order(connection: Connection, study_id: str) -> dict[str, int]:
+    """The place of each record in the study's list of measurements, by its id; of others after all of them."""
+    listed = connection.query("SELECT cells FROM study WHERE id = ?", study_id)
+    keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
+    places = {key: place for place, key in enumerate(keys)}
+    found = connection.query("SELECT id, cell FROM record WHERE study = ?", study_id)
+    return {str(record_id): places.get(cell, len(places)) for record_id, cell in found}
+
+
 def describe_study(connection: Connection, study_id: str, description: str) -> None:
     """Give the study another description."""
     with connection.transaction():
