@@ -127,7 +127,7 @@ ARROWS = {
     "ddp": {"kit", "environments", "run"},
     "ceilings": {"kit", "environments"},
     "sections": {
-        *("run", "profile", "memory", "precision", "attention", "comm", "ddp", "ceilings"),
+        *("run", "profile", "memory", "precision", "attention", "comm", "ddp", "plan", "ceilings"),
         "kit",
         "environments",
     },

@@ -23,6 +23,7 @@ def write_report(
         from steplab.lab.explaining import findings_of
         from steplab.lab.memory import predictions_of
         from steplab.lab.memory_references import memory_references
+        from steplab.lab.planning import plans_of
         from steplab.report.attempts import Attempts
         from steplab.report.memory.document import watched_in_full
         from steplab.report.page import render_page
@@ -34,6 +35,7 @@ def write_report(
             watched = attempts.draw("memory", runs, lambda some: [c.run for c in watched_in_full(cells_of(some))])
             predictions = attempts.draw("predictions", watched, lambda some: predictions_of(some, line.within))
             references = attempts.draw("comparisons", watched, lambda some: memory_references(some, out.store))
+            plans = attempts.draw("plans", runs, plans_of)
             findings = attempts.draw("findings", runs, lambda some: findings_of(some, out.store))
             line.within(Progress(stage="draw", done=0, total=0))
             page = render_page(
@@ -42,6 +44,7 @@ def write_report(
                 description=selection.description,
                 predictions=predictions,
                 references=references,
+                plans=plans,
                 findings=findings,
                 attempts=attempts,
             )
@@ -54,8 +57,7 @@ def _tables(selection: "ReportedRecords", format: str, *, named: bool, to_file: 
     """The records in a format other than a page.
 
     Records of a kind that shares one table become that table, every other record a document of its own. Raises
-    UserError for several tables in a format for programs, which holds one. Audits beside runs are left to the page
-    unless their ids were given.
+    UserError for several tables in a format for programs, which holds one: of audits beside runs it has the runs.
     """
     from functools import partial
 
@@ -67,7 +69,7 @@ def _tables(selection: "ReportedRecords", format: str, *, named: bool, to_file: 
     from steplab.report.sections import SECTIONS
 
     found = {name: selection.of(name) for name in KINDS}
-    if found["run"] and not named:
+    if found["run"] and not named and format in ("json", "csv"):
         found["numerics"] = ()
     tables = sum(bool(records) if SECTIONS[name].together else len(records) for name, records in found.items())
     if format in ("json", "csv") and tables > 1:

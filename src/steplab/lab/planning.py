@@ -1,14 +1,24 @@
 """Predict the memory and the time of a step for hardware that is not at hand; this needs neither torch nor a GPU."""
 
-from steplab.errors import UserError
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from steplab.errors import SteplabError, UserError
 from steplab.lab.measuring import asked_step
 from steplab.plan.memory import predict_memory
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time
+from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
+from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
+from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
+
+T = TypeVar("T")
 
 
 def plan_memory(
@@ -59,6 +69,50 @@ def plan_time(
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     return predict_step_time(asked_step("plan_time", spec, fields), chosen)
+
+
+def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
+    """The predicted memory and time of each of several steps; a step that cannot be predicted has the reasons."""
+    chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    found = []
+    for spec in specs:
+        why_not: list[str] = []
+        memory = _tried(partial(predict_memory, spec), "memory", why_not)
+        time = _tried(partial(predict_step_time, spec, chosen), "time", why_not)
+        found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))
+    return tuple(found)
+
+
+def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
+    """The predictions of the different training steps among these runs, by the run's id, for the GPU they ran on if it
+    is known.
+
+    How a step is measured makes no difference; at most _MOST_PLANNED are predicted, the first and the last among them.
+    """
+    steps = {
+        replace(run.spec, device="auto", warmup=5, steps=10, seed=0): run
+        for run in runs
+        if run.spec and run.spec.pass_name == "train" and run.spec.model.kind == "transformer"
+    }
+    if len(steps) > _MOST_PLANNED:
+        chosen = [round(place * (len(steps) - 1) / (_MOST_PLANNED - 1)) for place in range(_MOST_PLANNED)]
+        steps = {spec: run for place, (spec, run) in enumerate(steps.items()) if place in chosen}
+    ran_on = {run.device_name for run in steps.values()}
+    known = find_hardware(ran_on.pop() or "") if len(ran_on) == 1 else None
+    planned = plan_steps(list(steps), gpu=known.name if known else DEFAULT_GPU)
+    return {run.id: step for run, step in zip(steps.values(), planned, strict=True)}
+
+
+def _tried(predict: Callable[[], T], what: str, why_not: list[str]) -> T | None:
+    try:
+        return predict()
+    except SteplabError as error:
+        why_not.append(f"{what}: {error}")
+        return None
+
+
+_MOST_PLANNED = 12
+"""Steps that a report predicts."""
 
 
 def chosen_gpu(name: str, peaks: tuple[str, ...], bandwidth_bytes_per_s: float | None) -> Gpu:

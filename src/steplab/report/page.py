@@ -8,6 +8,7 @@ from steplab import units
 from steplab.records.environment import Environment
 from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
+from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
@@ -43,13 +44,15 @@ def render_page(
     description: str = "",
     predictions: Mapping[str, MemoryPrediction] | None = None,
     references: MemoryReferences | None = None,
+    plans: Mapping[str, PlannedStep] | None = None,
     findings: Mapping[str, Findings] | None = None,
     attempts: Attempts | None = None,
 ) -> str:
     """The page for records of any kinds, as HTML.
 
     `predictions` of the memory of runs, by the runs' ids, are shown beside the measurements; `references` are the runs
-    that their memory is compared with; `findings` on profiled runs, by the runs' ids, are the answer of those.
+    that their memory is compared with; `plans` are predictions of steps by the runs' ids; `findings` on profiled runs,
+    by the runs' ids, are the answer of those.
 
     A record from which a section cannot be drawn is left out of that section, and the page says so; `attempts` has the
     records left out before. The same records always give the same page.
@@ -57,7 +60,13 @@ def render_page(
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
     cells = tries.draw("the page", runs, cells_of)
-    context = Context(cells=cells, predictions=predictions or {}, references=references, findings=findings or {})
+    context = Context(
+        cells=cells,
+        predictions=predictions or {},
+        references=references,
+        plans=plans or {},
+        findings=findings or {},
+    )
     of_kind: dict[str, Sequence[Any]] = {
         kind: cells if kind == "run" else [record for record in records if kind_of(record).name == kind]
         for kind in KINDS

@@ -9,6 +9,7 @@ from typing import Any
 
 from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
+from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
@@ -26,6 +27,7 @@ from steplab.report.kit.document import Document, Section, Table, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.facts import memory_facts
 from steplab.report.memory.verdict import memory_verdict
+from steplab.report.plan.steps import planning_chapter
 from steplab.report.precision.document import precision_chapter, precision_document
 from steplab.report.precision.verdict import precision_verdict
 from steplab.report.precision.words import title
@@ -48,6 +50,8 @@ class Context:
     """The runs of the page."""
     predictions: Mapping[str, MemoryPrediction] = field(default_factory=dict)
     """Predictions of the runs' memory, by the runs' ids."""
+    plans: Mapping[str, PlannedStep] = field(default_factory=dict)
+    """Predictions of the memory and the time of runs, by the runs' ids."""
     references: MemoryReferences | None = None
     """Further runs that the runs' memory is compared with."""
     findings: Mapping[str, Findings] = field(default_factory=dict)
@@ -97,6 +101,12 @@ def _of_cells(
 
 def _summary(cells: Sequence[RunCell]) -> Section | None:
     return run.summary_chapter(cells, memory_facts(cells, varying(cells))) if len(cells) > 1 else None
+
+
+def _planning(cells: Sequence[RunCell], context: Context) -> Section | None:
+    """What the different steps of several runs were predicted to need, beside what they needed."""
+    planned = [cell for cell in cells if cell.id in context.plans] if len(cells) > 1 else []
+    return planning_chapter([context.plans[cell.id] for cell in planned], [run_row(cell.run) for cell in planned])
 
 
 def _run_document(record: Run, context: Context) -> Document:
@@ -181,6 +191,7 @@ SECTIONS: dict[str, Sections] = {
                 make=lambda cells, context: memory.memory_chapter(cells, context.predictions, context.references),
                 terms=memory.TERMS,
             ),
+            Chapter(name="planning", make=_planning),
             Chapter(name="utilization", make=_of_cells(run.utilization_chapter)),
             Chapter(name="ranks", make=_of_cells(run.ranks_chapter)),
             Chapter(name="the table of runs", make=_of_cells(run.runs_chapter), terms=run.TERMS),

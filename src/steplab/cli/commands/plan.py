@@ -101,6 +101,29 @@ def time(
 
 
 @plan.command
+def steps(
+    *,
+    gpu: Annotated[str, Parameter(help="GPU of the catalogue, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
+    step: StepOptions = StepOptions(),
+    out: OutputOptions = OutputOptions(),
+) -> None:
+    """Predict memory and time of several steps in one table; every option of the step takes a list.
+
+    For example: steplab plan steps --model small,xl --context 128,1024 --precision fp32,bf16
+    """
+    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.lab.planning import plan_steps
+    from steplab.report.kit.rendering import render
+    from steplab.report.plan.steps import planned_document
+    from steplab.specs.study import study_from_grids
+
+    chosen = chosen_format(out.format, out)
+    cells = study_from_grids("plan", "", [step.grid()]).cells
+    document = planned_document(plan_steps(cells, gpu=gpu))
+    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+
+
+@plan.command
 def fit(
     *,
     gpu: Annotated[str, Parameter(help="GPU whose records are fitted")] = "H200 SXM",

@@ -1,0 +1,86 @@
+"""Several planned steps in one table: predicted memory, the smallest GPU that it fits, and predicted time."""
+
+from collections.abc import Sequence
+
+from steplab.records.planned_step import PlannedStep
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.rows import Row
+from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, chapter, named_section
+from steplab.report.kit.quantities import BYTES, TIME
+from steplab.report.run.columns import TOKENS_PER_S
+from steplab.report.run.words import describe
+from steplab.specs.study import labels
+from steplab.units import counted
+
+_MOST_ROWS = 40
+_MEASURED = ("step_time_s", "peak_allocated_bytes", "device", "id")
+
+
+def planned_document(steps: Sequence[PlannedStep]) -> Document:
+    """One row per step, and why a prediction is missing."""
+    table = planned_table(steps)
+    title = describe(steps[0].spec) if len(steps) == 1 else counted(len(steps), "planned step")
+    return Document(title=title, sections=(named_section("", table, _missing(steps)),), data=table)
+
+
+def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section | None:
+    """The same as a chapter of a page, with the measured figures of the same steps beside the predicted ones."""
+    if not steps:
+        return None
+    blocks: list[Block | None] = [planned_table(steps, measured), _missing(steps)]
+    return chapter("Planning", "planning", *blocks)
+
+
+def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) -> Table:
+    """One row per step; `measured` are the rows of runs of the same steps."""
+    rows: list[Row] = []
+    for step, told, seen in zip(
+        steps, labels([step.spec for step in steps]), measured or ({},) * len(steps), strict=True
+    ):
+        memory, time = step.memory, step.time
+        whole = next((phase for phase in time.phases if phase.phase == "step"), None) if time else None
+        row: Row = {"step": told, "peak_bytes": memory.peak_bytes if memory else None}
+        row |= {"fits": _smallest(memory) if memory else None, "gpu": time.gpu if time else None}
+        if whole:
+            row |= {"time_s": whole.seconds, "low_s": whole.low_s, "high_s": whole.high_s, "bound": whole.bound}
+            row |= {"tokens_per_s": step.spec.tokens_of_all / whole.seconds}
+        row |= {"why_not": "; ".join(step.why_not) or None}
+        rows.append(row | {f"measured_{key}": seen.get(key) for key in _MEASURED})
+    return Table(
+        name="planned steps",
+        columns=(
+            Column(key="step", header="step", wraps_from=16),
+            Column(key="peak_bytes", header="peak", quantity=BYTES),
+            Column(key="measured_peak_allocated_bytes", header="measured peak", quantity=BYTES, rank=1),
+            Column(key="fits", header="smallest GPU that fits", wraps_from=10),
+            Column(key="time_s", header="time", quantity=TIME),
+            Column(key="low_s", header="low", quantity=TIME, rank=1),
+            Column(key="high_s", header="high", quantity=TIME, rank=1),
+            Column(key="bound", header="bound", rank=2),
+            Column(key="tokens_per_s", header="tokens/s", quantity=TOKENS_PER_S, rank=2),
+            Column(key="measured_step_time_s", header="measured time", quantity=TIME, rank=1),
+            Column(key="measured_device", header="measured on", shared="measured on {}", rank=3),
+            Column(key="gpu", header="time on", shared="time on {}", rank=2),
+            Column(key="measured_id", header="record", rank=3),
+        ),
+        rows=tuple(rows),
+        caption="Predicted by a dry run: the peak of memory on a CUDA device, and the time with its 90 % interval. "
+        "`steplab plan memory` and `steplab plan time` say of one step what they are made of.",
+        first=_MOST_ROWS,
+    )
+
+
+def _smallest(memory: MemoryPrediction) -> str:
+    """The GPU of the catalogue with the least memory on which the step fits."""
+    fitting = [card for card in memory.cards if card.verdict == "fits"]
+    return min(fitting, key=lambda card: card.usable_bytes).gpu if fitting else "none"
+
+
+def _missing(steps: Sequence[PlannedStep]) -> Sentences | None:
+    told = zip(labels([step.spec for step in steps]), steps, strict=True)
+    found: dict[str, list[str]] = {}
+    for name, step in told:
+        for why in step.why_not:
+            found.setdefault(why, []).append(name)
+    texts = tuple(f"{why} ({'; '.join(names)})" for why, names in found.items())
+    return Sentences(texts=texts, role="finding") if texts else None

@@ -1,0 +1,69 @@
+"""Several steps planned in one table: what each command says of one step, and what was measured of it."""
+
+from typing import Any
+
+import pytest
+from tests.runs import grid, make_run, recorder_run
+
+from steplab.errors import UserError
+from steplab.lab.planning import plan_memory, plan_steps, plan_time, plans_of
+from steplab.report.kit.rendering import FORMATS, render
+from steplab.report.page import render_page
+from steplab.report.plan.steps import planned_document, planned_table
+from steplab.specs.study import study_from_grids
+
+SMALL: dict[str, Any] = {"model": ["tiny"], "model.num_layers": [1, 2], "context": [32, 64], "precision": ["bf16"]}
+CELLS = study_from_grids("plan", "", [SMALL]).cells
+
+
+def test_each_row_is_what_is_predicted_of_that_step_alone() -> None:
+    table = planned_table(plan_steps(CELLS, gpu="A100 SXM 80GB"))
+    assert len(table.rows) == 4
+    for cell, row in zip(CELLS, table.rows, strict=True):
+        memory, time = plan_memory(cell), plan_time(cell, gpu="A100 SXM 80GB")
+        (whole,) = (phase for phase in time.phases if phase.phase == "step")
+        assert row["peak_bytes"] == memory.peak_bytes
+        assert (row["low_s"], row["time_s"], row["high_s"]) == (whole.low_s, whole.seconds, whole.high_s)
+        assert row["tokens_per_s"] == cell.tokens_of_all / whole.seconds
+        least = min((card for card in memory.cards if card.verdict == "fits"), key=lambda card: card.usable_bytes)
+        assert row["fits"] == least.gpu
+    assert len({row["step"] for row in table.rows}) == 4
+
+
+def test_what_cannot_be_predicted_has_its_reason() -> None:
+    (cell,) = study_from_grids("plan", "", [{"model": ["xxl"]}]).cells
+    (step,) = plan_steps([cell])
+    assert step.time is None
+    (why,) = step.why_not
+    assert why.startswith("time: ")
+    assert "not supported" in why
+    text = render(planned_document([step]), "table", width=400)
+    assert why in " ".join(text.split())
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match="Nonesuch"):
+        plan_steps(CELLS[:1], gpu="Nonesuch")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_table_has_every_format(format: str) -> None:
+    assert "64" in render(planned_document(plan_steps(CELLS)), format)
+
+
+def test_a_page_sets_the_plan_beside_the_measurement() -> None:
+    runs = grid({"model": ["tiny"], "context": [32, 64]})
+    plans = plans_of([*runs, make_run({"model": "tiny", "pass": "forward"}), recorder_run()])
+    assert list(plans) == [run.id for run in runs], "training steps of known models"
+    page = render_page(runs, title="planned", plans=plans)
+    assert ">Planning<" in page
+    assert "smallest GPU that fits" in page
+
+
+def test_a_step_measured_in_two_ways_is_planned_once_and_many_are_thinned_out() -> None:
+    twice = [make_run({"model": "tiny", "warmup": warmup}, id=str(warmup)) for warmup in (0, 5)]
+    assert len(plans_of(twice)) == 1
+    many = grid({"model": ["tiny"], "context": list(range(8, 8 + 20))})
+    plans = plans_of(many)
+    assert len(plans) == 12
+    assert {many[0].id, many[-1].id} <= set(plans)
