@@ -45,20 +45,19 @@ class Trial:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HELD_CYCLES)  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream().cuda_stream
-        if kind == "value":  # given before the kernels, as it needs no event of theirs
-            for stream in streams:
-                self.driver.waits([self.counter.data_ptr()]).start(stream.cuda_stream, self.number)
-                self._copy(stream)
         begin.record()
         for _ in range(KERNELS):
             self.numbers.add_(1)
         end.record()
+        # The GPU is held, so all of this is queued before the first kernel runs, and what ends a wait before the wait.
+        self.driver.record(self.ready.cuda_event, current)
         self.driver.writes([self.counter.data_ptr()]).start(current, self.number)
-        if kind == "event":
-            self.driver.record(self.ready.cuda_event, current)
-            for stream in streams:
+        for stream in streams:
+            if kind == "event":
                 self.driver.wait_event(stream.cuda_stream, self.ready.cuda_event)
-                self._copy(stream)
+            else:
+                self.driver.waits([self.counter.data_ptr()]).start(stream.cuda_stream, self.number)
+            self._copy(stream)
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3 / KERNELS
 

@@ -75,7 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local: torch.optim.Optimizer | None = None
         self._ranks = collectives_of(group)
         self._bucket_bytes, self._group = bucket_size_mb * 1e6, group
-        self._exchange_by: Exchange | PeerMemory = exchange
+        self._exchange_by: Exchange = exchange if isinstance(exchange, str) else "peer_copy"
+        self._copies_through = exchange
         self._copies: ParameterCopies | None = None
         self._given_owners = owners or {}
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
@@ -140,8 +141,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param in params:
             # What is frozen now may be trained later: balanced by itself, it is so before and after.
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
-        memory = self._memory_for(params)
-        way: Exchange = "peer_copy" if memory else self._exchange_by  # type: ignore[assignment]
+        by_copies = self._exchange_by == "peer_copy"
+        copied = by_copies and bool(params) and not self._flats and self._ranks.size > 1
+        way: Exchange = "auto" if by_copies and not copied else self._exchange_by
         added: list[FlatParameters] = []
         for (_, _, trained), alike in kinds.items():
             loads = self._loads if trained else self._frozen_loads
@@ -152,10 +154,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 added.append(flat)
                 for param, owner in zip(members, owners, strict=True):
                     self._owner[param], self._flat_of[param] = owner, flat
-        if memory:
+        if copied:
+            with torch.cuda.device(params[0].get_device()):  # of a CPU it is negative, which is no device
+                memory = open_peer_memory(self._copies_through, self._ranks, self._group, params)
             self._copies = ParameterCopies(memory, [flat.num_bytes for flat in added])
         for place, flat in enumerate(added):
-            flat.move_in(self._copies if memory else None, place)
+            flat.move_in(self._copies if copied else None, place)
         self._flats += added
 
     def _owners_of(self, params: Sequence[nn.Parameter], loads: list[int]) -> list[int]:
@@ -166,17 +170,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         others = [param for param in params if param not in found]
         found.update(zip(others, owners_of([param.numel() for param in others], loads), strict=True))
         return [found[param] for param in params]
-
-    def _memory_for(self, params: Sequence[nn.Parameter]) -> PeerMemory | None:
-        """What these parameters are to lie in, if they travel by peer copies; from then on others do not."""
-        asked = self._exchange_by
-        if asked != "peer_copy" and isinstance(asked, str):
-            return None
-        self._exchange_by = "auto"
-        if self._ranks.size == 1 or not params:
-            return None
-        with torch.cuda.device(params[0].get_device()):  # of a CPU it is negative, which is no device
-            return open_peer_memory(asked, self._ranks, self._group, params)
 
     def _check_ranks_agree(self, params: list[nn.Parameter]) -> None:
         """Raise if the ranks assign different parameters: they would wait for each other, or overwrite each other's
