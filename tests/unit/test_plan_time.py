@@ -14,6 +14,7 @@ from tests.test_architecture import BLOCKED, in_a_fresh_process
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
+from steplab.lab.planning import plan_steps
 from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import fused_kernels
@@ -25,6 +26,7 @@ from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.report.kit.rendering import render
+from steplab.report.plan.forecast import forecast_lines, forecast_summary
 from steplab.report.plan.time import time_document
 from steplab.specs.hardware import catalogue
 from steplab.specs.resolve import resolve_step
@@ -276,3 +278,15 @@ def test_an_unknown_field_and_a_wrong_peak_are_refused(capsys: pytest.CaptureFix
     ):
         assert main(["plan", "time", "--model", "tiny", *arguments]) == 2
         assert named in capsys.readouterr().err
+
+
+def test_a_list_of_cells_says_what_is_expected_of_each() -> None:
+    wanted = [("small", 512), ("2.7b", 8192), ("toy", 128)]
+    steps = plan_steps([resolve_step({"model": model, "context": context}) for model, context in wanted])
+    small, large, toy = forecast_lines(steps, "H200 SXM")
+    assert "about " in small
+    assert small.endswith("fits")
+    assert large.endswith("does not fit on H200 SXM")
+    assert "not predicted: " in toy
+    told = forecast_summary(steps, "H200 SXM")
+    assert told == "3 cells, none measured; 1 will not fit H200 SXM; the time of 1 is not predicted"

@@ -54,7 +54,7 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
     try:
         gpu = _gpu_of(run)
         predicted = predict_step_time(spec, gpu)
-    except (Unsupported, UserError) as error:
+    except UserError as error:
         return dataclasses.replace(blank, unsupported=_reason(error))
     kinds: dict[str, float] = defaultdict(float)
     for part in predicted.parts:
@@ -72,8 +72,8 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
     )
 
 
-def _reason(error: Exception) -> str:
-    return str(error).split(" is not supported: ")[-1].rstrip("; ")
+def _reason(error: UserError) -> str:
+    return error.why if isinstance(error, Unsupported) else str(error)
 
 
 def _gpu_of(run: Run) -> Gpu:

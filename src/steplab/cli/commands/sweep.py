@@ -31,7 +31,15 @@ def sweep(
             "(precision)"
         ),
     ] = None,
-    dry_run: Annotated[bool, Parameter(help="List the cells without measuring them", negative="")] = False,
+    dry_run: Annotated[
+        bool,
+        Parameter(
+            help="List the cells without measuring them, with the time and the peak that are predicted", negative=""
+        ),
+    ] = False,
+    gpu: Annotated[
+        str, Parameter(help="GPU of the catalogue for which --dry-run predicts, such as A100 SXM 80GB")
+    ] = "H200 SXM",
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
@@ -39,8 +47,9 @@ def sweep(
     from steplab.cli.sweeps import run_study
     from steplab.cli.writing import write_report
     from steplab.errors import UserError
+    from steplab.lab.planning import plan_steps
     from steplab.lab.reporting import records_to_report
-    from steplab.report.run.words import describe
+    from steplab.report.plan.forecast import forecast_lines, forecast_summary
     from steplab.specs.study import Part, StudySpec, study_from_grids
     from steplab.units import counted, parse_duration
 
@@ -56,8 +65,9 @@ def sweep(
     timeout_s = parse_duration(timeout)
     steps = [*asked.cells, *(part.step for part in asked.parts if part.step)]
     if dry_run:
-        emit("\n".join(describe(cell) for cell in steps), dataclasses.replace(out, output=None))
-        say(f"{counted(len(steps), 'cell')}, none measured")
+        planned = plan_steps(steps, gpu=gpu)
+        emit("\n".join(forecast_lines(planned, gpu)), dataclasses.replace(out, output=None))
+        say(forecast_summary(planned, gpu))
         return 0
     chosen = chosen_format(out.format, out)
     result = run_study(asked, store=out.store, resume=resume, timeout_s=timeout_s)
