@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
 from steplab.model.stages import blocks_of_stage as blocks_of_real_stage
 from steplab.model.transformer import Transformer
@@ -279,3 +279,8 @@ def test_the_first_ranks_of_a_pipeline_hold_more_microbatches() -> None:
 def test_a_variant_of_another_layout_is_refused() -> None:
     with pytest.raises(UserError, match="use --layout dp=2"):
         plan_memory("small", layout="fsdp=2", variant="sharded")
+
+
+def test_context_parallelism_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="context parallelism"):
+        plan_memory("small", layout="cp=2")

@@ -33,18 +33,19 @@ def least_device_bytes(peak_bytes: int) -> int:
     return peak_bytes + OUTSIDE_BYTES
 
 
-def safe_device_bytes(reserved_bytes: int) -> int:
+def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES) -> int:
     """With how much a step is sure to run: the allocator gives its cache back before it fails, so this is cautious."""
-    return round(reserved_bytes * (1 + RESERVED_MARGIN)) + OUTSIDE_BYTES
+    return round(reserved_bytes * (1 + RESERVED_MARGIN)) + outside
 
 
 def fits_of(kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
     """A verdict on each card of the catalogue, the largest first; safe_bytes None: not known."""
     cards = sorted(catalogue(), key=lambda card: (-card.memory_bytes, card.name))
-    return tuple(_fit(card, kind, least_bytes, safe_bytes) for card in cards)
+    return tuple(fit_of(card, kind, least_bytes, safe_bytes) for card in cards)
 
 
-def _fit(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> CardFit:
+def fit_of(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> CardFit:
+    """The verdict on one card."""
     known = card.usable_bytes is not None
     usable = card.usable_bytes if card.usable_bytes is not None else int(card.memory_bytes * LEAST_USABLE)
     most = card.usable_bytes if card.usable_bytes is not None else card.memory_bytes

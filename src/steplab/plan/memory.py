@@ -55,8 +55,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
     refuse_unserved_attention(spec)
     if shape.num_heads == 0:
         return _without_activations(spec)
-    on_hopper = device is None or _HOPPER.search(device) is not None
-    workspace = HOPPER_WORKSPACE if on_hopper else WORKSPACE
+    workspace = workspace_of(device)
     if spec.layout.world_size > 1:
         return predict_layout_memory(spec, workspace.value, variant, _notes(spec, workspace.value, device))
     ledger = memory_of(spec, workspace=workspace)
@@ -81,6 +80,11 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
     )
 
 
+def workspace_of(device: str | None) -> Count:
+    """Bytes of a cuBLAS handle on a GPU by torch's name for it; None: a Hopper."""
+    return HOPPER_WORKSPACE if device is None or _HOPPER.search(device) else WORKSPACE
+
+
 def _kind(spec: StepSpec, *, foreign: bool) -> PredictionKind:
     """foreign: the operators are another library's, which keeps more."""
     if foreign or spec.compile in _CUDA_GRAPHS:
@@ -95,6 +99,12 @@ def _rows_estimate(spec: StepSpec) -> str | None:
     if not row.in_chunks or row.in_kernel:
         return None
     return "of its temporaries, those as large as a chunk's logits are followed, and smaller ones are not"
+
+
+def refuse_unknown_memory(spec: StepSpec) -> None:
+    """Raise Unsupported for a step whose memory `predict_memory` does not know."""
+    what = f"predicting the memory of {spec.model.label}"
+    _refuse_what_is_not_known(spec, shape_of(spec.model, what), what)
 
 
 def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str) -> None:

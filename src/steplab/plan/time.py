@@ -33,7 +33,7 @@ def predict_step_time(spec: StepSpec, gpu: Gpu) -> StepTimePrediction:
     """
     refuse_unknown_step(spec, gpu)
     parts = throttled(parts_of(spec, gpu), gpu)
-    spread = _spread(spec, gpu)
+    spread = step_spread(spec, gpu)
     phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
     phases = [phase for phase in phases if phase.device_s > 0]
     step = PhaseTimes(
@@ -203,7 +203,8 @@ def _bound(parts: list[TimePart]) -> Bound:
     return "compute" if compute > sum(part.seconds for part in parts) / 2 else "memory"
 
 
-def _spread(spec: StepSpec, gpu: Gpu) -> float:
+def step_spread(spec: StepSpec, gpu: Gpu) -> float:
+    """Half of the 90 % interval of a step's time, as a share of it."""
     known = gpu.rates.step.spread
     if not has_own_rates(spec.precision, gpu):
         return known["elsewhere"]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.specs.device import check_device
 
 MOST_PROCESSES = 1 << 20
@@ -49,10 +49,16 @@ AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Layout)
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout written as `dp=2,fsdp=2`; axes left out are 1. Raises UserError for any other text."""
+    """The layout written as `dp=2,fsdp=2`; axes left out are 1. Raises UserError for another text, and Unsupported for
+    context parallelism."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
+        if name == "cp":
+            why = "attention over a context that is split over ranks is not built here"
+            raise Unsupported(
+                f"context parallelism (layout {text})", why, "use tp, which splits tokens between products"
+            )
         if name not in AXES or name in sizes or not (size.isascii() and size.isdecimal()):
             raise UserError(f"layout '{text}' is not known; write each of {', '.join(AXES)} once, as in dp=2,fsdp=2")
         sizes[name] = int(size)

@@ -100,6 +100,88 @@ def time(
         emit(render(time_document(spec, prediction), chosen, color=stdout_color() and out.output is None), out, chosen)
 
 
+_OF_LAYOUTS = (
+    *("layout", "batch", "accumulation", "microbatches", "data_parallel", "bucket_size_mb"),
+    *("reshard_after_forward", "pipeline_schedule", "device", "pass", "warmup", "steps", "seed"),
+)
+"""Fields of a step that follow from a layout, or have no effect on it."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+@step_options(without=_OF_LAYOUTS)
+class JobOptions(GivenFields):
+    """The step that is spread over GPUs."""
+
+
+@plan.command
+def layout(
+    *,
+    gpus: Annotated[int, Parameter(help="Number of GPUs")],
+    global_batch: Annotated[int, Parameter(help="Sequences in a step of all GPUs together")],
+    gpu: Annotated[str, Parameter(help="GPU of the hardware catalogue")] = "H200 SXM",
+    gpus_per_node: Annotated[
+        int | None, Parameter(help="GPUs of a node [default: that of the vendor's cluster, else 8]")
+    ] = None,
+    link: Annotated[
+        tuple[str, ...],
+        Parameter(
+            help="Bus bandwidth that replaces a stated one, in GB/s of one GPU: node=330 or network=45 [may be "
+            "repeated]",
+            negative="",
+            show_default=False,
+        ),
+    ] = (),
+    profile: Annotated[
+        str | None, Parameter(help="Record of `steplab comm` whose communication profile replaces the node's link")
+    ] = None,
+    step: JobOptions = JobOptions(),
+    format: Annotated[
+        Literal["table", "json", "csv", "md", "latex", "html"] | None,
+        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
+    ] = None,
+    out: FileOptions = FileOptions(),
+) -> None:
+    """Rank all layouts of a training step on a number of GPUs by predicted time.
+
+    Every factorisation into dp, fsdp, tp and pp is planned: memory of the
+    ranks that need most, messages by axis, and the time of a step with its
+    90 % interval. Layouts that do not fit are listed with the reason. The
+    options that are shown are taken by `steplab run` as they are. A page
+    (--output plan.html) shows memory and time of the fastest as a picture.
+
+    For example: steplab plan layout --model 8b --context 4096 --precision bf16 --attention sdpa_cudnn --compile
+    default --checkpointing full --gpus 64 --gpu "H100 SXM" --global-batch 512
+    """
+    import msgspec
+
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.lab.layout_planning import plan_layout
+    from steplab.report.kit.html import to_html
+    from steplab.report.kit.rendering import render
+    from steplab.report.plan.layouts import layouts_document
+    from steplab.specs.resolve import resolve_step
+
+    spec = resolve_step(step.fields())
+    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    found = plan_layout(
+        spec,
+        gpus=gpus,
+        global_batch=global_batch,
+        gpu=gpu,
+        gpus_per_node=gpus_per_node,
+        links=link,
+        profile=profile,
+        store=out.store,
+    )
+    if chosen == "json":
+        emit(msgspec.json.format(msgspec.json.encode(found)).decode(), out, chosen)
+    elif chosen == "html":
+        emit(to_html(layouts_document(found)), out, chosen)
+    else:
+        emit(render(layouts_document(found), chosen, color=stdout_color() and out.output is None), out, chosen)
+
+
 @plan.command
 def steps(
     *,

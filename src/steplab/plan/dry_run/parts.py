@@ -17,7 +17,8 @@ from steplab.plan.dry_run.events import Allocated, Event, Freed, Operator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.step import run_dry
 from steplab.plan.dry_run.tensors import Piece
-from steplab.specs.step import StepSpec
+from steplab.specs.model import ModelSpec, TransformerShape
+from steplab.specs.step import Precision, StepSpec
 
 PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
@@ -111,30 +112,42 @@ def parts_of(spec: StepSpec, *, tp: int, gathering: Gathering | None, batch: int
     layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is eager.
     """
     assert spec.model.shape is not None
-    two_blocks = dataclasses.replace(spec.model, shape=dataclasses.replace(spec.model.shape, num_layers=2))
-    lone = StepSpec(
-        model=two_blocks,
+    gradients = spec.pass_name != "forward"
+    compiled = spec.compile != "off"
+    facts = (spec.model.shape, batch, spec.context, gradients, spec.precision, spec.attention, recomputed)
+    return _parts_of(*facts, compiled, tp, gathering)
+
+
+@functools.lru_cache(maxsize=2048)
+def _parts_of(
+    shape: TransformerShape,
+    batch: int,
+    context: int,
+    gradients: bool,
+    precision: Precision,
+    attention: str,
+    recomputed: str,
+    compiled: bool,
+    tp: int,
+    gathering: Gathering | None,
+) -> Parts:
+    spec = StepSpec(
+        model=ModelSpec(name="two blocks", kind="transformer", shape=dataclasses.replace(shape, num_layers=2)),
         batch=batch,
-        context=spec.context,
-        pass_name="forward" if spec.pass_name == "forward" else "forward_backward",
-        precision=spec.precision,
-        compile="off" if spec.compile == "off" else "default",
-        attention=spec.attention,
+        context=context,
+        pass_name="forward_backward" if gradients else "forward",
+        precision=precision,
+        compile="default" if compiled else "off",
+        attention=attention,
         checkpointing=recomputed,
     )
-    return _parts_of(lone, tp, gathering)
-
-
-@functools.lru_cache(maxsize=512)
-def _parts_of(spec: StepSpec, tp: int, gathering: Gathering | None) -> Parts:
-    if spec.compile != "off":
-        compiled = _reading(spec, tp, gathering)
-        eager = _parts_of(dataclasses.replace(spec, compile="off"), tp, gathering)
-        of_blocks = [moment for moment in compiled.moments() if moment.part == "block"]
-        others = [moment for moment in eager.moments if moment.part != "block"]
-        kept = compiled.kept(_FIRST)
-        return dataclasses.replace(eager, moments=(*of_blocks, *others), kept_by_block=kept, held_by_block=kept)
     found = _reading(spec, tp, gathering)
+    if compiled:  # the memory of a compiled block is an estimate without operators; head and loss are eager
+        eager = _parts_of(shape, batch, context, gradients, precision, attention, recomputed, False, tp, gathering)
+        of_blocks = [moment for moment in found.moments() if moment.part == "block"]
+        others = [moment for moment in eager.moments if moment.part != "block"]
+        kept = found.kept(_FIRST)
+        return dataclasses.replace(eager, moments=(*of_blocks, *others), kept_by_block=kept, held_by_block=kept)
     return Parts(
         moments=tuple(found.moments()),
         kept_by_block=found.kept(_FIRST),

@@ -13,6 +13,7 @@ backward its weights, the message of the unit that comes next, and the gradients
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
@@ -40,12 +41,52 @@ Holdings = list[tuple[Bundle, int]]
 """Tensors that are there together, and how many times."""
 
 
+class RankPeak(NamedTuple):
+    """The highest moment of a rank."""
+
+    num_bytes: int
+    phase: str
+    where: str
+    reserved_bytes: int
+    phase_peaks: dict[str, int]
+    holdings: Holdings
+
+
 def memory_by_rank(
     spec: StepSpec, workspace_bytes: int, variant: Variant | None = None, gathering: Gathering = GATHERING
 ) -> tuple[RankMemory, ...]:
     """The highest moment of each group of ranks, in the order of the pipeline."""
     sharing = sharing_of(spec, variant, gathering)
     return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in rank_groups(spec))
+
+
+def peaks_by_rank(spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int) -> list[RankPeak]:
+    """The highest moments of these groups alone, without what they are made of."""
+    sharing = sharing_of(spec)
+    return [_Rank(spec, group, sharing, workspace_bytes).peak() for group in groups]
+
+
+def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
+    """The parts of a microbatch of one rank, with blocks that are checkpointed as this one is."""
+    checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
+    if checkpointing != "selective":
+        checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
+    batch = spec.batch // (spec.num_microbatches if spec.layout.pp > 1 else 1)
+    return parts_of(spec, tp=spec.layout.tp, gathering=sharing.gathering, batch=batch, recomputed=checkpointing)
+
+
+def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple[Parts, int]]:
+    """The parts of these blocks, and how many have each."""
+    if not _differ(spec):
+        return [(parts_of_rank(spec, sharing, 0), len(blocks))]
+    found = [parts_of_rank(spec, sharing, block) for block in blocks]
+    numbers = Counter(map(id, found))
+    return [(parts, numbers[key]) for key, parts in {id(parts): parts for parts in found}.items()]
+
+
+def _differ(spec: StepSpec) -> bool:
+    """Whether checkpointing treats some blocks otherwise than others."""
+    return spec.checkpoints_apply and spec.checkpointing.startswith("every_")
 
 
 class _Rank:
@@ -64,10 +105,13 @@ class _Rank:
         self._head = weights_of(shape, "head", tp) if group.stages[-1].last else ()
         self._block = weights_of(shape, "block", tp)
         self._num_blocks = len(group.blocks)
+        self._num_local: int | None = None
+        self._alike = None if _differ(spec) else parts_of_rank(spec, sharing, 0)
+        """The parts where all blocks are treated alike."""
         self._always = [*self._state(), (self._others(workspace_bytes), 1)]
 
-    def memory(self) -> RankMemory:
-        """The highest moment, and what it is made of."""
+    def peak(self) -> RankPeak:
+        """The highest moment."""
         phases: dict[str, int] = {}
         highest: tuple[int, str, str, Holdings] | None = None
         most_of_main_stream = 0
@@ -79,19 +123,24 @@ class _Rank:
             if highest is None or size > highest[0]:
                 highest = size, phase, where, holdings
         assert highest is not None
-        peak_bytes, phase, where, holdings = highest
+        reserved_bytes = round(most_of_main_stream * (1 + CACHED_SHARE)) + self._aside_bytes()
+        return RankPeak(*highest[:3], reserved_bytes, phases, highest[3])
+
+    def memory(self) -> RankMemory:
+        """The highest moment, and what it is made of."""
+        peak = self.peak()
         return RankMemory(
             ranks=self._group.label,
             first_rank=self._group.first_rank,
             num_ranks=self._group.num_ranks,
             has=self._group.has,
             in_flight=max(stage.in_flight for stage in self._group.stages),
-            peak_bytes=peak_bytes,
-            peak_phase=phase,
-            peak_where=where,
-            phase_peaks=phases,
-            reserved_bytes=round(most_of_main_stream * (1 + CACHED_SHARE)) + self._aside_bytes(),
-            terms=_terms(holdings),
+            peak_bytes=peak.num_bytes,
+            peak_phase=peak.phase,
+            peak_where=peak.where,
+            phase_peaks=peak.phase_peaks,
+            reserved_bytes=peak.reserved_bytes,
+            terms=_terms(peak.holdings),
             parameters_bytes=self._parameter_bytes(),
             gradients_bytes=self._gradient_bytes() if self._gradients else 0,
             optimizer_bytes=self._optimizer_bytes(),
@@ -158,21 +207,18 @@ class _Rank:
         yield phase, moment.where, held
 
     def _parts(self, block: int) -> Parts:
-        checkpointing = self._spec.checkpointing if self._spec.checkpoints_apply else "none"
-        if checkpointing != "selective":
-            checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
-        gathering = self._sharing.gathering
-        return parts_of(
-            self._spec, tp=self._spec.layout.tp, gathering=gathering, batch=self._batch, recomputed=checkpointing
-        )
+        return parts_of_rank(self._spec, self._sharing, block) if self._alike is None else self._alike
+
+    def _counted(self, blocks: range) -> list[tuple[Parts, int]]:
+        """The parts of these blocks, and how many have each."""
+        if self._alike is not None:
+            return [(self._alike, len(blocks))]
+        return counted_parts(self._spec, self._sharing, blocks)
 
     def _kept_by(self, blocks: range, *, embedding: bool, head: bool = False, forward: bool = False) -> Holdings:
         """What these parts keep of one microbatch for the backward pass; forward: what is there of them before it."""
-        kinds = {id(self._parts(block)): self._parts(block) for block in blocks}
-        alike = Counter(id(self._parts(block)) for block in blocks)
         held: Holdings = [
-            (kinds[kind].held_by_block if forward else kinds[kind].kept_by_block, count)
-            for kind, count in alike.items()
+            (parts.held_by_block if forward else parts.kept_by_block, count) for parts, count in self._counted(blocks)
         ]
         if not self._gradients:
             return held if forward else []
@@ -186,13 +232,16 @@ class _Rank:
     def _weights(self) -> tuple[Weight, ...]:
         return (*self._embedding, *self._block * self._num_blocks, *self._head)
 
+    def _num_weights(self) -> int:
+        return len(self._embedding) + len(self._block) * self._num_blocks + len(self._head)
+
     def _local(self, weight: Weight) -> int:
         return weight.shard(self._sharing.fsdp)
 
     def _parameter_bytes(self) -> int:
         if self._sharing.owned:
             return self._sharing.owned.parameters_bytes
-        return self._sharing.weight_bytes * sum(map(self._local, self._weights()))
+        return self._local_bytes()
 
     def _gradient_bytes(self) -> int:
         """When the step's backward passes are over: all of them whole, or their shards."""
@@ -202,12 +251,15 @@ class _Rank:
         return buckets.buffered_bytes if buckets and self._sharing.owned else self._local_bytes()
 
     def _local_bytes(self) -> int:
-        return self._sharing.weight_bytes * sum(map(self._local, self._weights()))
+        if self._num_local is None:
+            parts = ((self._embedding, 1), (self._block, self._num_blocks), (self._head, 1))
+            self._num_local = sum(number * sum(map(self._local, weights)) for weights, number in parts)
+        return self._sharing.weight_bytes * self._num_local
 
     def _optimizer_bytes(self) -> int:
         if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
             return 0
-        moments, number = 2 * self._local_bytes(), len(self._weights())
+        moments, number = 2 * self._local_bytes(), self._num_weights()
         if self._sharing.owned:
             moments, number = 2 * self._sharing.owned.weights_bytes, self._sharing.owned.num_weights
         return moments + (_FP32_BYTES * number if self._spec.optimizer == "adamw_fused" else 0)
@@ -275,7 +327,7 @@ class _Rank:
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
-        whole = elements(self._weights())
+        whole = elements(self._embedding) + elements(self._block) * self._num_blocks + elements(self._head)
         later = self._elements_after(stage, part, block) if phase == "backward" else 0
         if sharing.gathers:
             reduced = _FP32_BYTES if sharing.gathered_bytes != sharing.weight_bytes else sharing.weight_bytes

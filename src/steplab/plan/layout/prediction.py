@@ -22,7 +22,7 @@ def predict_layout_memory(
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     shared = _shared_bytes(spec, variant)
     least = worst.peak_bytes + outside + shared
-    safe = safe_device_bytes(worst.reserved_bytes) - safe_device_bytes(0) + outside + shared
+    safe = safe_device_bytes(worst.reserved_bytes, outside + shared)
     return MemoryPrediction(
         peak_bytes=worst.peak_bytes,
         at_peak=by_category(worst.terms),

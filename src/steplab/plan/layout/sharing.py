@@ -21,6 +21,8 @@ class Sharing:
     """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
     fsdp: int
     """Ranks over which FSDP2 shards."""
+    replicas: int
+    """Groups of such ranks, which average the gradients of their shards."""
     reshard: bool
     """Whether weights that FSDP2 gathered are freed after the forward pass."""
     weight_bytes: int
@@ -59,6 +61,7 @@ def sharing_of(spec: StepSpec, variant: Variant | None = None, gathering: Gather
     return Sharing(
         kind=kind,
         fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
+        replicas=layout.dp if kind == "fsdp2" and variant is None else 1,
         reshard=reshard,
         weight_bytes=weight_bytes,
         gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else weight_bytes,

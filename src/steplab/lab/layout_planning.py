@@ -1,0 +1,93 @@
+"""Rank the layouts of a job on GPUs that are not at hand; this needs neither torch nor a GPU."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.lab.keeping import open_store
+from steplab.lab.measuring import asked_step
+from steplab.plan.layout.links import Fit, Machine, machine_of, with_profile
+from steplab.plan.layout.search import Job, plan_of_layouts
+from steplab.plan.memory import refuse_unknown_memory, workspace_of
+from steplab.plan.rates import gpu_named
+from steplab.plan.time import refuse_unknown_step
+from steplab.records.layout_plan import LayoutPlan
+from steplab.specs.hardware import HardwareSpec, hardware_named
+from steplab.specs.layout import Layout
+from steplab.specs.step import StepSpec
+
+_WITH_PROFILE = "steplab.comm/"
+
+
+def plan_layout(
+    spec: StepSpec | str | None = None,
+    *,
+    gpus: int,
+    global_batch: int,
+    gpu: str = "H200 SXM",
+    gpus_per_node: int | None = None,
+    links: Sequence[str] = (),
+    profile: str | None = None,
+    store: Path | str | None = None,
+    **fields: object,
+) -> LayoutPlan:
+    """Every factorisation of `gpus` into dp, fsdp, tp and pp: which fit, and how long a step takes on each.
+
+    `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
+    `network=45`, in GB/s of one GPU; `profile` is a record of `steplab comm`, whose lines replace stated links.
+
+        plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
+
+    Raises UserError for an invalid request, Unsupported for a step whose time or memory cannot be predicted.
+    """
+    if gpus_per_node is not None and gpus_per_node < 1:
+        raise UserError(f"gpus per node must be at least 1, not {gpus_per_node}")
+    asked, hardware, chosen = asked_step("plan_layout", spec, fields), hardware_named(gpu), gpu_named(gpu)
+    if asked.layout.world_size > 1:
+        raise UserError(f"the layouts are what is searched for; leave --layout {asked.layout} out")
+    refuse_unknown_memory(dataclasses.replace(asked, layout=Layout(dp=max(gpus, 2))))
+    refuse_unknown_step(asked, chosen)
+    machine = _machine(hardware, gpus_per_node, links, profile, store)
+    return plan_of_layouts(
+        Job(
+            spec=asked,
+            gpus=gpus,
+            global_batch=global_batch,
+            hardware=hardware,
+            gpu=chosen,
+            machine=machine,
+            workspace_bytes=workspace_of(hardware.device_names[0]).value,
+        )
+    )
+
+
+def _machine(
+    hardware: HardwareSpec,
+    gpus_per_node: int | None,
+    links: Sequence[str],
+    profile: str | None,
+    store: Path | str | None,
+) -> Machine:
+    machine = machine_of(hardware, gpus_per_node, _bandwidths(links))
+    if profile is None:
+        return machine
+    with open_store(store, write=False) as opened:
+        record = opened.get(profile)
+    fits: Sequence[Fit] = getattr(record, "profile", ()) if record.schema.startswith(_WITH_PROFILE) else ()
+    if not fits:
+        raise UserError(f"record {profile} has no communication profile; measure one with `steplab comm`")
+    return with_profile(machine, fits, f"the communication profile of record {record.id}")
+
+
+def _bandwidths(links: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in links:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value) * 1e9
+        except ValueError:
+            raise UserError(f"--link takes a link and GB/s of one GPU, as network=45, not '{text}'") from None
+        if not found[name] > 0:
+            raise UserError(f"--link {name} must be more than 0 GB/s, not {value}")
+    return found

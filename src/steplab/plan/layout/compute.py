@@ -1,0 +1,106 @@
+"""How long the parts of a step take on one rank: its kernels one after the other, as plan.time has them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from steplab.plan.dry_run.events import Operator
+from steplab.plan.dry_run.parts import PartName, Parts
+from steplab.plan.fusion import Kernel, fused_kernels
+from steplab.plan.kernel_time import kernel_in_step_s, streaming_s
+from steplab.plan.rates import Gpu
+
+DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
+"""Time that Python takes for each kernel of a step on split tensors, compiled or not. All layouts with tp of
+benchmarks/results/layout_h200_202611.jsonl.gz are bound by it: between 100 and 150 microseconds for each kernel."""
+
+HOOKS_S, HOOKS_SLOW_S = 0.5e-3, 1.6e-3
+"""Time that Python takes for FSDP2's hooks around one unit in one pass: what pipelines with FSDP2, of the same records,
+take beyond the time for their kernels is between the two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Kernels that run one after the other."""
+
+    kernels: float = 0.0
+    tensor_s: float = 0.0
+    """Seconds of products and fused attention on tensor cores, at the full clock."""
+    other_s: float = 0.0
+    """Seconds of all others."""
+    ideal_s: float = 0.0
+    """Seconds that the former would take at the tensor cores' peak."""
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.kernels + other.kernels,
+            self.tensor_s + other.tensor_s,
+            self.other_s + other.other_s,
+            self.ideal_s + other.ideal_s,
+        )
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.kernels * times, self.tensor_s * times, self.other_s * times, self.ideal_s * times)
+
+    @property
+    def seconds(self) -> float:
+        """All of them, at the full clock."""
+        return self.tensor_s + self.other_s
+
+
+class PartTimes:
+    """The work of each part in each pass on one GPU, each found once."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._known: dict[tuple[int, str, str, bool], Work] = {}
+        self._kernels: dict[tuple[object, ...], float] = {}
+        self._parts: list[Parts] = []
+        """Kept, so that none takes the place of another in memory."""
+
+    def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
+        """The work of one part; compiled: its operators are joined as a compiler does."""
+        key = (id(parts), phase, part, compiled)
+        if key not in self._known:
+            self._parts.append(parts)
+            operators = parts.operators.get((phase, part), ())
+            joined = compiled and part == "block"
+            kernels = (
+                fused_kernels(operators)
+                if joined
+                else [Kernel(op, op.read_bytes + op.written_bytes) for op in operators]
+            )
+            self._known[key] = self._work(kernels)
+        return self._known[key]
+
+    def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
+        """The optimizer's update of so many weights: what its kernels read and write."""
+        passes = _PASSES[optimizer]
+        return Work(1, 0.0, streaming_s(_NAMES[optimizer], passes * weight_bytes * num_elements, self._gpu))
+
+    def copy_s(self, num_bytes: float) -> float:
+        """Seconds to read and write so many bytes within the GPU's memory."""
+        return streaming_s("copy", 2 * num_bytes, self._gpu) if num_bytes else 0.0
+
+    def _work(self, kernels: Iterable[Kernel]) -> Work:
+        total = Work()
+        for kernel in kernels:
+            op = kernel.operator
+            sizes = (kernel.fused or op.name, op.kind, op.dtype, op.strided, kernel.reduces, op.product, op.flops,
+                     kernel.moved_bytes)  # fmt: skip
+            if sizes not in self._kernels:
+                self._kernels[sizes] = kernel_in_step_s(kernel, self._gpu)
+            seconds = self._kernels[sizes]
+            if _on_tensor_cores(op):
+                total += Work(1, seconds, 0.0, op.flops / self._gpu.peaks[op.dtype])
+            else:
+                total += Work(1, 0.0, seconds, 0.0)
+        return total
+
+
+def _on_tensor_cores(op: Operator) -> bool:
+    return op.kind != "streaming" and op.dtype != "fp32"
+
+
+_PASSES = {"adamw_fused": 7, "adamw_foreach": 20, "adamw_loop": 20, "sgd": 3}
+"""How often an update reads or writes something as large as the weights (plan.dry_run.optimizers)."""
+_NAMES = {"adamw_fused": "_fused_adamw_"} | dict.fromkeys(("adamw_foreach", "adamw_loop", "sgd"), "_foreach_add_")

@@ -1,0 +1,160 @@
+"""How long a collective takes between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
+
+Within a node w is what NCCL reaches of the GPU's stated link, and between nodes of the adapters that the group has
+there: a ring enters and leaves each node once, through as many adapters as the group has ranks in it. alpha grows with
+the number of ranks as in NCCL's own tuning model (nccl, src/graph/tuning.cc: the latency of a hop, protocol Simple).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from steplab.costs.communication import bus_factor
+from steplab.errors import UserError
+from steplab.specs.hardware import HardwareSpec
+from steplab.specs.network import NetworkSpec, network_of
+
+REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "send_recv": 0.669}
+"""Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks: 1 / beta of the
+communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s. Between nodes it is assumed."""
+CALL_S = 10.8e-6
+"""alpha of two ranks: the median of the same profile's all-reduce, all-gather and reduce-scatter of two ranks."""
+NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
+"""A further hop of a ring, within a node and to the next (hwLat of NVLink and NET, Ring, Simple)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """GPUs in nodes, and the links between them."""
+
+    gpus_per_node: int
+    node: str
+    """Name of the link within a node."""
+    node_bytes_per_s: Mapping[str, float]
+    """Bus bandwidth that is reached within a node, by collective."""
+    network: str
+    """Name of the network; empty: none is known."""
+    network_bytes_per_s: float | None
+    """Bandwidth that is reached by one adapter in one direction; None: not known."""
+    sources: tuple[str, ...]
+    calls_s: Mapping[str, float] = field(default_factory=dict)
+    """Measured alpha by collective, within a node; those that are missing are as NCCL's model has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that exchange messages: `size` of them, each `stride` ranks after the one before."""
+
+    size: int
+    stride: int
+    in_line: int = 0
+    """How many ranks stand in a line of which these are neighbours, of whom some are in different nodes if the line is
+    longer than a node; 0: they are all of it."""
+
+    def ranks_in_node(self, gpus_per_node: int) -> int:
+        """How many of them share a node, at the least."""
+        if self.in_line * self.stride > gpus_per_node:
+            return 1
+        return min(max(gpus_per_node // self.stride, 1), self.size)
+
+
+def machine_of(hardware: HardwareSpec, gpus_per_node: int | None, links: Mapping[str, float] | None = None) -> Machine:
+    """A cluster of these GPUs; links: bus bandwidths in bytes per second, `node` or `network`, that replace stated
+    ones. Raises UserError for another name of a link."""
+    given = dict(links or {})
+    if unknown := set(given) - {"node", "network"}:
+        raise UserError(f"there is no link '{unknown.pop()}'; choose node or network, as in --link network=45")
+    network = network_of(hardware.name)
+    one_way = hardware.interconnect_bytes_per_s / 2
+    sources = [hardware.sources["interconnect_bytes_per_s"]]
+    node = {name: given.get("node", share * one_way) for name, share in REACHED.items()}
+    between = given.get("network", REACHED["all_reduce"] * network.bytes_per_s if network else None)
+    if network and "network" not in given:
+        sources.append(network.source)
+    sources += [f"given: {name} {value / 1e9:g} GB/s" for name, value in given.items()]
+    return Machine(
+        gpus_per_node=gpus_per_node or (network.gpus_per_node if network else 8),
+        node=hardware.interconnect,
+        node_bytes_per_s=node,
+        network=_name(network, given),
+        network_bytes_per_s=between,
+        sources=tuple(sources),
+    )
+
+
+def _name(network: NetworkSpec | None, given: Mapping[str, float]) -> str:
+    return network.name if network else "network" if "network" in given else ""
+
+
+class Fit(Protocol):
+    """A line through measured times of one collective, as a communication profile has it."""
+
+    @property
+    def collective(self) -> str:
+        """The collective."""
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks; None: all world sizes."""
+
+    @property
+    def alpha_s(self) -> float:
+        """Fixed time of a call."""
+
+    @property
+    def beta_s_per_byte(self) -> float:
+        """Seconds for each byte on the wire."""
+
+
+def with_profile(machine: Machine, fits: Sequence[Fit], source: str) -> Machine:
+    """The machine with a stored communication profile in place of stated figures, within a node.
+
+    Of each collective the line over all world sizes is taken, else that of most ranks.
+    """
+    chosen: dict[str, Fit] = {}
+    for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
+        if fit.beta_s_per_byte > 0:
+            chosen[fit.collective] = fit
+    if missing := set(REACHED) - set(chosen):
+        names = ", ".join(sorted(missing))
+        raise UserError(f"{source} has no line for {names}; measure them with `steplab comm --collectives {names}`")
+    return dataclasses.replace(
+        machine,
+        node_bytes_per_s={name: 1 / chosen[name].beta_s_per_byte for name in REACHED},
+        calls_s={name: chosen[name].alpha_s for name in REACHED},
+        sources=(*machine.sources[1:], source),
+    )
+
+
+def bandwidth(machine: Machine, collective: str, group: Group) -> float | None:
+    """Bytes on the wire a second, of one rank; None: the group spans nodes, and the network is not known."""
+    within = machine.node_bytes_per_s[collective]
+    ranks = group.ranks_in_node(machine.gpus_per_node)
+    if ranks == group.size:
+        return within
+    if machine.network_bytes_per_s is None:
+        return None
+    return min(within, ranks * machine.network_bytes_per_s) if ranks > 1 else machine.network_bytes_per_s
+
+
+def call_s(machine: Machine, collective: str, group: Group) -> float:
+    """alpha: what a call takes whatever it carries."""
+    ranks = group.ranks_in_node(machine.gpus_per_node)
+    nodes = math.ceil(group.size / ranks)
+    steps, turns = (1, 1) if collective == "send_recv" else (group.size - 1, 2 if collective == "all_reduce" else 1)
+    between = (1 if nodes > 1 else 0) if collective == "send_recv" else nodes - 1
+    ring = turns * (between * NETWORK_HOP_S + (steps - between) * NODE_HOP_S)
+    tree = 2 * ((ranks - 1) * NODE_HOP_S + math.ceil(math.log2(nodes)) * NETWORK_HOP_S)
+    first = turns * NODE_HOP_S  # of two ranks, which CALL_S has
+    return machine.calls_s.get(collective, CALL_S) + max((min(ring, tree) if turns == 2 else ring) - first, 0.0)
+
+
+def message_s(machine: Machine, collective: str, message_bytes: float, group: Group) -> float | None:
+    """Time of one message with nothing beside it; None where the link is not known."""
+    rate = bandwidth(machine, collective, group)
+    if rate is None:
+        return None
+    wire = message_bytes * bus_factor(collective, group.size)
+    return call_s(machine, collective, group) + wire / rate

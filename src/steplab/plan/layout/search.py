@@ -1,0 +1,227 @@
+"""Every layout of a job on a number of GPUs: which fit, how long a step takes on each, and why the others do not fit.
+
+A job is a step and a number of sequences that all ranks take together. On each layout the largest micro-batch that
+fits is taken, and the rest of a rank's sequences come in further micro-steps; in a pipeline the micro-batch and the
+schedule that are fastest among those that fit.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from steplab.errors import SteplabError, UserError
+from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes
+from steplab.plan.layout.links import Machine
+from steplab.plan.layout.memory import RankPeak, peaks_by_rank
+from steplab.plan.layout.prediction import num_communicators
+from steplab.plan.layout.ranks import RankGroup, rank_groups
+from steplab.plan.layout.time import LayoutClock
+from steplab.plan.rates import Gpu
+from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
+from steplab.records.prediction import Verdict
+from steplab.specs.hardware import HardwareSpec
+from steplab.specs.layout import Layout
+from steplab.specs.step import PipelineSchedule, StepSpec
+from steplab.units import format_bytes
+
+MOST_GPUS = 1 << 16
+_SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is to be spread."""
+
+    spec: StepSpec
+    """The step, without a layout; its batch, micro-steps and microbatches follow from the layout."""
+    gpus: int
+    global_batch: int
+    """Sequences in a step of all ranks together."""
+    hardware: HardwareSpec
+    gpu: Gpu
+    machine: Machine
+    workspace_bytes: int
+    """Bytes of a cuBLAS handle."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.gpus <= MOST_GPUS:
+            raise UserError(f"gpus must be between 1 and {MOST_GPUS}, not {self.gpus}")
+        if self.global_batch < 1:
+            raise UserError(f"the global batch must be at least 1 sequence, not {self.global_batch}")
+
+
+def plan_of_layouts(job: Job) -> LayoutPlan:
+    """Every layout of the job, those that fit first, the fastest first."""
+    search = _Search(job)
+    found = [search.candidate(layout) for layout in layouts_of(job.gpus)]
+    timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
+    fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
+    others = [each for each in found if not each.time]
+    others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
+    notes = ["errors of what all layouts compute alike are alike, and so are left out where layouts are told apart"]
+    if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:
+        notes.append(
+            f"no network of {job.gpu.name} is known, so layouts whose messages leave a node have no time; "
+            "give its bandwidth in GB/s of one GPU, as --link network=45"
+        )
+    elif job.gpus > job.machine.gpus_per_node:
+        notes.append(
+            "between nodes no measurement stands behind the times: adapters are taken to reach what NVLink does"
+        )
+    return LayoutPlan(
+        spec=job.spec,
+        gpu=job.gpu.name,
+        gpus=job.gpus,
+        gpus_per_node=job.machine.gpus_per_node,
+        global_batch=job.global_batch,
+        usable_bytes=search.usable_bytes,
+        candidates=(*fitting, *others),
+        num_as_fast=_num_as_fast(fitting),
+        sources=(*job.gpu.sources, *job.machine.sources),
+        notes=tuple(notes),
+    )
+
+
+def _num_as_fast(fitting: Sequence[LayoutCandidate]) -> int:
+    """How many of those that are sure to fit cannot be told from the fastest."""
+    times = [each.time for each in fitting if each.time and each.verdict == fitting[0].verdict]
+    return sum(not is_slower(time, times[0]) for time in times)
+
+
+def layouts_of(gpus: int) -> Iterator[Layout]:
+    """Every factorisation of a number of GPUs into dp, fsdp, tp and pp."""
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    for pp in divisors:
+        for tp in (size for size in divisors if gpus // pp % size == 0):
+            data = gpus // pp // tp
+            for fsdp in (size for size in divisors if data % size == 0):
+                yield Layout(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp)
+
+
+def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
+    """Whether a layout is slower than the fastest by more than their predictions may be off against each other: by
+    what their communication may be, and what they compute differently."""
+    unsure = one.communication_spread * one.exposed_s + fastest.communication_spread * fastest.exposed_s
+    unsure += one.compute_spread * abs(one.seconds - one.exposed_s - fastest.seconds + fastest.exposed_s)
+    return one.seconds - fastest.seconds > unsure
+
+
+class _Search:
+    """What the layouts of one job share."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._clock = LayoutClock(job.gpu, job.machine)
+        self.usable_bytes = fit_of(job.hardware, "estimate", 0, 0).usable_bytes
+
+    def candidate(self, layout: Layout) -> LayoutCandidate:
+        """The best way to run the job on a layout, or why there is none."""
+        job = self._job
+        if job.global_batch % layout.data_ranks:
+            why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
+            return LayoutCandidate(layout=str(layout), options="", reason=why)
+        per_rank = job.global_batch // layout.data_ranks
+        best: LayoutCandidate | None = None
+        for batch in _micro_batches(per_rank):
+            for schedule in _SCHEDULES if layout.pp > 1 else _SCHEDULES[:1]:
+                found = self._tried(layout, per_rank, batch, schedule)
+                if best is None or _better(found, best):
+                    best = found
+            if layout.pp == 1 and best is not None and best.verdict == "fits":
+                break  # smaller ones are slower
+        assert best is not None
+        return best
+
+    def _tried(self, layout: Layout, per_rank: int, batch: int, schedule: PipelineSchedule) -> LayoutCandidate:
+        try:
+            spec = self._spec(layout, per_rank, batch, schedule)
+        except SteplabError as error:
+            return LayoutCandidate(layout=str(layout), options="", reason=str(error))
+        groups = _telling(rank_groups(spec))
+        peaks = peaks_by_rank(spec, groups, self._job.workspace_bytes)
+        place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))
+        worst = peaks[place]
+        outside = outside_bytes(num_communicators(layout) if layout.world_size > 1 else 0, pipeline=layout.pp > 1)
+        least, safe = worst.num_bytes + outside, safe_device_bytes(worst.reserved_bytes, outside)
+        verdict = fit_of(self._job.hardware, "estimate", least, safe).verdict
+        time = self._clock.time(spec) if verdict != "does not fit" else None
+        return LayoutCandidate(
+            layout=str(layout),
+            options=_options(spec),
+            spec=spec,
+            verdict=verdict,
+            reason=_reason(verdict, groups[place], worst, least, self.usable_bytes, unknown=time is None),
+            peak_bytes=worst.num_bytes,
+            reserved_bytes=worst.reserved_bytes,
+            device_bytes=safe,
+            worst_rank=groups[place].label,
+            time=time,
+        )
+
+    def _spec(self, layout: Layout, per_rank: int, batch: int, schedule: PipelineSchedule) -> StepSpec:
+        if layout.pp == 1:
+            return dataclasses.replace(self._job.spec, layout=layout, batch=batch, accumulation=per_rank // batch)
+        return dataclasses.replace(
+            self._job.spec,
+            layout=layout,
+            batch=per_rank,
+            microbatches=per_rank // batch,
+            pipeline_schedule=schedule,
+        )
+
+
+def _micro_batches(per_rank: int) -> list[int]:
+    """Sizes of a micro-batch that divide a rank's sequences, the largest first: powers of two, and all of them."""
+    powers = [1 << power for power in range(per_rank.bit_length()) if per_rank % (1 << power) == 0]
+    return sorted({*powers, per_rank}, reverse=True)
+
+
+def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
+    """Whether one way to run a layout is better than another: it fits, or is faster; else it needs less."""
+    if (one.time is None) != (other.time is None):
+        return one.time is not None
+    if one.time is not None and other.time is not None:
+        if (one.verdict == "fits") != (other.verdict == "fits"):
+            return one.verdict == "fits"
+        return one.time.seconds < other.time.seconds
+    if one.peak_bytes is None or other.peak_bytes is None:
+        return one.peak_bytes is not None
+    return one.peak_bytes < other.peak_bytes
+
+
+def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
+    """Those groups among which the one is that needs most memory: the first, the last, and of the others with as many
+    blocks the one with most in flight, which is the first of them."""
+    chosen = {0: groups[0], len(groups) - 1: groups[-1]}
+    seen: set[tuple[int, ...]] = set()
+    for place, group in enumerate(groups[1:-1], start=1):
+        blocks = tuple(len(stage.blocks) for stage in group.stages)
+        if blocks not in seen:
+            seen.add(blocks)
+            chosen[place] = group
+    return tuple(chosen[place] for place in sorted(chosen))
+
+
+def _options(spec: StepSpec) -> str:
+    found = [f"--layout {spec.layout}", f"--batch {spec.batch}"]
+    if spec.layout.pp > 1:
+        found.append(f"--microbatches {spec.num_microbatches}")
+        found += [f"--pipeline-schedule {spec.pipeline_schedule}"] if spec.pipeline_schedule != "1f1b" else []
+    elif spec.accumulation > 1:
+        found.append(f"--accumulation {spec.accumulation}")
+    return " ".join(found)
+
+
+def _reason(verdict: Verdict, group: RankGroup, worst: RankPeak, least: int, usable: int, *, unknown: bool) -> str:
+    if verdict == "does not fit":
+        sizes = Counter[str]()
+        for bundle, times in worst.holdings:
+            for held, count in bundle.holdings.items():
+                sizes[held.category] += held.num_bytes * count * times
+        ((most, size),) = sizes.most_common(1)
+        of_it = f"{format_bytes(size)} of it {most.replace('_', ' ')}"
+        return f"{group.label} need {format_bytes(least)} of {format_bytes(usable)}, {of_it}"
+    if unknown:
+        return "its messages leave the node, and the network is not known"
+    return "" if verdict == "fits" else "it fits if memory fragments little"

@@ -1,0 +1,260 @@
+"""The time of a step on a layout: what each rank computes, what it waits for, and what a pipeline adds.
+
+Compute is that of plan.time for the rank's part of the model. Messages that nothing runs beside take their own time.
+Those beside computation are hidden as far as they keep up with it, and slow it: NCCL takes multiprocessors and memory
+bandwidth from the kernels that it runs beside, in proportion to the bytes that it moves. A pipeline of S stages and m
+microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan et al. 2021, section 2.2);
+interleaved stages fill it in shorter turns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steplab.plan.layout.compute import (
+    DTENSOR_KERNEL_S,
+    DTENSOR_KERNEL_SLOW_S,
+    HOOKS_S,
+    HOOKS_SLOW_S,
+    PartTimes,
+    Work,
+)
+from steplab.plan.layout.links import Machine, message_s
+from steplab.plan.layout.memory import counted_parts, parts_of_rank
+from steplab.plan.layout.ranks import RankGroup, rank_groups
+from steplab.plan.layout.sharing import Sharing, sharing_of
+from steplab.plan.layout.traffic import Traffic, gathered_elements, traffic_of
+from steplab.plan.rates import Gpu
+from steplab.plan.time import step_spread, throttling
+from steplab.records.layout_plan import AxisTraffic, LayoutTime
+from steplab.specs.ddp import Variant
+from steplab.specs.layout_fit import STAGES_A_RANK
+from steplab.specs.step import StepSpec
+
+CONTENTION = {"buckets": 0.51, "peer_copy": 0.22, "fsdp2": 0.74}
+"""Seconds by which messages beside computation slow it, for each second that they would take over a node's link:
+medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
+COMMUNICATION_SPREAD = 0.3
+"""Half of the 90 % interval of what communication adds, as a share of it: all but three of them are within."""
+UNMEASURED_SPREAD = 0.5
+"""The same where a message crosses a network, of which there is no measurement."""
+
+
+class LayoutClock:
+    """Times of layouts on one GPU and one machine."""
+
+    def __init__(self, gpu: Gpu, machine: Machine, *, head_start: bool = False) -> None:
+        """head_start: whether Python is ahead of the device before each step, as in a data-parallel study."""
+        self.gpu, self.machine, self._head_start = gpu, machine, head_start
+        self._times = PartTimes(gpu)
+
+    def time(self, spec: StepSpec, variant: Variant | None = None, sharing: Sharing | None = None) -> LayoutTime | None:
+        """The step's time; None where messages cross a network that is not known. The upper end of its interval is of
+        a slow host."""
+        shared = sharing or sharing_of(spec, variant)
+        peer_copy = variant is not None and variant.transport == "peer_copy"
+        alike: dict[tuple[object, ...], list[RankGroup]] = {}
+        for group in rank_groups(spec):
+            alike.setdefault(_kind(spec, group), []).append(group)
+        found: tuple[list[_Share], list[_Share]] = ([], [])  # of a quick host, and of a slow one
+        for groups in alike.values():
+            turns = self._turns(spec, groups[0], shared, peer_copy)
+            if turns is None:
+                return None
+            for turn, those in zip(turns, found, strict=True):
+                those.append((turn, len(groups)))
+        central, slow = (_of_all(spec, those) for those in found)
+        turn, filling = central
+        spread = step_spread(spec, self.gpu)
+        unsure = UNMEASURED_SPREAD if turn.crosses else COMMUNICATION_SPREAD
+        seconds = turn.step_s + filling
+        aside = spread * (seconds - turn.exposed_s) + unsure * turn.exposed_s
+        return LayoutTime(
+            seconds=seconds,
+            low_s=seconds - aside,
+            high_s=max(seconds, slow[0].step_s + slow[1]) + aside,
+            compute_spread=spread,
+            communication_spread=unsure,
+            compute_s=turn.compute_s,
+            optimizer_s=turn.optimizer_s,
+            copies_s=turn.copies_s,
+            exposed_s=turn.exposed_s,
+            bubble_s=filling,
+            ranks=turn.group.label,
+            traffic=turn.traffic,
+        )
+
+    def _turns(
+        self, spec: StepSpec, group: RankGroup, sharing: Sharing, peer_copy: bool
+    ) -> "tuple[_Turn, _Turn] | None":
+        """What a rank does in a step, on a quick and on a slow host; None where a link is not known."""
+        messages = traffic_of(spec, group, sharing)
+        alone = [self._alone(each) for each in messages]
+        known = [(each, one) for each, one in zip(messages, alone, strict=True) if one is not None]
+        if len(known) < len(messages):
+            return None
+        works, update = self._passes(spec, group, sharing), self._update(spec, group, sharing)
+        total = works["forward"] + works["backward"] + update
+        slower = throttling(total.ideal_s / total.seconds, self.gpu.rates.step) if total.seconds else 1.0
+        device = {phase: work.tensor_s * slower + work.other_s for phase, work in works.items()}
+        copies_s = self._copies_s(messages, sharing)
+        found = []
+        for slow in (False, True):
+            host = {phase: self._host_s(spec, group, sharing, work, slow) for phase, work in works.items()}
+            times = {phase: max(device[phase], host[phase]) for phase in works} | {"optimizer": update.seconds}
+            waiting = {phase: times[phase] - device[phase] for phase in works}
+            exposed = self._exposed(known, times, waiting, sharing, peer_copy)
+            found.append(
+                _Turn(
+                    group=group,
+                    compute_s=times["forward"] + times["backward"],
+                    optimizer_s=update.seconds,
+                    copies_s=copies_s,
+                    traffic=tuple(
+                        self._told(each, one, more) for (each, one), more in zip(known, exposed, strict=True)
+                    ),
+                    crosses=any(self._crosses(each) for each in messages),
+                )
+            )
+        return found[0], found[1]
+
+    def _passes(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> dict[str, Work]:
+        """Of all micro-steps or microbatches, by phase."""
+        calls = spec.num_microbatches if spec.layout.pp > 1 else spec.micro_steps
+        compiled = spec.compile != "off"
+        found = {}
+        for phase in ("forward", "backward"):
+            work = Work()
+            for stage in group.stages:
+                for parts, number in counted_parts(spec, sharing, stage.blocks):
+                    work += self._times.of(parts, phase, "block", compiled=compiled) * number
+                some = parts_of_rank(spec, sharing, stage.blocks[0])
+                work += self._times.of(some, phase, "embedding", compiled=compiled) if stage.first else Work()
+                work += self._times.of(some, phase, "head", compiled=compiled) if stage.last else Work()
+            found[phase] = work * calls
+        return found
+
+    def _host_s(self, spec: StepSpec, group: RankGroup, sharing: Sharing, work: Work, slow: bool) -> float:
+        """How long Python takes to start it."""
+        if self._head_start:
+            return 0.0
+        rates, eager = self.gpu.rates.host, spec.compile == "off"
+        if spec.layout.tp > 1:
+            each = DTENSOR_KERNEL_SLOW_S if slow else DTENSOR_KERNEL_S
+        elif eager:
+            each = rates.eager_slow_s if slow else rates.eager_s
+        else:
+            each = rates.compiled_slow_s if slow else rates.compiled_s
+        if not sharing.gathers or not work.kernels:
+            return work.kernels * each
+        calls = spec.num_microbatches if spec.layout.pp > 1 else spec.micro_steps
+        return work.kernels * each + len(group.blocks) * calls * (HOOKS_SLOW_S if slow else HOOKS_S)
+
+    def _update(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> Work:
+        if spec.pass_name != "train":
+            return Work()
+        local = gathered_elements(spec, group) / (sharing.fsdp if sharing.gathers else 1)
+        if sharing.owned:
+            local = sharing.owned.weights_bytes / sharing.weight_bytes
+        return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)
+
+    def _copies_s(self, messages: Sequence[Traffic], sharing: Sharing) -> float:
+        """Of gradients into buckets; with FSDP2 of each gathered weight out of its message, and of each gradient into
+        one."""
+        if sharing.buckets is not None:
+            return self._times.copy_s(sharing.buckets.copied_bytes)
+        return sum(self._times.copy_s(each.message_bytes) * each.count for each in messages if each.axis == "fsdp")
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def _alone(self, each: Traffic) -> float | None:
+        one = message_s(self.machine, each.collective, each.message_bytes, each.group)
+        return None if one is None else one * each.count
+
+    def _crosses(self, each: Traffic) -> bool:
+        return each.group.ranks_in_node(self.machine.gpus_per_node) < each.group.size
+
+    def _exposed(
+        self,
+        messages: Sequence[tuple[Traffic, float]],
+        times: dict[str, float],
+        waiting: dict[str, float],
+        sharing: Sharing,
+        peer_copy: bool,
+    ) -> list[float]:
+        """What each adds to the step. While the device waits for the host, messages add nothing."""
+        alone = {
+            phase: sum(one for each, one in messages if not each.beside and each.phase == phase) for phase in times
+        }
+        share = CONTENTION["peer_copy" if peer_copy else "fsdp2" if sharing.gathers else "buckets"]
+        hidden = {phase: sum(one for each, one in messages if each.beside and each.phase == phase) for phase in times}
+        found = []
+        for each, one in messages:
+            if not each.beside:
+                free = waiting.get(each.phase, 0.0)
+                found.append(one * max(0.0, 1 - free / alone[each.phase]) if free else one)
+                continue
+            late = max(0.0, hidden[each.phase] - times[each.phase]) * one / hidden[each.phase]
+            last = one / each.count if each.phase == "backward" and each.collective != "all_gather" else 0.0
+            last /= max(sum(other.phase == "backward" and other.beside for other, _ in messages), 1)
+            slowed = share * each.wire_bytes / self.machine.node_bytes_per_s[each.collective]
+            found.append(min(max(late, last) + slowed * (1 - late / one), one))
+        return found
+
+    def _told(self, each: Traffic, alone_s: float, exposed_s: float) -> AxisTraffic:
+        return AxisTraffic(
+            axis=each.axis,
+            collective=each.collective,
+            phase=each.phase,
+            ranks=each.group.size,
+            link=self.machine.network if self._crosses(each) else self.machine.node,
+            messages=each.count,
+            total_bytes=each.total_bytes,
+            wire_bytes=each.wire_bytes,
+            alone_s=alone_s,
+            exposed_s=exposed_s,
+        )
+
+
+def _kind(spec: StepSpec, group: RankGroup) -> tuple[object, ...]:
+    """What the time of a group's step follows from."""
+    if spec.checkpointing.startswith("every_"):
+        return (group.place,)
+    return tuple((len(stage.blocks), stage.first, stage.last) for stage in group.stages)
+
+
+def _of_all(spec: StepSpec, shares: "list[_Share]") -> "tuple[_Turn, float]":
+    """The turn of the ranks that take longest, and how long a pipeline fills and drains besides."""
+    slowest, _ = max(shares, key=lambda one: one[0].step_s)
+    if spec.layout.pp == 1:
+        return slowest, 0.0
+    others = sum(turn.pass_s * (number - (turn is slowest)) for turn, number in shares) / spec.num_microbatches
+    return slowest, others / STAGES_A_RANK[spec.pipeline_schedule]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Turn:
+    """All that one rank does in a step."""
+
+    group: RankGroup
+    compute_s: float
+    optimizer_s: float
+    copies_s: float
+    traffic: tuple[AxisTraffic, ...]
+    crosses: bool
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(each.exposed_s for each in self.traffic)
+
+    @property
+    def pass_s(self) -> float:
+        """Both passes of all microbatches, with what stage and tensor parallelism send in them."""
+        return self.compute_s + sum(each.exposed_s for each in self.traffic if each.axis in ("pp", "tp"))
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.optimizer_s + self.copies_s + self.exposed_s
+
+
+_Share = tuple[_Turn, int]
+"""What ranks do in a step, and how many groups of them there are."""

@@ -1,0 +1,198 @@
+"""What one rank of a layout sends in a step, axis by axis, as measurement.laying_out and parallel have it sent.
+
+Sizes are those of the messages (nccl-tests): of an all-gather what it gives, of a reduce-scatter what it takes.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from steplab.costs.communication import bus_factor
+from steplab.plan.layout.links import Group
+from steplab.plan.layout.ranks import RankGroup
+from steplab.plan.layout.sharing import Sharing
+from steplab.plan.layout.weights import elements, weights_of
+from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.step import StepSpec
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Messages alike of one axis."""
+
+    axis: str
+    """dp, fsdp, tp or pp."""
+    collective: str
+    """all_reduce, all_gather, reduce_scatter or send_recv."""
+    phase: str
+    """forward, backward, after backward, or optimizer."""
+    message_bytes: int
+    """Size of one."""
+    count: int
+    """Number in a step of one rank."""
+    group: Group
+    """Who exchanges them."""
+    beside: bool
+    """Whether computation runs beside them."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all messages."""
+        return self.message_bytes * self.count
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends at the least."""
+        return self.total_bytes * bus_factor(self.collective, self.group.size)
+
+
+def groups_of(spec: StepSpec) -> dict[str, Group]:
+    """The group of a rank along each axis; tp is innermost (parallel.mesh)."""
+    layout, stride, found = spec.layout, 1, {}
+    for axis in ("tp", "fsdp", "dp", "pp"):
+        size = getattr(layout, axis)
+        found[axis] = Group(size=size, stride=stride)
+        stride *= size
+    return found
+
+
+def traffic_of(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> tuple[Traffic, ...]:
+    """All messages of one step of a rank."""
+    return (*_data_parallel(spec, sharing), *_sharded(spec, rank, sharing), *_split(spec, rank), *_staged(spec, rank))
+
+
+def _data_parallel(spec: StepSpec, sharing: Sharing) -> Iterator[Traffic]:
+    buckets = sharing.buckets
+    if buckets is None or spec.pass_name == "forward":
+        return
+    group = groups_of(spec)["dp"]
+    collective = "reduce_scatter" if sharing.owned else "all_reduce"
+    phase = "backward" if buckets.during_backward else "after backward"
+    for size, count in Counter(buckets.sizes_bytes).items():
+        yield Traffic(
+            axis="dp", collective=collective, phase=phase, message_bytes=size, count=count, group=group,
+            beside=buckets.during_backward,
+        )  # fmt: skip
+    if sharing.owned:  # the next forward pass waits for its weights part by part
+        number = len(buckets.sizes_bytes)
+        size = sharing.owned.parameters_bytes // number
+        yield Traffic(
+            axis="dp", collective="all_gather", phase="forward", message_bytes=size, count=number, group=group,
+            beside=True,
+        )  # fmt: skip
+
+
+def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
+    if not sharing.gathers:
+        return
+    assert spec.model.shape is not None
+    groups, shape, tp = groups_of(spec), spec.model.shape, spec.layout.tp
+    fsdp = Group(size=sharing.fsdp, stride=groups["fsdp"].stride)
+    width, micro_steps = sharing.gathered_bytes, spec.micro_steps
+    reduced = _FP32_BYTES if width != sharing.weight_bytes else width
+    gradients = spec.pass_name != "forward"
+    units: list[tuple[int, int, int, bool]] = []  # elements, bytes of one gathered, number, whether freed between
+    if rank.stages[0].first:
+        units += [(w.padded(fsdp.size), sharing.weight_bytes, 1, True) for w in weights_of(shape, "embedding", tp)]
+    block = sum(weight.padded(fsdp.size) for weight in weights_of(shape, "block", tp))
+    units.append((block, width, len(rank.blocks), True))
+    if rank.stages[-1].last:
+        units.append((sum(weight.padded(fsdp.size) for weight in weights_of(shape, "head", tp)), width, 1, False))
+    for padded, of_one, number, freed in units:
+        again = freed and sharing.reshard
+        forward = number * (micro_steps if sharing.reshard else 1)
+        if fsdp.size > 1:
+            for phase, count in (("forward", forward), ("backward", forward if again and gradients else 0)):
+                if count:
+                    yield Traffic(
+                        axis="fsdp", collective="all_gather", phase=phase, message_bytes=padded * of_one, count=count,
+                        group=fsdp, beside=True,
+                    )  # fmt: skip
+            if gradients:
+                yield Traffic(
+                    axis="fsdp", collective="reduce_scatter", phase="backward", message_bytes=padded * reduced,
+                    count=number, group=fsdp, beside=True,
+                )  # fmt: skip
+        if gradients and sharing.replicas > 1:
+            yield Traffic(
+                axis="dp", collective="all_reduce", phase="backward", message_bytes=padded * reduced // fsdp.size,
+                count=number, group=groups["dp"], beside=True,
+            )  # fmt: skip
+
+
+def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
+    if spec.layout.tp == 1:
+        return
+    assert spec.model.shape is not None
+    group, tokens = groups_of(spec)["tp"], spec.tokens * spec.micro_steps
+    microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
+    calls = spec.micro_steps * microbatches
+    stream = _FP32_BYTES if spec.precision != "bf16_pure" else 2
+    product = 2 if spec.precision in ("bf16", "bf16_pure") else 4
+    whole = tokens * spec.model.shape.d_model // calls
+    blocks, ends = len(rank.blocks), (rank.stages[0].first, rank.stages[-1].last)
+    again = 0
+    if spec.checkpoints_apply and spec.checkpointing != "none":
+        again = (
+            blocks
+            if spec.checkpointing == "selective"
+            else sum(is_recomputed(spec.checkpointing, b) for b in rank.blocks)
+        )
+    gradients = spec.pass_name != "forward"
+
+    def sent(collective: str, phase: str, of_one: int, number: int) -> Iterator[Traffic]:
+        if number:
+            yield Traffic(
+                axis="tp", collective=collective, phase=phase, message_bytes=whole * of_one, count=number * calls,
+                group=group, beside=False,
+            )  # fmt: skip
+
+    # Forward the norms' outputs are gathered and the last products' sums scattered; backward the other way round.
+    yield from sent("all_gather", "forward", stream, 2 * blocks + ends[1])
+    yield from sent("reduce_scatter", "forward", product, 2 * blocks)
+    yield from sent("reduce_scatter", "forward", stream, int(ends[0]))
+    if gradients:
+        yield from sent("all_gather", "backward", product, 2 * blocks)
+        yield from sent("all_gather", "backward", stream, int(ends[0]))
+        yield from sent("reduce_scatter", "backward", stream, 2 * blocks + ends[1])
+        yield from sent("all_gather", "backward", stream, 2 * again)
+        yield from sent("reduce_scatter", "backward", product, again)  # torch stops before the last product
+    if spec.pass_name == "train":
+        size = _FP32_BYTES * spec.model.shape.d_model
+        yield Traffic(
+            axis="tp", collective="all_reduce", phase="optimizer", message_bytes=size, count=2 * blocks + ends[1],
+            group=group, beside=False,
+        )  # fmt: skip
+
+
+def _staged(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
+    if spec.layout.pp == 1:
+        return
+    assert spec.model.shape is not None
+    element = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
+    size = element * spec.tokens // spec.num_microbatches * spec.model.shape.d_model // spec.layout.tp
+    group = groups_of(spec)["pp"]
+    pair = Group(size=2, stride=group.stride, in_line=group.size)
+    for phase, ends in (("forward", "last"), ("backward", "first")):
+        count = sum(not getattr(stage, ends) for stage in rank.stages) * spec.num_microbatches
+        if count:
+            yield Traffic(
+                axis="pp",
+                collective="send_recv",
+                phase=phase,
+                message_bytes=size,
+                count=count,
+                group=pair,
+                beside=False,
+            )
+
+
+def gathered_elements(spec: StepSpec, rank: RankGroup) -> int:
+    """Elements of the weights of a rank's part of the model, before sharding."""
+    assert spec.model.shape is not None
+    shape, tp = spec.model.shape, spec.layout.tp
+    found = elements(weights_of(shape, "block", tp)) * len(rank.blocks)
+    found += elements(weights_of(shape, "embedding", tp)) if rank.stages[0].first else 0
+    return found + (elements(weights_of(shape, "head", tp)) if rank.stages[-1].last else 0)

@@ -1,0 +1,254 @@
+"""What a report says of the layouts of a job: those that fit, with memory and time, and why the others do not."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from steplab import units
+from steplab.records.layout_plan import AxisTraffic, LayoutCandidate, LayoutPlan, LayoutTime
+from steplab.records.rows import Row
+from steplab.report.kit.document import (
+    Bar,
+    Bars,
+    Column,
+    Document,
+    Section,
+    Segment,
+    Sentences,
+    Table,
+    Verdict,
+    named_section,
+    notes_section,
+)
+from steplab.report.kit.quantities import BYTES, LABEL, MESSAGE, NUMBER, TIME
+from steplab.report.run.words import describe
+
+_FIRST = 12
+"""Layouts that a terminal shows."""
+_PARTS = (
+    ("compute_s", "computation", 1),
+    ("optimizer_s", "optimizer", 6),
+    ("copies_s", "copies of messages", 4),
+    ("exposed_s", "exposed communication", 2),
+    ("bubble_s", "pipeline fills and drains", 8),
+)
+"""What a step's time is made of: field, words, number of the colour."""
+
+
+def layouts_document(plan: LayoutPlan) -> Document:
+    """All that is predicted of the layouts of a job; for programs the rows of `layout_rows`."""
+    fitting = [each for each in plan.candidates if each.time]
+    return Document(
+        title=f"Layouts on {units.counted(plan.gpus, 'GPU')}, {plan.gpu}",
+        subtitle=_subtitle(plan),
+        verdict=Verdict(sentences=tuple(_verdict(plan, fitting))),
+        sections=tuple(_sections(plan, fitting)),
+        data=Table(name="layouts", columns=(), rows=tuple(layout_rows(plan))),
+    )
+
+
+def _subtitle(plan: LayoutPlan) -> str:
+    """The step without its batch, which follows from the layout."""
+    step = describe(plan.spec).replace(f" batch {plan.spec.batch} ·", "")
+    return f"{step} · global batch of {units.counted(plan.global_batch, 'sequence')}"
+
+
+def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
+    number = len(plan.candidates)
+    if not fitting or fitting[0].time is None:
+        yield f"None of {units.counted(number, 'layout')} fits and has a known time."
+        return
+    best, time = fitting[0], fitting[0].time
+    yield (
+        f"{len(fitting)} of {units.counted(number, 'layout')} fit. Fastest: {best.options}, about {_span(time)} a step."
+    )
+    if plan.num_as_fast > 1:
+        yield (
+            f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
+            "none of them is known to be faster."
+        )
+
+
+def _span(time: LayoutTime) -> str:
+    show = units.format_time
+    return f"{show(time.seconds)} ({show(time.low_s)} to {show(time.high_s)} with a probability of 90 %)"
+
+
+def _sections(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[Section]:
+    if fitting:
+        yield named_section("Layouts that fit", _ranking(plan, fitting))
+        yield named_section("Time of a step", _time_bars(fitting[:_FIRST]))
+        yield named_section("Memory of the ranks that need most", _memory_bars(plan, fitting[:_FIRST]))
+        yield named_section("Communication of the fastest", _traffic(fitting[0]))
+    others = [each for each in plan.candidates if not each.time]
+    if others:
+        yield named_section("Layouts that do not fit", _failing(others))
+    yield from notes_section(plan.notes)
+    yield from notes_section(plan.sources, "Sources")
+
+
+def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
+    return Table(
+        name="fitting",
+        columns=(
+            Column(key="number", header="", quantity=LABEL),
+            Column(key="options", header="options", wraps_from=30),
+            Column(key="step_s", header="step", quantity=TIME),
+            Column(key="low_s", header="at least", quantity=TIME, rank=2),
+            Column(key="high_s", header="at most", quantity=TIME, rank=2),
+            Column(key="tokens_per_s", header="tokens/s", quantity=NUMBER, rank=1),
+            Column(key="compute_s", header="computation", quantity=TIME, rank=4),
+            Column(key="exposed_s", header="exposed", quantity=TIME, rank=3),
+            Column(key="bubble_s", header="bubble", quantity=TIME, rank=3),
+            Column(key="peak_bytes", header="allocated", quantity=BYTES, rank=5),
+            Column(key="reserved_bytes", header="reserved", quantity=BYTES),
+            Column(key="verdict", header="memory", rank=1),
+        ),
+        rows=tuple(_row(plan, number, each) for number, each in enumerate(fitting, start=1)),
+        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. Exposed is "
+        "what communication adds, bubble what a pipeline waits to fill and drain. Memory is of the ranks that need "
+        "most. `steplab run` takes the options as they are.",
+        first=_FIRST,
+    )
+
+
+def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
+    time = each.time
+    row: Row = {
+        "number": number,
+        "layout": each.layout,
+        "options": each.options,
+        "verdict": each.verdict,
+        "reason": each.reason,
+        "peak_bytes": each.peak_bytes,
+        "reserved_bytes": each.reserved_bytes,
+        "device_bytes": each.device_bytes,
+        "worst_rank": each.worst_rank,
+    }
+    if time is None:
+        return row
+    tokens = plan.global_batch * plan.spec.context
+    return row | {
+        "step_s": time.seconds,
+        "low_s": time.low_s,
+        "high_s": time.high_s,
+        "tokens_per_s": round(tokens / time.seconds),
+        **{name: getattr(time, name) for name, _, _ in _PARTS},
+        "as_fast": number <= plan.num_as_fast,
+    }
+
+
+def layout_rows(plan: LayoutPlan) -> list[Row]:
+    """One row for each layout, those that fit first, the fastest first; the others have a `reason`."""
+    rows = [_row(plan, number, each) for number, each in enumerate(plan.candidates, start=1)]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [{**dict.fromkeys(keys), **row} for row in rows]
+
+
+def _time_bars(shown: list[LayoutCandidate]) -> Bars:
+    return Bars(
+        bars=tuple(_time_bar(each, each.time) for each in shown if each.time),
+        legend=tuple((color, "■", words) for _, words, color in _PARTS),
+        note="Predicted step time of the slowest ranks, by what it is made of. The stroke marks the upper end of the "
+        "90 % interval.",
+    )
+
+
+def _time_bar(each: LayoutCandidate, time: LayoutTime) -> Bar:
+    show = units.format_time
+    return Bar(
+        label=each.options,
+        figure=show(time.seconds),
+        segments=tuple(
+            Segment(value=getattr(time, name), color=color, tip=f"{words}: {show(getattr(time, name))}")
+            for name, words, color in _PARTS
+            if getattr(time, name) > 0
+        ),
+        mark=time.high_s,
+        mark_tip=f"at most {show(time.high_s)}",
+    )
+
+
+def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
+    bars = []
+    for each in shown:
+        peak, reserved, device = each.peak_bytes or 0, each.reserved_bytes or 0, each.device_bytes or 0
+        parts = (
+            ("allocated", peak, 1),
+            ("reserved besides", reserved - peak, 3),
+            ("room to be sure", device - reserved, 8),
+        )
+        bars.append(
+            Bar(
+                label=each.options,
+                figure=units.format_bytes(reserved),
+                segments=tuple(
+                    Segment(value=value, color=color, tip=f"{words}: {units.format_bytes(value)}")
+                    for words, value, color in parts
+                    if value > 0
+                ),
+                mark=float(plan.usable_bytes),
+                mark_tip=f"a GPU has {units.format_bytes(plan.usable_bytes)}",
+                detail=each.worst_rank,
+            )
+        )
+    return Bars(
+        bars=tuple(bars),
+        legend=((1, "■", "allocated"), (3, "■", "reserved besides"), (8, "■", "room to be sure")),
+        note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure is for gaps that are not foreseen "
+        "and what lies outside of the allocator.",
+    )
+
+
+def _traffic(best: LayoutCandidate) -> Table:
+    time = best.time
+    assert time is not None
+    return Table(
+        name="communication",
+        columns=(
+            Column(key="axis", header="axis"),
+            Column(key="collective", header="collective"),
+            Column(key="phase", header="phase"),
+            Column(key="ranks", header="ranks", quantity=LABEL),
+            Column(key="link", header="link", rank=2),
+            Column(key="messages", header="messages", quantity=NUMBER),
+            Column(key="total_bytes", header="bytes", quantity=MESSAGE),
+            Column(key="wire_bytes", header="sent", quantity=MESSAGE, rank=1),
+            Column(key="alone_s", header="alone", quantity=TIME),
+            Column(key="exposed_s", header="exposed", quantity=TIME),
+        ),
+        rows=tuple(_traffic_row(each) for each in sorted(time.traffic, key=lambda each: -each.exposed_s)),
+        caption=f"{best.options}, {time.ranks}, in one step. Alone is the time of the messages with nothing beside "
+        "them; what is not exposed is hidden beside computation.",
+        empty="these ranks send nothing",
+    )
+
+
+def _traffic_row(each: AxisTraffic) -> Row:
+    return {
+        "axis": each.axis,
+        "collective": each.collective.replace("_", "-"),
+        "phase": each.phase,
+        "ranks": each.ranks,
+        "link": each.link,
+        "messages": each.messages,
+        "total_bytes": each.total_bytes,
+        "wire_bytes": round(each.wire_bytes),
+        "alone_s": each.alone_s,
+        "exposed_s": each.exposed_s,
+    }
+
+
+def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
+    counted = Counter(each.verdict for each in others)
+    said = ", ".join(f"{number} {verdict}" for verdict, number in counted.items())
+    return Table(
+        name="failing",
+        columns=(
+            Column(key="layout", header="layout"),
+            Column(key="peak_bytes", header="allocated", quantity=BYTES),
+            Column(key="reason", header="reason", wraps_from=30),
+        ),
+        rows=tuple({"layout": each.layout, "peak_bytes": each.peak_bytes, "reason": each.reason} for each in others),
+        caption=f"{units.counted(len(others), 'layout')}: {said}. Allocated is of the smallest micro-batch.",
+        first=_FIRST,
+    )

@@ -1,0 +1,171 @@
+"""The search for a layout: against brute force, and what is said of it."""
+
+import itertools
+import shlex
+import time
+from math import prod
+from typing import Any
+
+import pytest
+
+from steplab.cli.app import main
+from steplab.errors import Unsupported, UserError
+from steplab.lab.layout_planning import plan_layout
+from steplab.plan.layout.search import layouts_of
+from steplab.plan.memory import predict_memory
+from steplab.records.layout_plan import LayoutPlan
+from steplab.report.kit.html import to_html
+from steplab.report.kit.rendering import render
+from steplab.report.plan.layouts import layout_rows, layouts_document
+from steplab.specs.resolve import resolve_step
+
+JOB: dict[str, Any] = {
+    "model": "2.7b", "context": 2048, "precision": "bf16", "attention": "sdpa_flash", "compile": "default",
+}  # fmt: skip
+
+
+def planned(**asked: Any) -> LayoutPlan:
+    spec = asked.pop("spec", JOB)
+    return plan_layout(resolve_step(spec), **{"gpus": 16, "global_batch": 64, "gpu": "H100 SXM", **asked})
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 12, 64, 4096])
+def test_layouts_are_all_factorisations(gpus: int) -> None:
+    found = [(layout.dp, layout.fsdp, layout.tp, layout.pp) for layout in layouts_of(gpus)]
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    every = {sizes for sizes in itertools.product(divisors, repeat=4) if prod(sizes) == gpus}
+    assert set(found) == every
+    assert len(found) == len(every)
+
+
+def test_the_search_agrees_with_brute_force() -> None:
+    """Every group of ranks, every micro-batch and schedule, one by one."""
+    plan = planned(gpus=8, global_batch=16, gpu="A100 SXM 40GB")
+    verdicts = {each.layout: each for each in plan.candidates}
+    for layout in layouts_of(8):
+        per_rank, remainder = divmod(16, layout.data_ranks)
+        if remainder:
+            continue
+        best = None
+        for size in (s for s in range(1, per_rank + 1) if per_rank % s == 0):
+            for schedule in ("1f1b", "interleaved"):
+                fields = JOB | {"layout": str(layout), "batch": size, "accumulation": per_rank // size}
+                if layout.pp > 1:
+                    fields = JOB | {
+                        "layout": str(layout), "batch": per_rank, "microbatches": per_rank // size,
+                        "pipeline_schedule": schedule,
+                    }  # fmt: skip
+                try:
+                    prediction = predict_memory(resolve_step(fields), device="NVIDIA A100-SXM4-40GB")
+                except UserError:
+                    continue
+                (card,) = [card for card in prediction.cards if card.gpu == "A100 SXM 40GB"]
+                order = ("does not fit", "too tight to promise", "fits")
+                best = max(best or "does not fit", card.verdict, key=order.index)
+        expected = best or "not possible"
+        assert verdicts[str(layout)].verdict == expected, layout
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them_first() -> None:
+    plan = planned()
+    timed = [each for each in plan.candidates if each.time]
+    assert list(plan.candidates[: len(timed)]) == timed
+    sure = [each.time.seconds for each in timed if each.time and each.verdict == "fits"]
+    assert sure == sorted(sure)
+    assert 1 <= plan.num_as_fast <= len(sure)
+    for each in plan.candidates[len(timed) :]:
+        assert each.reason
+
+
+def test_the_options_are_those_of_a_step_of_the_job() -> None:
+    plan = planned()
+    for each in plan.candidates:
+        if not each.options:
+            continue
+        words = shlex.split(each.options)
+        fields = {
+            name.removeprefix("--").replace("-", "_"): value
+            for name, value in zip(words[::2], words[1::2], strict=True)
+        }
+        spec = resolve_step(JOB | fields)
+        assert spec == each.spec
+        assert spec.batch * spec.accumulation * spec.layout.data_ranks == 64
+        assert spec.layout.world_size == 16
+
+
+def test_a_small_gpu_needs_more_shards() -> None:
+    plan = planned(gpu="RTX 4090", gpus=8, global_batch=8, spec=JOB | {"compile": "off"})
+    reasons = {each.layout: each.reason for each in plan.candidates}
+    assert "ranks 0 to 7 need" in reasons["dp=8"]
+    assert "optimizer state" in reasons["dp=8"]
+
+
+def test_four_thousand_gpus_take_seconds() -> None:
+    """By the processor's time, since tests share their machine."""
+    started = time.process_time()
+    plan = planned(gpus=4096, global_batch=4096, spec=JOB | {"model": "8b", "checkpointing": "full"})
+    assert len(plan.candidates) == 455
+    assert time.process_time() - started < 15  # 3 s on a quiet one; a hosted one is slower
+
+
+def test_without_a_network_layouts_that_leave_a_node_have_no_time() -> None:
+    plan = planned(gpu="MI300X", gpus=16, spec=JOB | {"compile": "off"})
+    assert not any(each.time for each in plan.candidates)
+    assert "give its bandwidth" in plan.notes[1]
+    assert any(
+        each.time for each in planned(gpu="MI300X", spec=JOB | {"compile": "off"}, links=["network=45"]).candidates
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"gpus": 0}, "gpus must be between"),
+        ({"global_batch": 0}, "at least 1 sequence"),
+        ({"gpu": "H1000"}, "unknown hardware"),
+        ({"links": ["network"]}, "--link takes a link and GB/s"),
+        ({"links": ["ici=90"]}, "choose node or network"),
+        ({"links": ["node=-1"]}, "more than 0 GB/s"),
+        ({"gpus_per_node": 0}, "at least 1"),
+        ({"spec": JOB | {"layout": "dp=2"}}, "leave --layout dp=2 out"),
+    ],
+)
+def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        planned(**asked)
+
+
+def test_models_that_are_not_known_are_refused() -> None:
+    with pytest.raises(Unsupported):
+        planned(spec={"model": "xxl"})
+
+
+@pytest.mark.parametrize("format", ["table", "csv", "md", "latex"])
+def test_every_format_tells_of_it(format: str) -> None:
+    text = render(layouts_document(planned()), format)
+    assert "fsdp=16" in text
+
+
+def test_a_page_shows_memory_and_time_of_the_best() -> None:
+    page = to_html(layouts_document(planned()))
+    assert "exposed communication" in page
+    assert "room to be sure" in page
+
+
+def test_rows_have_every_layout() -> None:
+    plan = planned()
+    rows = layout_rows(plan)
+    assert [row["layout"] for row in rows] == [each.layout for each in plan.candidates]
+    assert len({tuple(row) for row in rows}) == 1
+
+
+def test_the_command_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(
+        shlex.split(
+            'plan layout --model small --context 512 --precision bf16 --gpus 4 --global-batch 16 --gpu "H200 SXM"'
+        )
+    )
+    assert code == 0
+    assert "Layouts on 4 GPUs, H200 SXM" in capsys.readouterr().out
+    assert main(shlex.split("plan layout --model small --layout dp=4 --gpus 4 --global-batch 16")) == 2
+    assert main(shlex.split("plan memory --model small --layout dp=2 --variant zero9")) == 2
