@@ -67,9 +67,9 @@ def findings(run: Run) -> Findings:
 def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
     late, busy = launch_bound_run(), profiled_run()
     told = answer([late], Context(findings={late.id: findings(late)}))
-    assert told.sentences[1].startswith("The GPU waits for the CPU")
-    assert "changing that saves" in told.sentences[1]
-    assert "waits for the CPU" not in answer([busy], Context(findings={busy.id: findings(busy)})).sentences[1]
+    assert told.sentences[0].startswith("The GPU waits for the CPU")
+    assert "changing that saves" in told.sentences[0]
+    assert "waits for the CPU" not in answer([busy], Context(findings={busy.id: findings(busy)})).sentences[0]
 
 
 def test_a_profile_with_nothing_to_gain_says_so() -> None:

@@ -40,7 +40,7 @@ def columns(text: str) -> int:
 
 def unbroken(text: str) -> str:
     """The text with spaces that do not break between a figure and its unit, and before a separating dot."""
-    return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=] )|(?<==) ", _FIXED, text)
+    return re.sub(rf"(?<=\d) (?={_UNITS})|(?<=\d [kMGT]) (?=tokens)| (?=[·=±] )|(?<=[=±]) ", _FIXED, text)
 
 
 def longest_piece(text: str) -> int:

@@ -64,7 +64,7 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
 
 
 def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
-    """The step time, what would save time, and why to doubt it."""
+    """What would save time, the step time, and why to doubt it."""
     samples = step_samples(run)
     summary = summarize(samples) if samples else None
     timed = (
@@ -74,7 +74,7 @@ def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None
     )
     doubts = (f"Caution: {doubt}." for doubt in profile.doubts)
     return Verdict(
-        sentences=(*timed, *finding_sentences(run, profile, findings)), cautions=(*doubts, *run_cautions(run))
+        sentences=(*finding_sentences(run, profile, findings), *timed), cautions=(*doubts, *run_cautions(run))
     )
 
 
