@@ -397,7 +397,7 @@ def test_speed_ups_are_over_fp32_and_a_failure_has_none() -> None:
 
 def test_a_page_has_the_part_on_precision_with_or_without_runs() -> None:
     runs = [dataclasses.replace(run, study="5") for run in RUNS]
-    page = render_page([*runs, record(study="5"), FAILED], title="t")
+    page = render_page([*runs, record(study="5"), FAILED], title="t").replace("\u00a0", " ")
     assert 'id="precision"' in page
     assert 'id="runs"' in page
     for part in ("One step in each precision", "vs fp32", "fp16 autocast", "asked for 8.00", "bf16 += bf16"):

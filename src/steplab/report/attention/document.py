@@ -102,13 +102,10 @@ def account_document(account: AttentionAccount) -> Document:
     saved = sum(term.num_bytes for term in account.terms if term.kept)
     held = f"{units.format_bytes(total)} in {len(account.terms)} tensors; {account.memory_source} has "
     held += f"{units.format_bytes(memory)}"
-    told = [
-        f"The peak is {account.moment}. {_SYMBOLS}.",
-        f"{held}: {units.format_bytes(total - memory)} too little."
-        if total > memory
-        else f"{held}, of which CUDA, libraries and the allocator's gaps take a part.",
-        f"{units.format_bytes(saved)} of it is saved for backward.",
-    ]
+    answer = f"{account.spec.label} needs {held}: {units.format_bytes(total - memory)} too little."
+    if total <= memory:
+        answer = f"{account.spec.label} needs {held}, of which CUDA, libraries and the allocator's gaps take a part."
+    told = [f"The peak is {account.moment}. {_SYMBOLS}.", f"{units.format_bytes(saved)} of it is saved for backward."]
     if account.previous and account.previous_bytes is not None:
         told.append(f"{account.previous.label} needs {units.format_bytes(account.previous_bytes)}, and fits.")
     if account.measured:
@@ -119,4 +116,9 @@ def account_document(account: AttentionAccount) -> Document:
         title += account.spec.label
     table = account_table(account)
     told_last = Sentences(texts=tuple(told), role="finding")
-    return Document(title=title, sections=(Section(title="", blocks=(table, told_last)),), data=table)
+    return Document(
+        title=title,
+        verdict=Verdict(sentences=(answer,)),
+        sections=(Section(title="", blocks=(table, told_last)),),
+        data=table,
+    )

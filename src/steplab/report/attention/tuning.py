@@ -1,14 +1,14 @@
 """The candidate tiles of flash_triton as rows: the time of each, and which were chosen."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import geometric_mean, median
 
 import msgspec
 
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles, TileTrial
 from steplab.records.rows import Row
-from steplab.report.kit.document import Column, Document, Table, named_section
+from steplab.report.kit.document import Column, Document, Table, Verdict, named_section
 from steplab.report.kit.quantities import FLOPS_PER_S, LABEL, TIME, Quantity
 from steplab.specs.attention_tuning import KERNELS, TileCandidate
 
@@ -21,7 +21,29 @@ def tuning_document(tuning: AttentionTuning) -> Document:
         rows=tuple(tuning_rows(tuning)),
         caption="Times and rates are geometric means over head dimensions, with and without the causal mask.",
     )
-    return Document(title="Tiles of flash_triton", sections=(named_section("Candidates", table),), data=table)
+    return Document(
+        title="Tiles of flash_triton",
+        verdict=Verdict(sentences=tuple(_answer(tuning))),
+        sections=(named_section("Candidates", table),),
+        data=table,
+    )
+
+
+def _answer(tuning: AttentionTuning) -> Iterator[str]:
+    """The tiles chosen for each kernel, and how much slower the slowest candidate is."""
+    for kernel in KERNELS:
+        chosen = dict.fromkeys(row.candidate.label for row in tuning.chosen if row.candidate.kernel == kernel)
+        found = [
+            slowdown
+            for box in tuning.boxes
+            for tokens in tuning.study.lengths
+            for slowdown in tuning.slowdowns(kernel, box, tokens).values()
+        ]
+        if chosen and found:
+            yield (
+                f"{kernel} on {tuning.gpu}: {'; '.join(chosen)}. The slowest candidate takes {max(found):.2f} times as "
+                "long as the fastest."
+            )
 
 
 def tuning_json(tuning: AttentionTuning) -> str:

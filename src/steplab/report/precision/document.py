@@ -8,6 +8,7 @@ from steplab.report.kit.document import (
     Document,
     Section,
     Sentences,
+    Verdict,
     chapter,
     named_section,
     notes_section,
@@ -28,6 +29,9 @@ from steplab.report.precision.tables import (
 )
 from steplab.report.precision.verdict import precision_verdict
 
+_MOST_ANSWERS = 3
+"""Audits whose answers open a report of several."""
+
 
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
     """The report of these audits, of the sums of the first of them, and of the timed `runs`."""
@@ -39,7 +43,10 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     data = data_tables(audits, accumulations, runs)
     if len(audits) != 1:
         parts = [_part(numerics) for numerics in audits]
-        return Document(title="Precision", sections=(*parts, *further), data=data)
+        told = ((words.title(numerics), precision_verdict(numerics)) for numerics in audits)
+        first = tuple(f"{name}: {answer.sentences[0]}" for name, answer in told if answer.sentences)
+        answer = Verdict(sentences=first[:_MOST_ANSWERS])
+        return Document(title="Precision", verdict=answer, sections=(*parts, *further), data=data)
     (numerics,) = audits
     return Document(
         title=f"Precision: {words.title(numerics)}",
