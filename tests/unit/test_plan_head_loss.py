@@ -1,7 +1,9 @@
 """The memory of the loss in chunks: predicted against what torch's allocator is asked for, and by hand."""
 
+import gzip
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import Count, Sizes
 from steplab.plan.memory import predict_memory
+from steplab.records.codec import decode
+from steplab.records.run import Run
 from steplab.specs.model import TransformerShape
 from steplab.specs.resolve import resolve_step
 
@@ -152,3 +156,20 @@ def test_what_is_not_known_of_a_loss_in_chunks_is_refused(field: str) -> None:
     name, value = field.split()
     with pytest.raises(Unsupported, match=rf"with {field} and loss fused is not supported: .* leave one of"):
         predict_memory(resolve_step({"loss": "fused", name: value}))
+
+
+def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
+    """As closely as that of the plain loss beside it: by what the allocator adds."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "cross_entropy_h200_202611.jsonl.gz"
+    errors: dict[str, set[int]] = {}
+    for line in gzip.decompress(results.read_bytes()).splitlines():
+        run = decode(line)
+        assert isinstance(run, Run)
+        assert run.spec is not None
+        assert run.memory is not None
+        predicted = predict_memory(run.spec, device="NVIDIA H200").phase_peaks
+        for phase in ("forward", "backward"):
+            peak = run.memory.peak(phase)
+            assert peak is not None
+            errors.setdefault(run.spec.loss, set()).add(predicted[phase] - peak.peak_allocated_bytes)
+    assert errors["fused"] == errors["plain"] == {1_167_360}
