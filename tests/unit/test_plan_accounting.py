@@ -16,6 +16,7 @@ from steplab.errors import UserError
 from steplab.lab.accounting import plan_accounting
 from steplab.plan.formulas import Root, Symbol
 from steplab.records.accounting import Accounting, Figure
+from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.plan.accounting import accounting_document
 from steplab.specs.hardware import accelerators, catalogue
@@ -189,6 +190,12 @@ def test_figures_of_a_card_can_be_replaced() -> None:
 
 def test_a_tpu_is_no_card_that_a_step_is_tried_on() -> None:
     assert {card.name for card in accelerators()} - {card.name for card in catalogue()} == {"TPU v5p"}
+
+
+def test_a_page_shows_a_derivation_too() -> None:
+    page = to_html(accounting_document(accounting()))
+    assert "b = α / (M_X Y) = 2,556 / (2 × 4) = 319.4 tokens" in page
+    assert "44 GPUs of 80 GB" in page.replace("\N{NO-BREAK SPACE}", " ")
 
 
 # --- formulas ---------------------------------------------------------------------------------------------------------

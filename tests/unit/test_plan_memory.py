@@ -22,7 +22,7 @@ from steplab import units
 from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
-from steplab.model.transformer import FEED_FORWARD, SelfAttention, rotary_table
+from steplab.model.transformer import FEED_FORWARD, SelfAttention, Transformer, rotary_table
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
@@ -312,6 +312,32 @@ def test_a_block_keeps_what_autograd_keeps(
     x = torch.randn(B, T, d, dtype=next(module.parameters()).dtype, requires_grad=True)
     table = (None if shape.learned_positions else rotary_table(T, d // h),) if part == "attention" else ()
     assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(shape, part, precision, dry)
+
+
+def test_a_compiled_step_keeps_about_what_torchs_partitioner_chooses() -> None:
+    """The lists in dry_run/compiled.py are read off; scalars, and what a row has one number of, are not all in them."""
+    fields = TINY | GPT_2 | {"model.num_kv_heads": 1, "pass": "forward_backward", "model.num_layers": 1}
+    shape = resolve_step(fields).model.shape
+    assert shape is not None
+    module = Transformer(shape, context=T, attention=attention_named("sdpa"))
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.randint(V, (B, T))
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = compiled(tokens, tokens)  # what it keeps is alive as long as this
+    assert loss.requires_grad
+    # flex saves what every fused kernel does, and takes fp32.
+    found = predict_memory(resolve_step(fields | {"attention": "flex", "compile": "default"}))
+    assert found.at_peak["activations"] == pytest.approx(sum(kept.values()), rel=0.01)
 
 
 @pytest.mark.parametrize(("num_heads", "num_copied"), [(4, (0, 0)), (8, (4, 8))], ids=["16 bytes a row", "8 bytes"])

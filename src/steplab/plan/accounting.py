@@ -352,29 +352,28 @@ class _Facts:
 
         return min(self._splits(), key=taken)
 
-    def _needed(self, fsdp: int, tp: int, weight_bytes: int = 2) -> float:
-        """Tokens a device from which on a split is compute-bound; infinite where no batch is enough. fsdp alone, X = 1,
-        gathers nothing."""
+    def _needed(self, tp: int, weight_bytes: int = 2) -> float:
+        """Tokens a device from which on a split is compute-bound; infinite where no batch is enough."""
         alpha, MX, MY, Fe = self.alpha.value, self.mesh.fsdp_axes, self.mesh.tp_axes, self.Fe.value
         if tp > 1 and alpha * tp >= MY * Fe:
             return math.inf
-        gathered = alpha * weight_bytes / 2 / (MX * tp) if fsdp > 1 else 0.0
+        gathered = alpha * weight_bytes / 2 / (MX * tp)
         return gathered if self.device.own_links or tp == 1 else gathered / (1 - alpha * tp / (MY * Fe))
 
     def _what_else(self) -> Question:
         fsdp, tp = self.mesh.fsdp, self.mesh.tp
-        here = self._needed(fsdp, tp)
+        here = self._needed(tp)
         splits = [split for split in self._splits() if split[0] > 1]
-        best = min(splits, key=lambda split: self._needed(*split), default=(fsdp, tp))
+        best = min(splits, key=lambda split: self._needed(split[1]), default=(fsdp, tp))
         means = [Means(what="the mesh as it is", how=f"X = {fsdp}, Y = {tp}", tokens_per_device=here)]
         if best != (fsdp, tp):
             how = f"X = {best[0]}, Y = {best[1]}: the split of these devices that needs the smallest batch"
-            means.append(Means(what="another split", how=how, tokens_per_device=self._needed(*best)))
+            means.append(Means(what="another split", how=how, tokens_per_device=self._needed(best[1])))
         means += [
             Means(
                 what="weights of one byte on the wire",
                 how="fp8 or int8: for the gather alone, with products in bf16, so that T_FSDP halves",
-                tokens_per_device=self._needed(fsdp, tp, weight_bytes=1),
+                tokens_per_device=self._needed(tp, weight_bytes=1),
             ),
             Means(
                 what="a pipeline of two stages",
