@@ -118,10 +118,10 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         (encode(MARKS).replace(b":4096", b":9223372036854775808"), "an address is 9223372036854775808"),
         (encode(dataclasses.replace(MARKS, phases=(Stretch(name="step", start=-1, end=2),))), "a start is -1"),
         (encode(MARKS).replace(b"parameters", b"mine"), "a category is 'mine'"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(100, 30, 8))), "of another snapshot: it counts 3 allocations"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, 30, 8))), "to another snapshot: it counts 3 allocations"),
         (b"{}", "missing required field `schema`"),
         (encode(MARKS).replace(b"schema", b"scheme"), "missing required field `schema`"),
-        (b'{"schema": "steplab.memory_marks/1"}', "does not say which snapshot it is of"),
+        (b'{"schema": "steplab.memory_marks/1"}', "does not name its snapshot"),
         (encode(dataclasses.replace(MARKS, device_index=1)), "the snapshot has no device 1"),
         (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block in it is smaller"),
         (encode(MARKS).replace(b":4096", b":4160"), "the snapshot has 0 of the 1 addresses in it"),
@@ -159,7 +159,7 @@ def test_marks_know_their_history_by_every_address_size_and_action_in_it(tmp_pat
     for number, change in itertools.product(range(len(trace)), changes):
         other = [entry | change if place == number else entry for place, entry in enumerate(trace)]
         path.write_bytes(pickle.dumps(SNAPSHOT | {"device_traces": [other]}))
-        with pytest.raises(UserError, match="of another snapshot"):
+        with pytest.raises(UserError, match="belongs to another snapshot"):
             import_snapshot(path, store=tmp_path / "store.db")
 
 

@@ -328,7 +328,7 @@ def test_of_several_devices_the_one_with_the_highest_peak_is_told() -> None:
     whole = {"segments": segments, "device_traces": [small.events, [], [], large.events]}
     profile = told(whole)
     assert (profile.device, profile.peak_bytes) == ("cuda:3", 50 * MIB)
-    assert any("told is cuda:3" in note and "cuda:0" in note for note in profile.notes)
+    assert any("those of cuda:3" in note and "cuda:0" in note for note in profile.notes)
     assert told(whole, Marks(device_index=0)).peak_bytes == 5 * MIB
 
 

@@ -60,7 +60,9 @@ def test_the_marks_beside_it_are_taken_as_its_own_and_no_others(history: History
     check_same_history(marks, history, path)
     for shift in (64, 512, -(1 << 20)):
         owned = tuple(dataclasses.replace(owner, address=owner.address + shift) for owner in marks.owned)
-        with pytest.raises(UserError, match=r"step\.marks\.json: it is of another snapshot: .* of the 1178 addresses"):
+        with pytest.raises(
+            UserError, match=r"step\.marks\.json: it belongs to another snapshot: .* of the 1178 addresses"
+        ):
             check_same_history(dataclasses.replace(marks, owned=owned), history, path)
     with pytest.raises(UserError, match="none of the model's parameters"):
         check_same_history(dataclasses.replace(marks, owned=()), history, path)

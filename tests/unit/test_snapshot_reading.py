@@ -243,7 +243,7 @@ def test_references_to_references_do_not_multiply(tmp_path: Path) -> None:
     laughs: object = snapshot([])["segments"]
     for _ in range(9):
         laughs = [laughs] * 10
-    assert "no dict" in refusal(written(tmp_path, pickle.dumps({"segments": laughs}, 4)))
+    assert "not a dict" in refusal(written(tmp_path, pickle.dumps({"segments": laughs}, 4)))
     trace = [event("alloc", 1, 1, FRAMES)]
     twice = snapshot([], device_traces=[trace] * 1000)
     assert "occurs twice" in refusal(written(tmp_path, pickle.dumps(twice, 4)))
@@ -302,10 +302,10 @@ def zipped() -> bytes:
         (b"\x80\x04\x8c\x02\xff\xfe.", "it is no whole pickle"),
         (pickle.dumps({"weights": [1, 2]}), "it is a pickle, but holds no memory snapshot"),
         (pickle.dumps(5), "it is a pickle, but holds no memory snapshot"),
-        (pickle.dumps({"segments": 5}), "segments is no list"),
-        (pickle.dumps({"segments": [], "device_traces": [[5]]}), "an event is no dict"),
+        (pickle.dumps({"segments": 5}), "segments is not a list"),
+        (pickle.dumps({"segments": [], "device_traces": [[5]]}), "an event is not a dict"),
         (pickle.dumps({"segments": [], "device_traces": [[{}]]}), "an event of its history has no action"),
-        (pickle.dumps(snapshot([event("alloc", 1 << 70, 1)])), "addr is no number of 64 bits"),
+        (pickle.dumps(snapshot([event("alloc", 1 << 70, 1)])), "addr is not a number of 64 bits"),
         (pickle.dumps(snapshot([event("alloc", 1, 1, [{"line": 1}])])), "a frame of its stacks has no filename"),
         (pickle.dumps({"segments": [{"blocks": [{"size": 1}]}]}), "a block of its segments has no state"),
         (gzip.compress(pickle.dumps(snapshot([])), mtime=0)[:-30], "its gzip stream is damaged or ends early"),
@@ -329,16 +329,16 @@ ABSENT = object()
         ("event", "size", -(2**40), "the size of an event (alloc) is negative: -1099511627776"),
         ("event", "size", ABSENT, "the size of an event (alloc) is missing or negative"),
         ("event", "size", None, "the size of an event (alloc) is missing or negative"),
-        ("event", "size", True, "size is no number of 64 bits"),
-        ("event", "size", 4.0, "size is no number of 64 bits"),
-        ("event", "size", "4", "size is no number of 64 bits"),
-        ("event", "size", 2**63, "size is no number of 64 bits"),
-        ("event", "size", 2**63 - 1, "the end of an event is no number of 64 bits"),
+        ("event", "size", True, "size is not a number of 64 bits"),
+        ("event", "size", 4.0, "size is not a number of 64 bits"),
+        ("event", "size", "4", "size is not a number of 64 bits"),
+        ("event", "size", 2**63, "size is not a number of 64 bits"),
+        ("event", "size", 2**63 - 1, "the end of an event is not a number of 64 bits"),
         ("event", "addr", -5, "the address of an event (alloc) is negative: -5"),
         ("event", "addr", ABSENT, "the address of an event (alloc) is missing or negative"),
-        ("event", "addr", False, "addr is no number of 64 bits"),
-        ("event", "addr", 2**64 - 4096, "addr is no number of 64 bits"),
-        ("event", "time_us", 0.5, "time_us is no number of 64 bits"),
+        ("event", "addr", False, "addr is not a number of 64 bits"),
+        ("event", "addr", 2**64 - 4096, "addr is not a number of 64 bits"),
+        ("event", "time_us", 0.5, "time_us is not a number of 64 bits"),
         ("segment", "total_size", ABSENT, "the size of a segment is missing or negative"),
         ("segment", "total_size", -8, "the size of a segment is negative: -8"),
         ("segment", "address", ABSENT, "the address of a segment is missing or negative"),
@@ -346,10 +346,10 @@ ABSENT = object()
         ("segment", "device", -1, "the number of a device is negative: -1"),
         ("block", "size", ABSENT, "the size of a block is missing or negative"),
         ("block", "size", -512, "the size of a block is negative: -512"),
-        ("block", "size", 2**63 - 1, "the end of a block is no number of 64 bits"),
+        ("block", "size", 2**63 - 1, "the end of a block is not a number of 64 bits"),
         ("block", "address", -512, "the address of a block is negative: -512"),
         ("block", "requested_size", -512, "the requested size of a block is negative: -512"),
-        ("block", "requested_size", True, "requested_size is no number of 64 bits"),
+        ("block", "requested_size", True, "requested_size is not a number of 64 bits"),
     ],
 )
 def test_sizes_and_addresses_that_no_allocator_has_are_refused(
@@ -389,7 +389,7 @@ def test_sizes_whose_sum_is_beyond_64_bits_are_refused(tmp_path: Path) -> None:
     read_snapshot(written(tmp_path, pickle.dumps(snapshot(events))))
     events.append(event("alloc", 3 << 20, 2**61))
     message = refusal(written(tmp_path, pickle.dumps(snapshot(events))))
-    assert message.startswith("its sizes together are no number of 64 bits")
+    assert message.startswith("the sum of its sizes exceeds 64 bits")
 
 
 def test_a_history_that_no_allocator_has_written_is_told_without_negative_memory(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_history_that_no_allocator_has_written_is_told_without_negative_memory
 def test_a_block_that_follows_one_without_end_is_refused(tmp_path: Path) -> None:
     blocks = [{"size": 2**62, "state": "inactive"}, {"size": 2**62, "state": "inactive"}, {"state": "inactive"}]
     segments = [{"device": 0, "address": 4096, "total_size": 2048, "blocks": blocks}]
-    assert "the end of a block is no number of 64 bits" in refusal(written(tmp_path, pickle.dumps(segments)))
+    assert "the end of a block is not a number of 64 bits" in refusal(written(tmp_path, pickle.dumps(segments)))
 
 
 def test_a_file_that_is_not_there_says_so(tmp_path: Path) -> None:

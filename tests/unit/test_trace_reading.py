@@ -489,7 +489,7 @@ def test_ids_of_several_calls(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "t.json", [LAUNCH, KERNEL, KERNEL])).notes == ()
     trace = read_trace(write(tmp_path / "t.json", [LAUNCH, LAUNCH, LAUNCH, KERNEL]))
     assert count(trace) == (1, 3, 0, 0)
-    assert [note.split(":")[0] for note in trace.notes] == ["1 correlation ids belong to more than one host call"]
+    assert [note.split(",")[0] for note in trace.notes] == ["1 correlation ids belong to more than one host call"]
     free = {**LAUNCH, "args": {"correlation": 0}}
     assert (
         read_trace(write(tmp_path / "t.json", [free, free, {**LAUNCH, "args": {}}, {**LAUNCH, "args": {}}])).notes == ()
@@ -513,7 +513,7 @@ def test_what_json_does_not_allow_is_passed(old: bytes, new: bytes, name: str, t
     assert rows(trace, "work", "name") == [(name,)] * 301
     assert trace.work.start_ns.tolist() == [4458676522690655] * 301
     assert trace.work.stream.tolist() == [7] * 301
-    repaired = "events that hold NaN, bad UTF-8 or the like, which was passed over or replaced: 301"
+    repaired = "events with NaN, bad UTF-8 or the like, which were repaired: 301"
     assert [note for note in trace.notes if "correlation" not in note] == [repaired]
 
 

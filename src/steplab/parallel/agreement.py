@@ -29,7 +29,7 @@ def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: 
             if others_settings[name] != value:
                 raise UserError(
                     f"{name} is {value!r} on rank 0 and {others_settings[name]!r} on rank {rank}: "
-                    "every rank has to be given the same"
+                    "give every rank the same"
                 )
         for name in [*first_tensors, *others_tensors]:
             here, there = first_tensors.get(name, "absent"), others_tensors.get(name, "absent")
@@ -106,8 +106,8 @@ class StepAgreement:
                         f"came {self._names[found]} there and {self._names[expected]} on rank 0"
                     )
                     warnings.warn(
-                        f"{self.difference}; buckets are launched in one fixed order all the same, so the result is "
-                        "right, but a rank that is early waits for the others",
+                        f"{self.difference}; buckets are still launched in one fixed order, so the result is "
+                        "correct, but a rank that is early waits for the others",
                         RuntimeWarning,
                         stacklevel=4,
                     )

@@ -152,7 +152,7 @@ class DataParallel(nn.Module):
             raise UserError("gradients cannot be synchronised within no_sync: leave it first")
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                raise UserError(f"{name} required no gradient when DataParallel was built: build it anew")
+                raise UserError(f"{name} required no gradient when DataParallel was built: build it again")
         with torch.cuda.device(self._gpu):
             self._reducer.finish()
 

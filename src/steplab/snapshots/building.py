@@ -119,7 +119,7 @@ class _Builder:
                 row = self._block(_dict(block, "a block"), len(segment_rows), address)
                 block_rows.append(row)
                 address = row[1] + row[2]  # older snapshots have no addresses of blocks
-                expect(address <= _HIGHEST, "the end of a block is no number of 64 bits")
+                expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
             segment_rows.append((start, size, bool(segment.get("is_expandable"))))
         return {index: self.columns(*rows) for index, rows in of_device.items()}
 
@@ -234,13 +234,13 @@ def _check_nesting(root: object) -> None:
 
 def _list(value: object, what: str) -> list[object]:
     if not isinstance(value, list):
-        raise Refused(f"it is a pickle, but no memory snapshot: {what} is no list")
+        raise Refused(f"it is a pickle, but no memory snapshot: {what} is not a list")
     return value
 
 
 def _dict(value: object, what: str) -> _Dict:
     if not isinstance(value, dict):
-        raise Refused(f"it is a pickle, but no memory snapshot: {what} is no dict")
+        raise Refused(f"it is a pickle, but no memory snapshot: {what} is not a dict")
     return value
 
 
@@ -249,5 +249,5 @@ def _int(owner: _Dict, key: str, absent: int) -> int:
     if value is None:
         return absent
     if not isinstance(value, int) or isinstance(value, bool) or not _LOWEST <= value <= _HIGHEST:
-        raise Refused(f"it is a pickle, but no memory snapshot: {key} is no number of 64 bits")
+        raise Refused(f"it is a pickle, but no memory snapshot: {key} is not a number of 64 bits")
     return value

@@ -95,7 +95,7 @@ def _chosen(history: History, marks: Marks | None) -> _Replayed:
         if best is None or allocated_bytes.max() > best.allocated_bytes.max():
             best = _Replayed(device=device, lifetimes=lifetimes, allocated_bytes=allocated_bytes)
     if best is None or not len(best.lifetimes):
-        raise SteplabError("the snapshot holds no allocation: there is no memory to tell of")
+        raise SteplabError("the snapshot holds no allocation: there is nothing to report")
     return best
 
 
@@ -124,15 +124,15 @@ def _by_category(lifetimes: Lifetimes, codes: Codes, names: Sequence[str], momen
 def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions: Positions) -> Iterator[str]:
     events = replayed.device.events
     if not len(events):
-        yield "history: the snapshot has none; told is what was allocated when it was taken"
+        yield "history: the snapshot has none; the figures are of the memory allocated when it was taken"
     elif positions.by_event:
-        yield "times: the snapshot has none; its events are counted in their place"
+        yield "times: the snapshot has none; its events are numbered instead"
     if marks:
         counted_allocations = max((phase.end for phase in marks.phases), default=0)
         if counted_allocations > positions.num_allocations:
             yield (
                 f"marks: {counted_allocations} allocations were counted as the step ran, and the history has "
-                f"{positions.num_allocations}: who made what is not certain"
+                f"{positions.num_allocations}, so owners are uncertain"
             )
         elsewhere = (marks.counted_peak_bytes or 0) - int(replayed.allocated_bytes.max())
         if marks.counted_peak_bytes is not None and elsewhere:
@@ -140,7 +140,8 @@ def _notes(history: History, marks: Marks | None, replayed: _Replayed, positions
             yield f"peak: the allocator itself counted {format_bytes(abs(elsewhere))} {sign}"
     elif len(history.devices) > 1:
         others = ", ".join(f"cuda:{d.index}" for d in history.devices if d is not replayed.device)
-        yield f"devices: told is cuda:{replayed.device.index}, whose peak is highest; the snapshot has {others} too"
+        shown = f"cuda:{replayed.device.index}"
+        yield f"devices: the figures are those of {shown}, which has the highest peak; the snapshot also has {others}"
     refused = events.size_bytes[events.action == OOM]
     if len(refused):
         yield (

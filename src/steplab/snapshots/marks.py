@@ -53,28 +53,28 @@ def check_same_history(marks: Marks, history: History, path: Path) -> None:
 def _why_not_of(marks: Marks, device: DeviceHistory | None) -> str | None:
     """Why the marks do not belong to that device's history; None if they do."""
     if device is None:
-        return f"it is of another snapshot: the snapshot has no device {marks.device_index}"
+        return f"it belongs to another snapshot: the snapshot has no device {marks.device_index}"
     events, num_counted = device.events, len(marks.block_bytes)
     allocated = events.size_bytes[events.action == ALLOC]
     if num_counted and num_counted != len(allocated):
         return (
-            f"it is of another snapshot: it counts {num_counted} allocations, and the snapshot has "
+            f"it belongs to another snapshot: it counts {num_counted} allocations, and the snapshot has "
             f"{len(allocated)} on device {marks.device_index}"
         )
     if marks.history_sha256 is None and not num_counted:
-        return "it does not say which snapshot it is of"
+        return "it does not name its snapshot"
     of_blocks = events.action <= FREE_COMPLETED
     if marks.history_sha256 not in (None, _digest(events, of_blocks)):
-        return "it is of another snapshot: its digest is not that of the snapshot's history"
+        return "it belongs to another snapshot: its digest is not that of the snapshot's history"
     if num_counted and bool((np.array(marks.block_bytes, dtype=np.int64) < allocated).any()):
-        return "it is of another snapshot: a block in it is smaller than what the snapshot has there"
+        return "it belongs to another snapshot: a block in it is smaller than what the snapshot has there"
     known = np.concatenate((events.address[of_blocks], device.blocks.address))
     found = np.isin(np.array([owner.address for owner in marks.owned], dtype=np.int64), known)
     if 2 * found.sum() < len(found):
-        return f"it is of another snapshot: the snapshot has {found.sum()} of the {len(found)} addresses in it"
+        return f"it belongs to another snapshot: the snapshot has {found.sum()} of the {len(found)} addresses in it"
     in_phases = any(phase.name == "forward" for phase in marks.phases)
     if in_phases and not any(owner.category == "parameters" for owner in marks.owned):
-        return "it is damaged: it knows the step's phases, and none of the model's parameters"
+        return "it is damaged: it has the step's phases but none of the model's parameters"
     return None
 
 

@@ -50,7 +50,7 @@ def _check_sum(device: DeviceHistory) -> None:
         device.segments.size_bytes,
     )
     total = sum(float(column.sum(dtype=np.float64)) for column in columns)
-    expect(total < _HIGHEST, "its sizes together are no number of 64 bits")
+    expect(total < _HIGHEST, "the sum of its sizes exceeds 64 bits")
 
 
 def _refuse(bad: NDArray[np.intp], what: str, column: Integers) -> None:
@@ -60,4 +60,4 @@ def _refuse(bad: NDArray[np.intp], what: str, column: Integers) -> None:
 
 
 def _refuse_beyond(what: str, address: Integers, size_bytes: Integers) -> None:
-    expect(not (address > _HIGHEST - size_bytes).any(), f"the end of {what} is no number of 64 bits")
+    expect(not (address > _HIGHEST - size_bytes).any(), f"the end of {what} is not a number of 64 bits")

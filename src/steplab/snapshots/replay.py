@@ -76,8 +76,8 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
     if too_small.any():
         blocks = np.where(too_small, rounded, blocks)
         notes.append(
-            f"sizes: by the snapshot {counted(int(too_small.sum()), 'block')} would hold less than was asked for; "
-            "counted as asked for, rounded up to 512 B"
+            f"sizes: in the snapshot {counted(int(too_small.sum()), 'block')} would be smaller than requested; the "
+            "requested sizes, rounded up to 512 B, are used"
         )
     return Lifetimes(
         address=pieces.address,
@@ -217,13 +217,10 @@ def _segments_before(device: DeviceHistory) -> dict[int, int]:
 def _notes(unsure: int, unknown: int) -> list[str]:
     notes = []
     if unsure:
-        notes.append(
-            f"sizes: {counted(unsure, 'block')} of before the history may be up to 1 MiB larger than counted here; the "
-            "snapshot does not say"
-        )
+        notes.append(f"sizes: {counted(unsure, 'block')} from before the history may be up to 1 MiB larger than shown")
     if unknown:
         notes.append(
-            f"sizes: {counted(unknown, 'allocation')} began where the snapshot shows no free block; counted as asked "
-            "for, rounded up to 512 B"
+            f"sizes: {counted(unknown, 'allocation')} began where the snapshot shows no free block; the "
+            "requested sizes, rounded up to 512 B, are used"
         )
     return notes

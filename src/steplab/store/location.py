@@ -36,4 +36,4 @@ def _home() -> Path:
     try:
         return Path.home()
     except RuntimeError as error:  # a container's user without an entry in /etc/passwd
-        raise SteplabError(f"{error}; say where the store shall be with --store or STEPLAB_STORE") from error
+        raise SteplabError(f"{error}; name the store with --store or STEPLAB_STORE") from error

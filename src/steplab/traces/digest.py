@@ -80,8 +80,8 @@ def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
         raise SteplabError(f"the trace is of a GPU's work and holds no kernel: nothing to profile ({why})")
     if trace.lists_gpu and not is_own:
         return [
-            "the machine has a GPU, and the trace holds nothing that ran on it: if the model ran there, these are the "
-            "host's times alone, and the activities CPU and CUDA record both"
+            "the machine has a GPU, and the trace holds nothing that ran on it: if the model ran there, these are only "
+            "the host's times; record with the activities CPU and CUDA"
         ]
     return []
 
@@ -90,7 +90,8 @@ def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
     lost = int((activity.call == NONE).sum())
     if lost:
         yield (
-            f"{lost} of {len(activity)} kernels have no launch in the trace: each counts to the phase of the one before"
+            f"{lost} of {len(activity)} kernels have no launch in the trace: each is counted in the phase "
+            "of the previous kernel"
         )
     if not on_host and not len(trace.ops.name):
         yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
@@ -98,8 +99,8 @@ def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
         yield "the trace was made without record_shapes: no FLOPs and no bytes"
     if on_host and any(_GENERATED.match(trace.names[number]) for number in np.unique(activity.name)):
         yield (
-            "code that torch.compile generated is uncategorised: on a CPU torch.profiler sees its call and not what is "
-            "in it, unless TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 is set before compiling"
+            "code that torch.compile generated is uncategorised: on a CPU torch.profiler sees only its call, "
+            "unless TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 is set before compiling"
         )
 
 

@@ -83,9 +83,7 @@ def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | No
     }
     builder.notes += [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
     if collector.num_repaired:
-        builder.notes.append(
-            f"events that hold NaN, bad UTF-8 or the like, which was passed over or replaced: {collector.num_repaired}"
-        )
+        builder.notes.append(f"events with NaN, bad UTF-8 or the like, which were repaired: {collector.num_repaired}")
     if not collector.num_events:
         builder.notes.append("the list of events is empty")
     elif not collector.num_kept:

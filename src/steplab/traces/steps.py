@@ -34,7 +34,7 @@ def last_steps(trace: Trace, most: int) -> Trace:
     without_call = ~np.isin(trace.work.correlation, trace.calls.correlation) | (trace.work.correlation == NONE)
     calls = _rows(trace.calls, trace.calls.start_ns >= start_ns)
     launched = np.isin(trace.work.correlation, calls.correlation) & ~without_call
-    note = f"the last {most} of {len(steps)} steps are told"
+    note = f"the last {most} of {len(steps)} steps are used"
     return dataclasses.replace(
         trace,
         calls=calls,

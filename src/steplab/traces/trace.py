@@ -173,8 +173,8 @@ class TraceBuilder:
         calls = HostCalls(**self._calls.build())
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
-                f"{repeated} correlation ids belong to more than one host call: which of them launched the work is "
-                "not certain"
+                f"{repeated} correlation ids belong to more than one host call, so it is uncertain which of them "
+                "launched the work"
             )
         return Trace(
             source=self.source,

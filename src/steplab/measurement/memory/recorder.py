@@ -76,7 +76,7 @@ class MemoryRecorder:
         self._on_cuda = device.torch_device.type == "cuda"
         self._compiled = spec.compile != "off"
         if device.torch_device.type not in ("cpu", "cuda"):
-            why = "its allocator keeps no history, and torch.profiler does not hear of it"
+            why = "its allocator keeps no history and reports nothing to torch.profiler"
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
 
     @property
