@@ -2,11 +2,14 @@
 
 import dataclasses
 import gzip
+import itertools
+import lzma
 import statistics
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +21,7 @@ from steplab.plan.layout.ranks import rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.time import CONTENTION, LayoutClock
 from steplab.plan.layout.traffic import Traffic, traffic_of
+from steplab.plan.public import PublicLayout, read_rows, step_of
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
@@ -257,3 +261,31 @@ def test_more_bandwidth_is_never_slower(layout: str, network: float, times: floa
 
 def test_a_step_gathers_as_today() -> None:
     assert sharing_of(resolve_step({"layout": "fsdp=2", "precision": "bf16"})).gathering == GATHERING
+
+
+def test_published_layouts_of_one_job_are_ranked_as_measured() -> None:
+    """Four of five pairs that differ by more than 5 %; nothing was fitted to them."""
+    rows = read_rows(lzma.decompress((RESULTS.parent / "public_training.json.xz").read_bytes()), "rows")
+    (job,) = {row.model.key for row in rows if row.group == "vtrain" and row.scored}
+    clock = LayoutClock(gpu_named("A100 SXM 80GB"), machine_of(hardware_named("A100 SXM 80GB"), 8), head_start=True)
+    timed = []
+    for row in rows:
+        if row.model.key == job and row.group == "vtrain" and row.scored and (row.layout.tp or 1) in (1, 8):
+            lone = msgspec.structs.replace(row, layout=PublicLayout(), steplab_gpu="A100 SXM 80GB")
+            spec = step_of(lone)
+            assert spec.model.shape is not None
+            tp, pp, parts = row.layout.tp or 1, row.layout.pp or 1, row.grad_accum or 1
+            shape = dataclasses.replace(spec.model.shape, head="untied", vocab_size=51_200)
+            layout = Layout(dp=(row.gpus or 1) // tp // pp, tp=tp, pp=pp)
+            model = dataclasses.replace(spec.model, shape=shape)
+            spec = dataclasses.replace(
+                spec, model=model, layout=layout, batch=spec.batch * (parts if pp > 1 else 1),
+                accumulation=1 if pp > 1 else parts, microbatches=parts if pp > 1 else None,
+            )  # fmt: skip
+            time = clock.time(spec)
+            assert time is not None
+            timed.append((row.measured_s or 0.0, time.seconds))
+    pairs = [(a, b) for a, b in itertools.combinations(timed, 2) if max(a[0], b[0]) > 1.05 * min(a[0], b[0])]
+    agreed = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
+    assert len(pairs) > 30
+    assert agreed > 0.8 * len(pairs)

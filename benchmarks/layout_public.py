@@ -1,0 +1,177 @@
+"""Published steps whose ranks split the model: layouts of a job ranked, and memory of ranks, beside what was measured.
+
+python benchmarks/layout_public.py benchmarks/public_training.json.xz > table.md     (from the root of the checkout)
+
+Other programs keep other state (16-bit weights with fp32 copies of which ranks share a part, or fp32 shards of weights
+that are used in 16 bits alone), pad the vocabulary so that tp divides it, split no tokens between the products of
+tensor parallelism before 2022, and do not wait for DTensor. What a rank keeps is put in the place of ours here; the
+rest is predicted as steplab would run it.
+"""
+
+import dataclasses
+import itertools
+import lzma
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from steplab.errors import SteplabError
+from steplab.plan.cards import outside_bytes
+from steplab.plan.layout.links import machine_of
+from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.prediction import num_communicators
+from steplab.plan.layout.ranks import rank_groups
+from steplab.plan.layout.time import LayoutClock
+from steplab.plan.layout.traffic import gathered_elements
+from steplab.plan.memory import workspace_of
+from steplab.plan.public import PublicLayout, PublicRow, read_rows, step_of
+from steplab.plan.rates import gpu_named
+from steplab.records.prediction import RankMemory
+from steplab.specs.hardware import hardware_named
+from steplab.specs.layout import Layout
+from steplab.specs.model import ModelSpec
+from steplab.specs.step import StepSpec
+from steplab.units import GIB
+
+APART = 1.05
+"""Pairs of layouts whose measured times differ by less are not ranked."""
+PADDING = 128
+"""The vocabulary is padded to a multiple of that for each rank of tp, as Megatron-LM does
+(--make-vocab-size-divisible-by)."""
+WITH_WHOLE_TOKENS = ("bigscience",)
+"""Sources from before sequence parallelism (Korthikanti et al. 2022): each rank of tp keeps all tokens of a block's
+input."""
+UNSTATED = {"A100 (unstated kind)": "A100 SXM 80GB"}
+ALIKE_IN_MEMORY = {"H100 SXM 96GB HBM2e 500W": "H100 SXM"}
+"""A GPU that is not in the catalogue: torch's memory depends on its architecture alone."""
+
+
+def spec_of(row: PublicRow) -> StepSpec:
+    """The row's step with its layout. Raises SteplabError where steplab has none such."""
+    plain = msgspec.structs.replace(row, layout=PublicLayout(), steplab_gpu=row.steplab_gpu or UNSTATED.get(row.gpu))
+    step, given = step_of(plain), row.layout
+    shape = step.model.shape
+    assert shape is not None
+    tp, pp = given.tp or 1, given.pp or 1
+    padded = -(-shape.vocab_size // (PADDING * tp)) * PADDING * tp if tp > 1 else shape.vocab_size
+    untied = dataclasses.replace(shape, head="untied", vocab_size=padded)  # a pipeline's ends have a copy each
+    data = (row.gpus or 1) // tp // pp
+    sharded = "fsdp" in str(given.shard)
+    microbatches = row.grad_accum or 1
+    return dataclasses.replace(
+        step,
+        model=ModelSpec(name=row.model.key or row.id, kind="transformer", shape=untied),
+        layout=Layout(dp=1 if sharded else data, fsdp=data if sharded else 1, tp=tp, pp=pp),
+        batch=step.batch * (microbatches if pp > 1 else 1),
+        accumulation=1 if pp > 1 else microbatches,
+        microbatches=microbatches if pp > 1 else None,
+    )
+
+
+def name_of_gpu(row: PublicRow) -> str:
+    return row.steplab_gpu or UNSTATED[row.gpu]
+
+
+def time_of(row: PublicRow, spec: StepSpec) -> float | None:
+    name = name_of_gpu(row)
+    clock = LayoutClock(gpu_named(name), machine_of(hardware_named(name), 8), head_start=True)
+    found = clock.time(spec)
+    return found.seconds if found else None
+
+
+def rankings(rows: Iterable[PublicRow]) -> None:
+    """For each job with several layouts: pairs that are far enough apart, and how many are ranked as measured."""
+    jobs: dict[tuple[object, ...], list[PublicRow]] = defaultdict(list)
+    for row in rows:
+        if row.scored and row.time_grade in "AB" and row.measured_s and row.gpus and row.gpus > 1:
+            sequences = (
+                (row.micro_batch or 0)
+                * (row.grad_accum or 0)
+                * (row.gpus // (row.layout.tp or 1) // (row.layout.pp or 1))
+            )
+            jobs[row.group, row.model.key, row.gpu, row.gpus, row.seq, sequences].append(row)
+    print("| job | layouts | pairs | as measured | ties |\n|---|---|---|---|---|")
+    total, right = 0, 0
+    for job, members in jobs.items():
+        timed = []
+        for row in members:
+            try:
+                predicted = time_of(row, spec_of(row))
+            except SteplabError as error:
+                print(f"left out {row.id}: {error}", file=sys.stderr)
+                continue
+            if predicted:
+                timed.append((row, predicted))
+        if len({str(spec_of(row)) for row, _ in timed}) < 2:
+            continue
+        pairs, agreed = 0, 0
+        for (one, predicted_one), (other, predicted_other) in itertools.combinations(timed, 2):
+            real_one, real_other = one.measured_s or 0.0, other.measured_s or 0.0
+            if max(real_one, real_other) < APART * min(real_one, real_other):
+                continue
+            pairs += 1
+            agreed += (real_one < real_other) == (predicted_one < predicted_other)
+        total, right = total + pairs, right + agreed
+        share = f"{agreed} ({100 * agreed / pairs:.0f} %)" if pairs else "–"
+        shown = ", ".join(str(part) for part in job if part is not None)
+        print(f"| {shown} | {len(timed)} | {pairs} | {share} | {len(timed) * (len(timed) - 1) // 2 - pairs} |")
+    print(f"\n{right} of {total} pairs ({100 * right / max(total, 1):.0f} %) are ranked as measured.\n")
+
+
+def memory(rows: Iterable[PublicRow]) -> None:
+    """Rows that state the memory of a rank."""
+    print("| row | GPUs | layout | kind | stated | predicted | error |\n|---|---|---|---|---|---|---|")
+    for published in rows:
+        row, stated = published, published.measured.get("memory_gib") or published.measured.get("memory_gb")
+        if not row.scored or not stated:
+            continue
+        row = msgspec.structs.replace(row, steplab_gpu=row.steplab_gpu or ALIKE_IN_MEMORY.get(row.gpu))
+        try:
+            spec = spec_of(row)
+        except SteplabError as error:
+            print(f"left out {row.id}: {error}", file=sys.stderr)
+            continue
+        kind = str(row.measured.get("memory_kind"))
+        reserved = "reserved" in kind or "nvidia-smi" in kind
+        name = hardware_named(name_of_gpu(row)).device_names[0]
+        ranks = memory_by_rank(spec, workspace_of(name).value)
+        found = max(with_state(row, spec, rank, place, reserved=reserved) for place, rank in enumerate(ranks)) / GIB
+        said = f"{stated:.1f} GiB | {found:.1f} GiB | {100 * (found / stated - 1):+.0f} %"
+        print(f"| {row.id} | {row.gpus} | {spec.layout} | {kind} | {said} |")
+
+
+def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, reserved: bool) -> float:
+    """What a rank holds with the state that the source keeps in place of ours."""
+    size = rank.reserved_bytes if reserved else rank.peak_bytes
+    group = rank_groups(spec)[place]
+    if row.group in WITH_WHOLE_TOKENS and spec.checkpointing == "full":
+        assert spec.model.shape is not None
+        number = sum(len(stage.blocks) * stage.in_flight for stage in group.stages)
+        of_block = 2 * spec.tokens // spec.num_microbatches * spec.model.shape.d_model
+        size += round(number * of_block * (1 - 1 / spec.layout.tp))
+    if "nvidia-smi" in str(row.measured.get("memory_kind")):
+        size += outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
+    kept = str(row.precision.get("parameters"))
+    weights = gathered_elements(spec, group)
+    ours = rank.parameters_bytes + rank.gradients_bytes + rank.optimizer_bytes
+    if kept.startswith("fp32 shards"):
+        return size - ours + 16 * weights / spec.layout.fsdp
+    if "master" not in kept:
+        return size
+    gradients = 4 if "fp32" in str(row.precision.get("gradients")) else 2
+    ranks = row.layout.shard_ranks or 1 if "zero1" in str(row.layout.shard) else 1
+    return size - ours + weights * (2 + gradients + 12 / ranks)
+
+
+def main(path: str) -> None:
+    content = Path(path).read_bytes()
+    rows = read_rows(lzma.decompress(content) if path.endswith(".xz") else content, path)
+    rankings(rows)
+    memory(rows)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
