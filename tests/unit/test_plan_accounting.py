@@ -27,6 +27,7 @@ from steplab.units import figure_in_latex, format_figure
 DOCS = Path(__file__).parents[2] / "docs" / "accounting.md"
 D, F, L = 16384, 53248, 126
 C, W, MX, MY = 4.6e14, 2 * 9e10, 2, 1
+C_H100 = 989.4e12
 
 
 def accounting(model: str = "xxl", *, batch: int = 4, context: int = 128, **options: object) -> Accounting:
@@ -143,11 +144,10 @@ def test_a_gpus_communications_share_one_link() -> None:
     found = accounting("8b", card="H100 SXM", mesh="fsdp=32,tp=2")
     own, width, keys, inner = figures(found), 4096, 4096, 11008
     elements = 2 * width * (width + keys) + 3 * width * inner
-    peak = next(card for card in catalogue() if card.name == "H100 SXM").peaks["bf16"].flops_per_s
 
     def hidden(batch: int) -> bool:
         gathered = 2 * elements / (2 * 450e9) + 2 * 4 * batch * width / (32 * 450e9)
-        return gathered < 2 * elements * batch / (64 * peak)
+        return gathered < 2 * elements * batch / (64 * C_H100)
 
     low, high = 1, 10**7
     while low < high:
@@ -155,6 +155,17 @@ def test_a_gpus_communications_share_one_link() -> None:
         low, high = (low, middle) if hidden(middle) else (middle + 1, high)
     assert low == math.floor(own["B"]) + 1
     assert "share one link" in found.questions[3].answer
+
+
+def test_without_tensor_parallelism_weights_alone_are_communicated() -> None:
+    """An H100 then needs its FLOPs for a byte of its link in tokens, whatever the model."""
+    found = accounting("8b", card="H100 SXM", mesh="fsdp=16")
+    own = figures(found)
+    assert own["b"] == pytest.approx(C_H100 / 450e9)
+    assert not {"b_sum", "T_TP"} & set(own)
+    assert own["T_math"] == pytest.approx(own["T_FSDP"])
+    assert "weights alone are communicated" in found.questions[3].answer
+    assert "the memory of 1 GPU of 80 GB" in accounting("tiny").questions[0].answer
 
 
 def test_tensor_parallelism_that_is_too_wide_is_told() -> None:

@@ -17,7 +17,7 @@ from steplab.records.accounting import Accounting, Figure, Means, Notation, Ques
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape
-from steplab.units import GIB, format_message, three_digits
+from steplab.units import GIB, counted, format_message, three_digits
 
 BOOK = "How to Scale Your Model (Austin et al. 2025), part 5"
 _COMBINED = f"{BOOK}, “Combining FSDP and Tensor Parallelism”, https://jax-ml.github.io/scaling-book/training"
@@ -195,7 +195,8 @@ class _Facts:
         return Question(
             title="How much memory do weights, gradients and optimizer state take?",
             answer=f"Master weights, accumulated gradients and optimizer state in fp32 take "
-            f"{format_message(whole.symbol.value)}, the memory of {number:,} GPUs of {size} ({self.counted.name}).",
+            f"{format_message(whole.symbol.value)}, the memory of {counted(number, 'GPU')} of {size} "
+            f"({self.counted.name}).",
             figures=_figures(*lines, weights, gradients, moments, whole, count),
             source=_ZERO,
         )
@@ -275,27 +276,22 @@ class _Facts:
         overlapping, apart, overall = self._least_tokens()
         per_device = overlapping if self.device.own_links else apart
         batch = overall.symbol
-        times = (
+        moved: Formula = 4 * self.num_parts * batch * self.D / (X * self.W * MY)
+        times = [
             _line("T_math", 2 * self.E * batch / (N * self.C), "s", "a block's products on a device, at that batch"),
             _line("T_FSDP", 2 * self.E / (Y * self.W * MX), "s", "gathering a block's weights, two bytes each"),
-            _line(
-                "T_TP",
-                4 * self.num_parts * batch * self.D / (X * self.W * MY),
-                "s",
-                "gathering and scattering activations, two bytes each",
-            ),
-        )
-        other = (
-            f"if the two did not overlap, {_tokens(apart.symbol.value)} and {round(apart.symbol.value * N.value):,}"
-            if self.device.own_links
-            else "the two share one link and do not overlap"
-        )
+        ]
+        bounds = [overlapping]
+        if self.mesh.tp > 1:
+            times.append(_line("T_TP", moved, "s", "gathering and scattering activations, two bytes each"))
+            bounds.append(apart)
+        other = self._if_not(apart)
         return Question(
             title=title,
             answer=f"On a mesh of X = {self.mesh.fsdp} (FSDP) × Y = {self.mesh.tp} (TP) the forward pass is "
             f"compute-bound from {_tokens(per_device.symbol.value)} tokens a device on, an overall batch of "
             f"{round(batch.value):,} tokens; {other}.",
-            figures=_figures(*shared, overlapping, apart, overall, *times),
+            figures=_figures(*shared, *bounds, overall, *times),
             source=_COMBINED,
             remarks=(
                 "Compute-bound is max(T_FSDP, T_TP) < T_math where each axis of the mesh has links of its own, and "
@@ -308,15 +304,27 @@ class _Facts:
         """From which batch on: a device with and without overlapping, and all devices together."""
         Y, MX, MY, Fe = self.Y, self.MX, self.MY, self.Fe
         overlapping = _line("b", self.alpha / (MX * Y), "tokens", "a device, if both communications overlap")
+        if self.mesh.tp == 1:
+            alone = _line("b", self.alpha / MX, "tokens", "a device, whose weights alone are communicated")
+            return alone, alone, _line("B", self.N * alone.symbol, "tokens", "the overall batch")
         apart = _line(
             "b_sum", self.alpha * Fe * MY / (MX * Y * (MY * Fe - self.alpha * Y)), "tokens", "a device, if they do not"
         )
         per_device = overlapping if self.device.own_links else apart
         return overlapping, apart, _line("B", self.N * per_device.symbol, "tokens", "the overall batch")
 
+    def _if_not(self, apart: Line) -> str:
+        """What the answer says of the other assumption."""
+        if self.mesh.tp == 1:
+            return "weights alone are communicated"
+        if not self.device.own_links:
+            return "the two communications share one link and do not overlap"
+        tokens = apart.symbol.value
+        return f"if the two did not overlap, {_tokens(tokens)} and {round(tokens * self.N.value):,}"
+
     @property
     def _tp_fits(self) -> bool:
-        return self.alpha.value * self.mesh.tp < self.mesh.tp_axes * self.Fe.value
+        return self.mesh.tp == 1 or self.alpha.value * self.mesh.tp < self.mesh.tp_axes * self.Fe.value
 
     def _best_split(self) -> Question:
         MX, MY, Fe, N = self.MX, self.MY, self.Fe, self.N
@@ -346,8 +354,9 @@ class _Facts:
         """The split whose communication takes least time."""
 
         def taken(split: tuple[int, int]) -> float:
-            weights = self.Fe.value / (split[1] * self.mesh.fsdp_axes)
-            activations = batch / (split[0] * self.mesh.tp_axes)
+            fsdp, tp = split
+            weights = self.Fe.value / (tp * self.mesh.fsdp_axes) if fsdp > 1 else 0.0
+            activations = batch / (fsdp * self.mesh.tp_axes) if tp > 1 else 0.0
             return max(weights, activations) if self.device.own_links else weights + activations
 
         return min(self._splits(), key=taken)
