@@ -176,19 +176,8 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 _ATTENTION_LISTS = (
-    *(
-        "batch",
-        "heads",
-        "kv_heads",
-        "sequence",
-        "queries",
-        "keys",
-        "dim",
-        "causal",
-        "dtype",
-        "implementation",
-        "compile",
-    ),
+    *("batch", "heads", "kv_heads", "sequence", "queries", "keys"),
+    *("dim", "causal", "dtype", "implementation", "compile"),
 )
 _COMM_LISTS = ("collective", "size", "world_size", "backend", "device", "dtype")
 _BENCHMARKS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Measure], frozenset[str]]] = {

@@ -49,4 +49,7 @@ def sqlite_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise SteplabError(f"cannot open the store {path}: {error.strerror}; {NAME_ANOTHER}") from error
     except (UnicodeEncodeError, OverflowError) as error:
-        raise UserError(f"the store {path} cannot hold or look up such a value: {error}") from error
+        raise UserError(
+            f"a text or number that was given can neither be stored nor found in the store {path} ({error}); use valid "
+            "text, and whole numbers below 2^63"
+        ) from error

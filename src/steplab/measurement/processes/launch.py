@@ -71,7 +71,7 @@ def measure_in_child(
     Raises UserError (or the SteplabError that the child reported) for a request that cannot be served, which is no
     measurement. KeyboardInterrupt ends the child and passes on.
     """
-    refuse_planning_only(spec.model)  # imported here because torch takes seconds to load
+    refuse_planning_only(spec.model)
     task = StepTask(
         spec=spec,
         profiled_steps=profiled_steps,

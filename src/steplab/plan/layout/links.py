@@ -118,8 +118,8 @@ def with_profile(machine: Machine, fits: Sequence[Fit], source: str) -> Machine:
         if fit.beta_s_per_byte > 0:
             chosen[fit.collective] = fit
     if missing := set(REACHED) - set(chosen):
-        names = ", ".join(sorted(missing))
-        raise UserError(f"{source} has no line for {names}; measure them with `steplab comm --collectives {names}`")
+        names = ",".join(sorted(missing))
+        raise UserError(f"{source} has no line for {names}; measure them with `steplab comm --collective {names}`")
     return dataclasses.replace(
         machine,
         node_bytes_per_s={name: 1 / chosen[name].beta_s_per_byte for name in REACHED},
