@@ -13,7 +13,7 @@ from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.errors import Unsupported, UserError
 from steplab.plan.fitting import host_paces, phase_cells, waited
 from steplab.plan.memory import predict_memory
-from steplab.plan.public import PublicRow, load_of, step_of
+from steplab.plan.public import PublicRow, load_of, split_step, step_of
 from steplab.plan.rates import Gpu, StackRates, fitted_rates, gpu_with
 from steplab.plan.seen import was_fitted
 from steplab.plan.stack_fit import counts, unseen_stacks
@@ -139,6 +139,7 @@ def _check_row(row: PublicRow, stack: StackRates | None, constant_s: float | Non
         id=row.id,
         source=row.group,
         gpu=row.steplab_gpu or row.gpu,
+        job=row.job,
         cell=f"{sizes} {row.passes}{' recomputed' if row.recompute == 'full' else ''}",
         precision=str(row.precision.get("compute")),
         compiled=row.compile is True,
@@ -147,10 +148,10 @@ def _check_row(row: PublicRow, stack: StackRates | None, constant_s: float | Non
     )
     try:
         spec = step_of(row)
-        assert row.steplab_gpu is not None
-        gpu = gpu_with(hardware_named(row.steplab_gpu), fitted_rates()[0])
+        assert row.card is not None
+        gpu = gpu_with(hardware_named(row.card), fitted_rates()[0])
         used = stack or StackRates(group="", gpu="", source="", spread=gpu.rates.step.spread["elsewhere"])
-        seconds = load_of(row, gpu).seconds(used)
+        seconds = split_step(row, gpu).seconds if row.is_split else load_of(row, gpu).seconds(used)
     except Unsupported as error:
         return dataclasses.replace(blank, unsupported=_reason(error))
     return dataclasses.replace(
@@ -167,7 +168,7 @@ def _constants(rows: Sequence[PublicRow]) -> dict[str, float]:
     (full: 6 N + 12 L d T a token), for all rows of a source on a GPU: the median of what they reach, fitted to all."""
     groups: dict[tuple[str, str], list[tuple[PublicRow, float]]] = defaultdict(list)
     for row, at_peak_s in _at_peak(rows):
-        groups[row.group, str(row.steplab_gpu)].append((row, at_peak_s))
+        groups[row.group, str(row.card)].append((row, at_peak_s))
     found: dict[str, float] = {}
     for own in groups.values():
         share = median(at_peak_s / (row.measured_s or 1.0) for row, at_peak_s in own)
@@ -181,9 +182,10 @@ def _at_peak(rows: Sequence[PublicRow]) -> Iterator[tuple[PublicRow, float]]:
             spec = step_of(row)
         except Unsupported:
             continue
-        assert row.steplab_gpu is not None
+        assert row.card is not None
         passes = 1 if spec.pass_name == "forward" else 3
         attention = (row.model.layers or 0) * (row.model.hidden or 0) * spec.context
         flops = passes * 2 * (row.num_parameters + 2 * attention) * spec.tokens * spec.micro_steps
-        peak = hardware_named(row.steplab_gpu).peaks[DTYPE_OF_MATMULS[spec.precision]].flops_per_s
+        flops *= spec.layout.data_ranks / (row.gpus or 1) if row.is_split else 1
+        peak = hardware_named(row.card).peaks[DTYPE_OF_MATMULS[spec.precision]].flops_per_s
         yield row, flops / peak

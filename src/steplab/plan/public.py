@@ -1,19 +1,26 @@
 """Steps that others measured and published, as steps of this project: rows of benchmarks/public_training.json.xz.
 
-A row becomes the step of one rank: its model, its batch, and its weights in bf16, as FSDP gathers them or as they are
-kept. The optimizer's update is divided by the ranks that share its state, and the loss is taken in fp32. What their
-software, attention and network add is told by few factors for each source and GPU (plan.rates.StackRates).
+A row whose ranks split the model becomes a step on a layout (plan.layout.time). Of any other, each rank has the whole
+model, and the row becomes the step of one: its model, its batch, and its weights in bf16, as FSDP gathers them or as
+they are kept. The optimizer's update is divided by the ranks that share its state, and the loss is taken in fp32. What
+their software, attention and network add is told by few factors for each source and GPU (plan.rates.StackRates).
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from steplab.errors import Unsupported, UserError
+from steplab.plan.layout.links import machine_of
+from steplab.plan.layout.time import LayoutClock
 from steplab.plan.rates import Gpu, StackRates
 from steplab.plan.time import parts_of, refuse_unknown_step, throttled
+from steplab.records.layout_plan import LayoutTime
 from steplab.records.step_time import TimePart
+from steplab.specs.hardware import hardware_named
+from steplab.specs.layout import SINGLE, Layout
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
 
@@ -23,6 +30,19 @@ _LOSS_BYTES = 24
 """Of each logit: what a loss in fp32 moves beyond one in bf16. Both copy, log_softmax, their gradients and that of
 nll_loss: 36 bytes against 12."""
 _ONE_NODE = 8
+_ASSUMED_GPU = {"A100 (unstated kind)": "A100 SXM 80GB"}
+"""GPUs whose kind a source leaves open -> the one that is assumed."""
+_NETWORKS = {
+    "800 Gb/s a node": 12.5e9,
+    "4 x Omni-Path 100 a node": 6.25e9,
+    "HDR InfiniBand": 25e9,
+    "EFA (AWS p5)": 50e9,
+}
+"""Parts of a source's words for the network between nodes -> bytes per second of each of eight GPUs: its share of the
+stated bits, 200 Gbit/s for each GPU of Selene, 3200 for a p5 node."""
+_PADDED_VOCABULARY = 128
+"""Megatron-LM pads the vocabulary to a multiple of this times its tensor-parallel ranks
+(--make-vocab-size-divisible-by)."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "gelu", "silu": "swiglu", "swiglu": "swiglu"}
 """relu costs what gelu does: bandwidth bounds both."""
 _PASSES = {"step": "train", "forward (no grad)": "forward", "forward+backward": "forward_backward"}
@@ -63,7 +83,11 @@ class PublicRow(msgspec.Struct, frozen=True):
     id: str
     group: str
     gpu: str
+    framework: str
     gpus: int | None
+    gpus_per_node: int | None
+    network: str | None
+    global_batch: int | None
     seq: int | None
     micro_batch: int | None
     grad_accum: int | None
@@ -81,6 +105,22 @@ class PublicRow(msgspec.Struct, frozen=True):
     attention: str | None = None
     derived: dict[str, Any] | None = None
     caveats: list[Any] = []
+
+    @property
+    def card(self) -> str | None:
+        """Name of its GPU in the catalogue; None: it is not there."""
+        return self.steplab_gpu or _ASSUMED_GPU.get(self.gpu)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether no rank has the whole model."""
+        return (self.layout.tp or 1) > 1 or (self.layout.pp or 1) > 1
+
+    @property
+    def job(self) -> str:
+        """What rows of one job share, whatever their layouts and micro-batches."""
+        model = (self.model.key, self.model.layers, self.model.hidden, self.seq, self.recompute, self.passes)
+        return f"{self.group} {model} {self.gpus}×{self.gpu} {self.global_batch}"
 
     @property
     def measured_s(self) -> float | None:
@@ -112,11 +152,10 @@ def read_rows(content: bytes, name: str) -> list[PublicRow]:
 def step_of(row: PublicRow) -> StepSpec:
     """The step of one rank. Raises Unsupported with the reason why there is none."""
     what, model, layout = f"predicting {row.id}", row.model, row.layout
-    if row.steplab_gpu is None:
+    if row.card is None:
         raise Unsupported(what, f"the GPU is not in the catalogue: {row.gpu}", "")
-    split = [f"{name}={size}" for name in ("tp", "pp", "cp") if (size := getattr(layout, name)) and size > 1]
-    if split:
-        raise Unsupported(what, f"ranks split the model: {', '.join(split)}", "")
+    if (layout.cp or 1) > 1:
+        raise Unsupported(what, f"ranks split sequences: cp={layout.cp}", "")
     if row.scope != "dense decoder":
         raise Unsupported(what, f"not a dense decoder: {row.scope}", "")
     compute = str(row.precision.get("compute"))
@@ -127,6 +166,9 @@ def step_of(row: PublicRow) -> StepSpec:
     if None in sizes or row.passes not in _PASSES or model.activation not in _ACTIVATIONS:
         raise Unsupported(what, "the row lacks sizes, or its activation is not known", "")
     vocab, hidden, ffn, layers, heads, seq, batch = (size or 0 for size in sizes)
+    tp, pp, micro_batches = layout.tp or 1, layout.pp or 1, row.grad_accum or 1
+    if tp > 1 or "Megatron" in row.framework:
+        vocab = -(-vocab // (_PADDED_VOCABULARY * tp)) * _PADDED_VOCABULARY * tp
     learned = "learned" in str(model.positions)
     try:
         shape = TransformerShape(
@@ -140,19 +182,22 @@ def step_of(row: PublicRow) -> StepSpec:
             norm="layernorm" if "layernorm" in str(model.norm) else "rmsnorm",
             feed_forward="swiglu" if model.ffn_matrices == 3 else "gelu",
             biases="all" if model.bias else "none",
-            head="tied" if model.tied else "untied",
+            head="tied" if model.tied and not row.is_split else "untied",
         )
         train = row.passes == "step"
         return StepSpec(
             model=ModelSpec(name=_NAME, kind="transformer", shape=shape),
-            batch=batch,
+            batch=batch * micro_batches if pp > 1 else batch,
             context=seq,
             pass_name=_PASSES[row.passes],  # type: ignore[arg-type]
             precision=precision,  # type: ignore[arg-type]
             compile="block" if row.compile is True else "off",
             attention="plain" if "plain" in str(row.attention) else "sdpa_flash",
             checkpointing=_recomputed(str(row.recompute)),
-            accumulation=(row.grad_accum or 1) if train else 1,
+            accumulation=micro_batches if train and pp == 1 else 1,
+            layout=Layout(fsdp=layout.dp or 1, tp=tp, pp=pp) if row.is_split else SINGLE,
+            microbatches=micro_batches if pp > 1 else None,
+            reshard_after_forward="never" if row.is_split and (layout.dp or 1) > 1 else "auto",
         )
     except UserError as error:
         raise Unsupported(what, str(error), "") from error
@@ -164,6 +209,20 @@ _PRECISIONS = {"fp32": "fp32", "bf16": "bf16_pure", "fp16": "bf16_pure"}
 
 def _recomputed(text: str) -> str:
     return "full" if text == "full" else "none" if text.startswith("none") else "selective"
+
+
+def split_step(row: PublicRow, gpu: Gpu) -> LayoutTime:
+    """The predicted step of a row whose ranks split the model, by the links of its machines. Raises Unsupported for one
+    that cannot be predicted."""
+    spec = step_of(row)
+    refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE, microbatches=None, reshard_after_forward="auto"), gpu)
+    known = next((speed for words, speed in _NETWORKS.items() if words in str(row.network)), None)
+    links = {} if known is None else {"network": known}
+    machine = machine_of(hardware_named(gpu.name), row.gpus_per_node or _ONE_NODE, links)
+    found = LayoutClock(gpu, machine).time(spec)
+    if found is None:
+        raise Unsupported(f"predicting {row.id}", f"the network between its machines is not known: {row.network}", "")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,10 +40,10 @@ def loaded_rows(rows: Sequence[PublicRow]) -> Iterator[Loaded]:
     """The rows that count and can be predicted."""
     for row in rows:
         measured = row.measured_s
-        if not counts(row) or measured is None or row.steplab_gpu is None:
+        if not counts(row) or measured is None or row.card is None or row.is_split:
             continue
         try:
-            load = load_of(row, gpu_with(hardware_named(row.steplab_gpu), fitted_rates()[0]))
+            load = load_of(row, gpu_with(hardware_named(row.card), fitted_rates()[0]))
         except Unsupported:
             continue
         yield row, load, measured
@@ -76,7 +76,7 @@ def unseen_stacks(rows: Sequence[PublicRow]) -> dict[str, StackRates]:
 def _groups(rows: Sequence[PublicRow]) -> dict[tuple[str, str], list[Loaded]]:
     found: dict[tuple[str, str], list[Loaded]] = defaultdict(list)
     for row, load, measured in loaded_rows(rows):
-        found[row.group, str(row.steplab_gpu)].append((row, load, measured))
+        found[row.group, str(row.card)].append((row, load, measured))
     return {key: own for key, own in found.items() if len(own) >= LEAST_ROWS}
 
 
@@ -87,7 +87,7 @@ def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, floa
     likes = {row.id: str(row.model.key if many else row.gpus) for row, _, _ in own}
     for like in sorted(set(likes.values())):
         rest = [each for each in own if likes[each[0].id] != like]
-        stack = _fitted(rest, own[0][0].group, str(own[0][0].steplab_gpu))
+        stack = _fitted(rest, own[0][0].group, str(own[0][0].card))
         yield from ((row, load, seconds, stack) for row, load, seconds in own if likes[row.id] == like)
 
 

@@ -37,6 +37,8 @@ class TimeCheck:
     """Whether the device waited for the host, by the pace of that machine's host in the same records."""
     constant_s: float | None = None
     """The time by one constant share of the peak, the best for the source on this GPU; None for the store's runs."""
+    job: str = ""
+    """What steps of one job on several layouts share; empty for the store's runs."""
     predicted_kinds_s: dict[str, float] = field(default_factory=dict)
     """Predicted seconds of the device by kind of kernel, where the step was profiled."""
     measured_kinds_s: dict[str, float] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """What a report says of predicted step times beside measured ones: how far off they are, and where."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -56,6 +57,8 @@ def _errors(checks: Iterable[TimeCheck]) -> list[float]:
 def _sections(checks: Sequence[TimeCheck], scored: Sequence[TimeCheck]) -> Iterator[Section]:
     if scored:
         yield named_section("By group", _groups(scored))
+        if (ranked := _ranking(scored)) is not None:
+            yield named_section("Layouts of one job", ranked)
         if any(check.measured_kinds_s for check in scored):
             yield named_section("By kind of kernel", _kinds(scored))
         yield named_section("Predicted over measured", later(_chart, scored))
@@ -140,6 +143,37 @@ def _width(check: TimeCheck) -> float:
     assert check.high_s is not None
     assert check.predicted_step_time_s
     return (check.high_s - check.low_s) / 2 / check.predicted_step_time_s
+
+
+_APART = 0.05
+"""By which two measured steps of one job must differ, for their order to be more than noise."""
+
+
+def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
+    """Of pairs of one job's layouts and micro-batches, how many are predicted in the order that was measured."""
+    counted: dict[str, list[bool]] = {}
+    for first, second in itertools.combinations([check for check in scored if check.job], 2):
+        measured, other = first.measured_step_time_s, second.measured_step_time_s
+        if first.job == second.job and measured and other and abs(measured / other - 1) > _APART:
+            predicted = (first.predicted_step_time_s or 0.0) < (second.predicted_step_time_s or 0.0)
+            counted.setdefault(first.source, []).append((measured < other) == predicted)
+    if not counted:
+        return None
+    counted["all"] = [right for those in list(counted.values()) for right in those]
+    return Table(
+        name="ranking",
+        columns=(
+            Column(key="source", header="source"),
+            Column(key="number", header="pairs", quantity=LABEL),
+            Column(key="right", header="in the measured order", quantity=PERCENT),
+        ),
+        rows=tuple(
+            {"source": source, "number": len(those), "right": sum(those) / len(those)}
+            for source, those in counted.items()
+        ),
+        caption=f"Pairs of one model, global batch and number of GPUs whose measured times differ by more than "
+        f"{_percent(_APART)}.",
+    )
 
 
 def _kinds(scored: Sequence[TimeCheck]) -> Table:
