@@ -42,8 +42,8 @@ PADDING = 128
 """The vocabulary is padded to a multiple of that for each rank of tp, as Megatron-LM does
 (--make-vocab-size-divisible-by)."""
 WITH_WHOLE_TOKENS = ("bigscience",)
-"""Sources from before sequence parallelism (Korthikanti et al. 2022): each rank of tp keeps all tokens of a block's
-input."""
+"""Sources from before sequence parallelism (Korthikanti et al. 2022): each rank of tp has all tokens between the
+products."""
 UNSTATED = {"A100 (unstated kind)": "A100 SXM 80GB"}
 ALIKE_IN_MEMORY = {"H100 SXM 96GB HBM2e 500W": "H100 SXM"}
 """A GPU that is not in the catalogue: torch's memory depends on its architecture alone."""
@@ -137,7 +137,8 @@ def memory(rows: Iterable[PublicRow]) -> None:
         kind = str(row.measured.get("memory_kind"))
         reserved = "reserved" in kind or "nvidia-smi" in kind
         name = hardware_named(name_of_gpu(row)).device_names[0]
-        ranks = memory_by_rank(spec, workspace_of(name).value)
+        splits = row.group not in WITH_WHOLE_TOKENS
+        ranks = memory_by_rank(spec, workspace_of(name).value, sequence_parallel=splits)
         found = max(with_state(row, spec, rank, place, reserved=reserved) for place, rank in enumerate(ranks)) / GIB
         said = f"{stated:.1f} GiB | {found:.1f} GiB | {100 * (found / stated - 1):+.0f} %"
         print(f"| {row.id} | {row.gpus} | {spec.layout} | {kind} | {said} |")
@@ -147,11 +148,9 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
     """What a rank holds with the state that the source keeps in place of ours."""
     size = rank.reserved_bytes if reserved else rank.peak_bytes
     group = rank_groups(spec)[place]
-    if row.group in WITH_WHOLE_TOKENS and spec.checkpointing == "full":
-        assert spec.model.shape is not None
-        number = sum(len(stage.blocks) * stage.in_flight for stage in group.stages)
-        of_block = 2 * spec.tokens // spec.num_microbatches * spec.model.shape.d_model
-        size += round(number * of_block * (1 - 1 / spec.layout.tp))
+    # torch's pipelines allocate the messages of all microbatches beforehand; these programs one of each at a time.
+    messages = [term for term in rank.terms if term.what.endswith("from neighbours")]
+    size -= sum(term.num_bytes * (term.count - rank.in_flight - 1) for term in messages)
     if "nvidia-smi" in str(row.measured.get("memory_kind")):
         size += outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     kept = str(row.precision.get("parameters"))

@@ -281,6 +281,21 @@ def test_a_variant_of_another_layout_is_refused() -> None:
         plan_memory("small", layout="fsdp=2", variant="sharded")
 
 
+def test_without_sequence_parallelism_each_rank_keeps_all_tokens() -> None:
+    """Of a recomputed block its input alone, [B, T, C] in fp32: a quarter of it with tp=4 and tokens split."""
+    spec = resolve_step({"model": "small", "context": 1024, "checkpointing": "full", "layout": "tp=4"})
+
+    def kept(*, sequence_parallel: bool) -> int:
+        (rank,) = memory_by_rank(spec, HOPPER_WORKSPACE.value, sequence_parallel=sequence_parallel)
+        return sum(term.num_bytes * term.count for term in rank.terms if term.what.startswith("residual stream"))
+
+    split, whole = kept(sequence_parallel=True), kept(sequence_parallel=False)
+    assert whole >= 4 * 12 * 4 * 1024 * 768
+    assert split < whole
+    with pytest.raises(UserError, match="no effect without tp"):
+        plan_memory("small", layout="dp=2", sequence_parallel=False)
+
+
 def test_context_parallelism_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match="context parallelism"):
         plan_memory("small", layout="cp=2")

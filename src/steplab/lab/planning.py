@@ -22,7 +22,11 @@ T = TypeVar("T")
 
 
 def plan_memory(
-    spec: StepSpec | str | None = None, *, variant: str | None = None, **fields: object
+    spec: StepSpec | str | None = None,
+    *,
+    variant: str | None = None,
+    sequence_parallel: bool = True,
+    **fields: object,
 ) -> MemoryPrediction:
     """The predicted memory peak of a step on CUDA, by category, and on a layout for every rank.
 
@@ -31,12 +35,15 @@ def plan_memory(
         plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
     `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
-    `torch_ddp:25`, `sharded`, `fsdp2`.
+    `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp have all tokens between the products,
+    which steplab plans and does not run.
 
     Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
     """
     asked = asked_step("plan_memory", spec, fields)
-    return predict_memory(asked, variant=asked_variant(asked, variant))
+    if not sequence_parallel and asked.layout.tp == 1:
+        raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
+    return predict_memory(asked, variant=asked_variant(asked, variant), sequence_parallel=sequence_parallel)
 
 
 def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:

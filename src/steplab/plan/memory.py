@@ -39,7 +39,13 @@ _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
-def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Variant | None = None) -> MemoryPrediction:
+def predict_memory(
+    spec: StepSpec,
+    *,
+    device: str | None = None,
+    variant: Variant | None = None,
+    sequence_parallel: bool = True,
+) -> MemoryPrediction:
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it; None: a Hopper, such as the H200. Raises Unsupported for a step that
@@ -47,6 +53,7 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
     transformers. Of a configuration that is known, of a size for planning only, and with CUDA graphs, it is a lower
     bound: `kind` says so. On a layout the prediction is of the ranks that need most, with all others beside it;
     `variant` says how the ranks of a layout of dp alone share their state, where that is none of `spec.data_parallel`.
+    Without `sequence_parallel` ranks of tp have all tokens between the products, as steplab does not run it.
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"
     shape = shape_of(spec.model, what)
@@ -57,7 +64,8 @@ def predict_memory(spec: StepSpec, *, device: str | None = None, variant: Varian
         return _without_activations(spec)
     workspace = workspace_of(device)
     if spec.layout.world_size > 1:
-        return predict_layout_memory(spec, workspace.value, variant, _notes(spec, workspace.value, device))
+        notes = _notes(spec, workspace.value, device)
+        return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
     ledger = memory_of(spec, workspace=workspace)
     peak = ledger.peak()
     terms, kind = _terms(peak), _kind(spec, foreign=asked.model.kind == "hf")

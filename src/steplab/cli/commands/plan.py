@@ -24,6 +24,14 @@ def memory(
             group=SPREAD,
         ),
     ] = None,
+    sequence_parallel: Annotated[
+        bool,
+        Parameter(
+            help="Whether ranks of tp split the tokens between the products, as steplab runs it; the other way can be "
+            "planned only",
+            group=SPREAD,
+        ),
+    ] = True,
     out: OutputOptions = OutputOptions(),
 ) -> None:
     """Predict the peak memory of a step on a CUDA device, with everything that it consists of.
@@ -48,7 +56,7 @@ def memory(
 
     spec = resolve_step(step.fields())
     chosen = chosen_format(out.format, out)
-    prediction = plan_memory(spec, variant=variant)
+    prediction = plan_memory(spec, variant=variant, sequence_parallel=sequence_parallel)
     if chosen == "json":
         emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
     else:

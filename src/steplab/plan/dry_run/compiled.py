@@ -66,11 +66,11 @@ class CompiledTransformer:
         m = self._machine
         m.start_products()
         m.where = "head and loss"
-        gradient = m.new(m.sizes.residual, m.product_dtype, "gradient of the residual stream")
+        gradient = m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
         self._kept.pop()
         tied = m.sizes.shape.head == "tied"
         self._leave_gradients([*self.parameters.norm.values(), *([] if tied else [self.parameters.head])])
-        gradient = m.new(m.sizes.residual, m.weight_dtype, "gradient of the residual stream")
+        gradient = m.new(m.sizes.stream, m.weight_dtype, "gradient of the residual stream")
         for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
             m.where = f"block {index}"
             _recomputed = self._made(self._of_block()) if self._is_checkpointed(index) else []
@@ -110,7 +110,7 @@ class CompiledTransformer:
         in_memory = implementation(self._spec.attention).materialises_scores
         keys = sizes.residual if in_memory else sizes.keys
         if checkpointed:
-            kept = [_Kind(sizes.residual, m.weight_dtype, "residual stream")]
+            kept = [_Kind(sizes.stream, m.weight_dtype, "residual stream")]
             if self._spec.checkpointing == "selective":
                 kept += [
                     *self._attended(sizes.keys, "outputs of the attention's matmuls", num_others=3),
@@ -119,7 +119,7 @@ class CompiledTransformer:
                 ]
             return kept
         kept = [
-            _Kind(sizes.residual, m.weight_dtype, "residual stream, normalised", 2),
+            _Kind(sizes.stream, m.weight_dtype, "residual stream, normalised", 2),
             _Kind(sizes.rows_of_stream, FP32, "reciprocal root mean squares", 2),
             _Kind(sizes.gathered, compute, "norms", 2),
             *self._attended(keys, "query, key, value", num_others=1),
@@ -156,7 +156,7 @@ class CompiledTransformer:
     def _of_inference(self) -> list[_Kind]:
         """What a block holds at a time without gradients: most in its feed-forward half, or around the scores."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
-        stream = [_Kind(sizes.residual, m.weight_dtype, "residual stream"), _Kind(sizes.residual, compute, "norms")]
+        stream = [_Kind(sizes.stream, m.weight_dtype, "residual stream"), _Kind(sizes.stream, compute, "norms")]
         in_memory = implementation(self._spec.attention).materialises_scores
         keys = sizes.residual if in_memory else sizes.keys
         attention = self._attended(keys, "query, key, value", num_others=1)
@@ -187,9 +187,9 @@ class CompiledTransformer:
 
     def _of_head(self) -> list[_Kind]:
         m, sizes = self._machine, self._machine.sizes
-        kept = [_Kind(sizes.residual, m.product_dtype, "norms"), _Kind(sizes.logits, m.product_dtype, "logits")]
+        kept = [_Kind(sizes.gathered, m.product_dtype, "norms"), _Kind(sizes.logits, m.product_dtype, "logits")]
         if m.tape is not None:
-            kept.append(_Kind(sizes.residual, m.weight_dtype, "residual stream, normalised"))
+            kept.append(_Kind(sizes.stream, m.weight_dtype, "residual stream, normalised"))
         if m.autocast is not None:
             copy = f"weights, in {m.autocast.name}"
             kept.append(_Kind(sizes.vocabulary, m.autocast, copy, category="autocast_copies"))

@@ -15,6 +15,7 @@ from typing import Literal
 from steplab.plan.dry_run.allocator import Block, CachingAllocator
 from steplab.plan.dry_run.events import Allocated, Event, Freed, Operator
 from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.dry_run.sizes import Split
 from steplab.plan.dry_run.step import run_dry
 from steplab.plan.dry_run.tensors import Piece
 from steplab.specs.model import ModelSpec, TransformerShape
@@ -105,17 +106,17 @@ class Parts:
         return next((moment for moment in self.moments if (moment.phase, moment.part) == (phase, part)), None)
 
 
-def parts_of(spec: StepSpec, *, tp: int, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
+def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
     """The parts of a micro-step of `batch` sequences; `recomputed`: none, full or selective, for each block.
 
-    gathering: as in `run_dry`. The spec's sizes, context, precision, attention, compilation and passes count; its
-    layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is eager.
+    split, gathering: as in `run_dry`. The spec's sizes, context, precision, attention, compilation and passes count;
+    its layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is eager.
     """
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
     compiled = spec.compile != "off"
     facts = (spec.model.shape, batch, spec.context, gradients, spec.precision, spec.attention, recomputed)
-    return _parts_of(*facts, compiled, tp, gathering)
+    return _parts_of(*facts, compiled, split, gathering)
 
 
 @functools.lru_cache(maxsize=2048)
@@ -128,7 +129,7 @@ def _parts_of(
     attention: str,
     recomputed: str,
     compiled: bool,
-    tp: int,
+    split: Split,
     gathering: Gathering | None,
 ) -> Parts:
     spec = StepSpec(
@@ -141,9 +142,9 @@ def _parts_of(
         attention=attention,
         checkpointing=recomputed,
     )
-    found = _reading(spec, tp, gathering)
+    found = _reading(spec, split, gathering)
     if compiled:  # the memory of a compiled block is an estimate without operators; head and loss are eager
-        eager = _parts_of(shape, batch, context, gradients, precision, attention, recomputed, False, tp, gathering)
+        eager = _parts_of(shape, batch, context, gradients, precision, attention, recomputed, False, split, gathering)
         of_blocks = [moment for moment in found.moments() if moment.part == "block"]
         others = [moment for moment in eager.moments if moment.part != "block"]
         kept = found.kept(_FIRST)
@@ -158,9 +159,9 @@ def _parts_of(
     )
 
 
-def _reading(spec: StepSpec, tp: int, gathering: Gathering | None) -> "_Reading":
+def _reading(spec: StepSpec, split: Split, gathering: Gathering | None) -> "_Reading":
     log = _Log()
-    run_dry(spec, log.listen, tp=tp, gathering=gathering)
+    run_dry(spec, log.listen, split=split, gathering=gathering)
     return _Reading(log)
 
 

@@ -6,6 +6,7 @@ h heads, k heads of keys and values where they are fewer, P learned positions, n
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from steplab.specs.model import TransformerShape
 
@@ -50,13 +51,27 @@ def half(count: Count) -> Count:
     return Count(count.value // 2, f"{count.symbols} / 2")
 
 
+class Split(NamedTuple):
+    """How tensor parallelism splits a step."""
+
+    ranks: int = 1
+    """Over how many ranks."""
+    tokens: bool = True
+    """Whether a rank has some of the tokens between the products (sequence parallelism), as steplab runs it; else it
+    has all of them."""
+
+
+WHOLE = Split()
+
+
 class Sizes:
     """Every number of elements that occurs in a step of the plain Transformer."""
 
-    def __init__(self, shape: TransformerShape, batch: int, context: int, tp: int = 1) -> None:
+    def __init__(self, shape: TransformerShape, batch: int, context: int, split: Split = WHOLE) -> None:
         B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
         P, grouped, keys = shape.learned_positions, shape.num_kv_heads is not None, shape.kv_width
-        self.shape, self.batch, self.context, self.tp = shape, batch, context, tp
+        tp = split.ranks
+        self.shape, self.batch, self.context = shape, batch, context
         self.heads, self.kv_heads = h // tp, shape.kv_heads // tp
         """Heads of one rank."""
 
@@ -65,10 +80,14 @@ class Sizes:
 
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
-        self.rows_of_stream = part(B * T, "B T")
+        self.split_tokens = split.tokens and tp > 1
+        """Whether a rank of several has some of the tokens between the products: sequence parallelism."""
         self.gathered = Count(B * T * d, "B T d")
         self.residual = part(B * T * d, "B T d")
-        """The residual stream, of which a rank has some tokens, and queries, of which it has some heads."""
+        """Queries of the heads of a rank."""
+        self.stream = self.residual if self.split_tokens else self.gathered
+        """The residual stream, of the tokens of a rank."""
+        self.rows_of_stream = part(B * T, "B T") if self.split_tokens else self.tokens
         self.keys = part(B * T * keys, "B T d k / h") if grouped else self.residual
         self.inner = part(B * T * f, "B T f")
         self.logits = part(B * T * V, "B T V")

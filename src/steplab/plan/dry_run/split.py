@@ -10,8 +10,9 @@ from steplab.plan.dry_run.tensors import Tensor
 
 
 def gather(m: Machine, x: Tensor) -> Tensor:
-    """All tokens, of a tensor of which each rank has some; backward the gradient is summed and scattered."""
-    if m.sizes.tp == 1:
+    """All tokens, of a tensor of which each rank has some; backward the gradient is summed and scattered. Where each
+    rank has all of them, that sum is in place."""
+    if not m.sizes.split_tokens:
         return x
     whole = _gathered(m, x)
     m.node((x.slot,), (), lambda m, kept, gradient: (_scattered(m, gradient),)).gives(whole)
@@ -19,8 +20,8 @@ def gather(m: Machine, x: Tensor) -> Tensor:
 
 
 def scatter(m: Machine, x: Tensor) -> Tensor:
-    """Some tokens of the sum over all ranks; backward the gradient is gathered."""
-    if m.sizes.tp == 1:
+    """Some tokens of the sum over all ranks, or in place all of them; backward the gradient is gathered."""
+    if not m.sizes.split_tokens:
         return x
     part = _scattered(m, x)
     m.node((x.slot,), (), lambda m, kept, gradient: (_gathered(m, gradient),)).gives(part)
@@ -34,4 +35,4 @@ def _gathered(m: Machine, x: Tensor) -> Tensor:
 
 def _scattered(m: Machine, x: Tensor) -> Tensor:
     to_send = m.run("cat", (x,), m.sizes.gathered, x.dtype, f"{x.what}, to send")
-    return m.new(m.sizes.residual, to_send.dtype, f"{x.what}, summed over ranks")
+    return m.new(m.sizes.stream, to_send.dtype, f"{x.what}, summed over ranks")

@@ -12,7 +12,7 @@ from steplab.plan.dry_run.machine import Gathering, Machine
 from steplab.plan.dry_run.memory import Ledger
 from steplab.plan.dry_run.operators import divided
 from steplab.plan.dry_run.optimizers import Optimizer
-from steplab.plan.dry_run.sizes import INT64, Count, Sizes
+from steplab.plan.dry_run.sizes import INT64, WHOLE, Count, Sizes, Split
 from steplab.plan.dry_run.transformer import HeadLoss, Transformer
 from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
@@ -33,12 +33,12 @@ def memory_of(spec: StepSpec, *, workspace: Count) -> Ledger:
     return ledger
 
 
-def run_dry(spec: StepSpec, listen: Listener, *, tp: int, gathering: Gathering | None) -> None:
-    """One step of a rank of `tp` ranks of tensor parallelism, told to `listen`; the spec's own layout is not looked at.
+def run_dry(spec: StepSpec, listen: Listener, *, split: Split, gathering: Gathering | None) -> None:
+    """One step of a rank of tensor parallelism, told to `listen`; the spec's own layout is not looked at.
 
     gathering: how FSDP2 gives the weights; None: they are kept whole.
     """
-    _Step(spec, Count(0, ""), listen, tp=tp, gathering=gathering).run()
+    _Step(spec, Count(0, ""), listen, split=split, gathering=gathering).run()
 
 
 def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
@@ -69,12 +69,18 @@ class _Step:
     """measurement.step.step.ModelStep."""
 
     def __init__(
-        self, spec: StepSpec, workspace: Count, listen: Listener, *, tp: int = 1, gathering: Gathering | None = None
+        self,
+        spec: StepSpec,
+        workspace: Count,
+        listen: Listener,
+        *,
+        split: Split = WHOLE,
+        gathering: Gathering | None = None,
     ) -> None:
         self._spec = spec = dataclasses.replace(spec, attention=chosen_attention(spec))
         assert spec.model.shape is not None
         self._machine = m = Machine(
-            Sizes(spec.model.shape, spec.batch, spec.context, tp), spec.precision, workspace, listen, gathering
+            Sizes(spec.model.shape, spec.batch, spec.context, split), spec.precision, workspace, listen, gathering
         )
         m.begin("build")
         self._model = (

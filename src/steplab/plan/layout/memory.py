@@ -18,6 +18,7 @@ from typing import NamedTuple
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of, parts_of
+from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
@@ -53,10 +54,15 @@ class RankPeak(NamedTuple):
 
 
 def memory_by_rank(
-    spec: StepSpec, workspace_bytes: int, variant: Variant | None = None, gathering: Gathering = GATHERING
+    spec: StepSpec,
+    workspace_bytes: int,
+    variant: Variant | None = None,
+    gathering: Gathering = GATHERING,
+    *,
+    sequence_parallel: bool = True,
 ) -> tuple[RankMemory, ...]:
     """The highest moment of each group of ranks, in the order of the pipeline."""
-    sharing = sharing_of(spec, variant, gathering)
+    sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel)
     return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in rank_groups(spec))
 
 
@@ -72,7 +78,8 @@ def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
     if checkpointing != "selective":
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
     batch = spec.batch // (spec.num_microbatches if spec.layout.pp > 1 else 1)
-    return parts_of(spec, tp=spec.layout.tp, gathering=sharing.gathering, batch=batch, recomputed=checkpointing)
+    split = Split(spec.layout.tp, sharing.splits_tokens)
+    return parts_of(spec, split=split, gathering=sharing.gathering, batch=batch, recomputed=checkpointing)
 
 
 def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple[Parts, int]]:
@@ -306,7 +313,8 @@ class _Rank:
         num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
         if num_messages:
             element = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
-            size = element * self._batch * spec.context * shape.d_model // spec.layout.tp
+            size = element * self._batch * spec.context * shape.d_model
+            size //= spec.layout.tp if self._sharing.splits_tokens else 1
             what = "residual stream and its gradient, from neighbours"
             held[Held("communication", what, f"{element} B T d / n", size, -size % 512)] = num_messages
         return bundle_of(held)

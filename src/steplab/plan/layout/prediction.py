@@ -14,10 +14,10 @@ from steplab.units import format_bytes
 
 
 def predict_layout_memory(
-    spec: StepSpec, workspace_bytes: int, variant: Variant | None, notes: Sequence[str]
+    spec: StepSpec, workspace_bytes: int, variant: Variant | None, notes: Sequence[str], *, sequence_parallel: bool
 ) -> MemoryPrediction:
     """The prediction for the ranks that need most, with all others beside it."""
-    ranks = memory_by_rank(spec, workspace_bytes, variant)
+    ranks = memory_by_rank(spec, workspace_bytes, variant, sequence_parallel=sequence_parallel)
     worst = worst_of(ranks)
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     shared = _shared_bytes(spec, variant)
@@ -30,7 +30,7 @@ def predict_layout_memory(
         peak_where=worst.peak_where,
         terms=worst.terms,
         phase_peaks=worst.phase_peaks,
-        notes=(*notes, *_notes(spec, variant, outside, shared)),
+        notes=(*notes, *_notes(spec, variant, outside, shared), *(() if sequence_parallel else (_WHOLE_TOKENS,))),
         kind="estimate",
         reserved_bytes=worst.reserved_bytes,
         least_device_bytes=least,
@@ -40,6 +40,9 @@ def predict_layout_memory(
         ranks=ranks,
         spec=spec,
     )
+
+
+_WHOLE_TOKENS = "without sequence parallelism ranks of tp have all tokens between the products; steplab runs none such"
 
 
 def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:

@@ -29,6 +29,8 @@ class Sharing:
     """Bytes of an element of a weight as it is kept, and of its gradient and moments."""
     gathered_bytes: int
     """Bytes of an element as FSDP2 gathers it."""
+    splits_tokens: bool
+    """Whether tensor parallelism splits the tokens between the products (sequence parallelism), as steplab runs it."""
     gathering: Gathering | None
     """How FSDP2 gives the weights; None: it does not."""
     buckets: Buckets | None
@@ -42,7 +44,13 @@ class Sharing:
         return self.gathering is not None
 
 
-def sharing_of(spec: StepSpec, variant: Variant | None = None, gathering: Gathering = GATHERING) -> Sharing:
+def sharing_of(
+    spec: StepSpec,
+    variant: Variant | None = None,
+    gathering: Gathering = GATHERING,
+    *,
+    sequence_parallel: bool = True,
+) -> Sharing:
     """How the ranks of the spec's layout share state; a variant is of a data-parallel study, whose ranks are all
     along dp."""
     assert spec.model.shape is not None
@@ -65,6 +73,7 @@ def sharing_of(spec: StepSpec, variant: Variant | None = None, gathering: Gather
         reshard=reshard,
         weight_bytes=weight_bytes,
         gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else weight_bytes,
+        splits_tokens=sequence_parallel,
         gathering=gathering if kind == "fsdp2" else None,
         buckets=buckets,
         owned=owned,
