@@ -146,8 +146,9 @@ def test_a_list_has_the_fields_that_differ_and_says_once_what_is_shared(path: Pa
 
 def test_an_imported_trace_says_what_it_is(path: Path) -> None:
     text = render(list_document(list_records(store=path).rows), "table", width=80)
-    (loop,) = [line for line in text.splitlines() if " loop " in line]
-    assert "my finetuning" in loop
+    lines = text.splitlines()
+    (loop,) = [index for index, line in enumerate(lines) if " loop " in line]
+    assert "my finetuning" in lines[loop + 1], "what it is stands below its figures"
 
 
 def test_columns_are_those_asked_for(path: Path) -> None:

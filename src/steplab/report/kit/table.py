@@ -11,8 +11,6 @@ from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, plai
 _T = TypeVar("_T")
 
 _GAP = "  "
-_FOLDED = Column(key="what", header="what", wraps_from=16)
-"""The column of the values that have no columns of their own on a narrow terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,23 +86,20 @@ def _said(column: Column, row: Row) -> str:
     return plain(_words(column, text, row[column.key])) or text
 
 
-def _folded(shown: Sheet) -> Sheet:
-    """The same with one column in place of those that fold."""
-    folding = [index for index, column in enumerate(shown.columns) if column.folds]
-    place = folding[0]
+def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
+    """The same without the columns that fold, and what they say of each row, in words."""
+    staying = [index for index, column in enumerate(shown.columns) if not column.folds]
 
-    def put(one: _T, all_: Sequence[_T]) -> tuple[_T, ...]:
-        return tuple(
-            one if index == place else item for index, item in enumerate(all_) if index == place or index not in folding
-        )
+    def kept(all_: Sequence[_T]) -> tuple[_T, ...]:
+        return tuple(all_[index] for index in staying)
 
-    words = [" · ".join(filter(None, (said[index] for index in folding))) for said in shown.said]
+    words = tuple(" · ".join(filter(None, said)) for said in shown.said)
     return replace(
         shown,
-        columns=put(_FOLDED, shown.columns),
-        rows=tuple(put(text, row) for text, row in zip(words, shown.rows, strict=True)),
-        said=tuple(put("", said) for said in shown.said),
-    )
+        columns=kept(shown.columns),
+        rows=tuple(map(kept, shown.rows)),
+        said=tuple(map(kept, shown.said)),
+    ), words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,17 +115,26 @@ class Drawn:
 
 
 def drawn(shown: Sheet, width: int) -> Drawn:
-    """The table in at most `width` columns: with as many of its columns as fit, or one field to a line."""
+    """The table in at most `width` columns: with as many of its columns as fit, or one field to a line.
+
+    Where columns that fold do not fit, what they say of a row stands in words below it.
+    """
     chosen = _fitting(shown, width)
+    below = ("",) * len(shown.rows)
     if sum(column.folds for column in shown.columns) > 1 and any(
         column.folds and index not in chosen for index, column in enumerate(shown.columns)
     ):
-        shown = _folded(shown)
+        shown, below = _folded(shown)
         chosen = _fitting(shown, width)
     if not chosen:
         label = max((columns(column.header) for column in shown.columns), default=0)
         return Drawn(
-            header=(), rows=tuple(tuple(_stacked(shown, row, label, width)) for row in shown.rows), left_out=()
+            header=(),
+            rows=tuple(
+                (*_stacked(shown, row, label, width), *_indented(words, width))
+                for row, words in zip(shown.rows, below, strict=True)
+            ),
+            left_out=(),
         )
     widths = _widths(shown, chosen, width)
 
@@ -147,9 +151,13 @@ def drawn(shown: Sheet, width: int) -> Drawn:
     rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
     return Drawn(
         header=(*lines([column.header for column in shown.columns]), rule),
-        rows=tuple(map(lines, shown.rows)),
+        rows=tuple((*lines(row), *_indented(words, width)) for row, words in zip(shown.rows, below, strict=True)),
         left_out=tuple(dict.fromkeys(c.header for index, c in enumerate(shown.columns) if index not in chosen)),
     )
+
+
+def _indented(words: str, width: int) -> list[str]:
+    return [_GAP + line for line in flowed(words, width - len(_GAP))] if words else []
 
 
 def _fitting(shown: Sheet, width: int) -> list[int]:
