@@ -61,8 +61,10 @@ def _document(document: Document, width: int, style: Style) -> Iterator[str]:
     for block in verdict_blocks(document.verdict):
         yield ""
         yield from _sentences(block, min(width, _LONGEST_LINE), style)
+    headed = bool(document.title or document.verdict.sentences)
     for section in document.sections:
-        yield from _section(section, width, style)
+        lines = list(_section(section, width, style))
+        yield from ([""] if headed and lines and not section.title else []) + lines
 
 
 def _section(section: Section, width: int, style: Style) -> Iterator[str]:
