@@ -1,6 +1,7 @@
 """Measure the memory of a step by category, and predict it."""
 
 import dataclasses
+import functools
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -103,9 +104,15 @@ def predicted_memory(spec: StepSpec, *, device: str | None = None) -> MemoryPred
     device: name of the GPU by torch; None: a Hopper. The prediction is for a CUDA device, whatever device the step is
     to run on; a report of a run on another device says so.
     """
+    return _remembered(dataclasses.replace(spec, device="auto"), device)
+
+
+@functools.lru_cache(maxsize=128)
+def _remembered(spec: StepSpec, device: str | None) -> MemoryPrediction:
+    """The prediction of a step; a page needs those of equal steps several times."""
     from steplab.plan.memory import predict_memory
 
-    return predict_memory(dataclasses.replace(spec, device="auto"), device=device)
+    return predict_memory(spec, device=device)
 
 
 def predictions_of(runs: Sequence[Run], on_progress: OnProgress = lambda progress: None) -> dict[str, MemoryPrediction]:

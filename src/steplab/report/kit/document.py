@@ -321,7 +321,7 @@ def record_section(heading: str, verdict: Verdict, sections: Iterable[Section], 
     return named_section(title, Sentences(texts=(heading,), role="note"), *verdict_blocks(verdict), *sections)
 
 
-MOST_OPEN, MOST_IN_FULL = 6, 12
+MOST_OPEN, MOST_IN_FULL = 6, 10
 """Numbers of records of one chapter that start open, and that are shown in full."""
 
 
