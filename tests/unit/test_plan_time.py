@@ -139,9 +139,12 @@ def test_more_bandwidth_or_a_higher_peak_is_never_slower(fields: dict[str, Any],
 
 
 @settings(max_examples=30)
-@given(STEPS, st.integers(5, 9))
-def test_blocks_that_are_added_are_those_that_would_be_run(fields: dict[str, Any], num_layers: int) -> None:
-    spec = resolve_step(fields | {"model.num_layers": num_layers})
+@given(STEPS, st.integers(5, 9), st.integers(1, 6))
+def test_what_is_added_for_blocks_and_micro_steps_is_what_would_be_run(
+    fields: dict[str, Any], num_layers: int, accumulation: int
+) -> None:
+    gradients = {} if fields["pass"] == "forward" else {"accumulation": accumulation}
+    spec = resolve_step(fields | gradients | {"model.num_layers": num_layers})
     kernels = kernels_of(spec)
     parts = parts_of(spec, H200)
     assert sum(part.kernels for part in parts) == len(kernels)

@@ -83,18 +83,36 @@ def on_tensor_cores(part: TimePart) -> bool:
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
     """The device's time by phase, kind and operator, the longest first within a phase, at the full clock.
 
-    Blocks are alike, so a deep model is run dry with few of them and what one more adds is added for the others.
+    Blocks are alike, and so are micro-steps from the second on: of many, few are run dry, and what one more adds is
+    added for the others.
     """
+    if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
+        return _listed(_of_blocks(spec, gpu))
+    few, more = (
+        _of_blocks(dataclasses.replace(spec, accumulation=number), gpu)
+        for number in (_FEWEST_MICRO_STEPS, _FEWEST_MICRO_STEPS + 1)
+    )
+    return _listed(_extrapolated(few, more, spec.micro_steps - _FEWEST_MICRO_STEPS))
+
+
+_FEWEST_MICRO_STEPS = 2
+"""The first makes the gradients, and a second adds to them."""
+
+
+def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     shape = spec.model.shape
     assert shape is not None
     period = _period(spec.checkpointing)
     fewest = shape.num_layers % period + period
     if shape.num_layers <= fewest + period:
-        return _listed(_summed(spec, gpu, shape.num_layers))
+        return _summed(spec, gpu, shape.num_layers)
     few, more = _summed(spec, gpu, fewest), _summed(spec, gpu, fewest + period)
-    times = (shape.num_layers - fewest) // period
-    sums = {key: few.get(key, _NOTHING).plus(more[key].minus(few.get(key, _NOTHING)), times) for key in more}
-    return _listed(sums)
+    return _extrapolated(few, more, (shape.num_layers - fewest) // period)
+
+
+def _extrapolated(few: "dict[_Key, _Sum]", more: "dict[_Key, _Sum]", times: int) -> "dict[_Key, _Sum]":
+    """`few`, with as many times what `more` has beyond it."""
+    return {key: few.get(key, _NOTHING).plus(more[key].minus(few.get(key, _NOTHING)), times) for key in more}
 
 
 _Key = tuple[str, str, str, str]
