@@ -137,6 +137,6 @@ def test_what_has_no_prediction_is_measured_all_the_same(steplab: Program) -> No
     sizes = ("--device", "cpu", "--warmup", "0", "--steps", "1")
     result = steplab("memory", "--model", "toy", *sizes, "--predict", "--format", "json")
     assert result.code == 0
-    assert result.stderr.startswith("steplab: the step is measured without a prediction: what operators allocate")
+    assert result.stderr.startswith("steplab: the step is measured without a prediction: what its factory builds")
     assert sum(row["bytes"] for row in result.rows()) == stored(steplab)["memory_profile"]["peak_bytes"]
     assert not any("predicted_bytes" in row for row in result.rows())

@@ -22,6 +22,7 @@ from steplab.report.kit.table import drawn, sheet
 from steplab.report.run.attention_steps import attention_step_rows
 from steplab.report.run.cells import FIELDS as LABELLED
 from steplab.report.run.cells import axis_name, cells_of, label, varying
+from steplab.report.run.effects import effects_of
 from steplab.report.run.listing import list_document
 from steplab.report.run.narrative import facts
 from steplab.specs.model import MODEL_SIZES, TransformerShape
@@ -201,8 +202,7 @@ def test_the_summary_compares_with_the_declared_baselines() -> None:
 
 def test_a_device_that_was_asked_for_by_another_name_is_still_compared() -> None:
     runs = [make_run({"device": "auto"}), make_run({"device": "cuda", "precision": "bf16"})]
-    told = [fact.text for fact in facts(cells_of(runs))]
-    assert any(text.startswith("bf16 instead of fp32") for text in told)
+    assert [effect.choice for effect in effects_of(cells_of(runs))] == ["bf16 instead of fp32"]
 
 
 def test_steps_of_a_transformers_model_are_compared_by_their_attention(tmp_path: Path) -> None:
