@@ -282,7 +282,7 @@ def test_a_laptop_gets_a_small_grid_and_a_gpu_the_peers() -> None:
     assert [cell.label for cell in lists.cells] == ["1×1×8×64 fp32", "1×1×16×64 fp32"]
     assert (lists.least_repeats, lists.most_repeats) == (3, 3)
     with pytest.raises(UserError, match="pass 'sideways' is not known"):
-        attention_study(None, {}, device="cpu", passes=("sideways",))
+        attention_study(None, {}, device="cpu", pass_=("sideways",))
 
 
 def test_an_account_is_computed_for_a_gpu_or_taken_from_the_store(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Request
 from steplab.records.ddp import DdpCell
 from steplab.records.failure import Failure
-from steplab.specs.ddp import DdpStudy, Variant, bucket_sizes, variants_of
+from steplab.specs.ddp import DdpStudy, Variant, bucket_sizes_mb, variants_of
 from steplab.specs.resolve import resolve_step
 
 # --- what is asked ----------------------------------------------------------------------------------------
@@ -47,10 +47,10 @@ def test_a_transport_is_a_choice_of_what_is_bucketed_alone() -> None:
 def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
     step, processes = ddp_step({"steps": "3"}, None, None)
     assert (step.device, step.context, step.batch, step.steps, processes) == ("cpu", 64, 2, 3, 2)
-    assert "bucketed 0.1 MB" in labels(ddp_study(step, processes=2))
+    assert "bucketed 0.1 MB" in labels(ddp_study({}))
     on_gpus, count = ddp_step({"model": "xl"}, 4, None)
     assert (on_gpus.device, on_gpus.context, count) == ("cuda", 128, 4)
-    assert "torch DDP 1000 MB" in labels(ddp_study(on_gpus, processes=4))
+    assert "torch DDP 1000 MB" in labels(ddp_study({"model": "xl"}, gpus=4))
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_a_study_that_makes_no_sense_is_refused(fields: dict[str, str], changes:
         (lambda: variants_of(("magic",), (1.0,)), "variant 'magic' is not known; choose some of none, naive"),
         (lambda: variants_of(("naive:3",), (1.0,)), "naive has no bucket size"),
         (lambda: variants_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
-        (lambda: bucket_sizes("1,0"), "a bucket size must be a positive number of MB, not 0"),
-        (lambda: bucket_sizes("inf"), "a bucket size must be a positive number of MB, not inf"),
+        (lambda: bucket_sizes_mb(("1", "0")), "a bucket size must be a positive number of MB, not 0"),
+        (lambda: bucket_sizes_mb(("inf",)), "a bucket size must be a positive number of MB, not inf"),
         (lambda: Variant(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
         (lambda: ddp_step({}, 2, 2), "not both"),
     ],

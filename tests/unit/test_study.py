@@ -1,13 +1,19 @@
 """Studies: how grids become cells, what comes with steplab, and what is refused."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from steplab.cli.app import app
+from steplab.cli.options import OutputOptions
 from steplab.errors import UserError
+from steplab.lab.study_parts import jobs_of, options_of
+from steplab.specs.ddp import DdpStudy
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
 from steplab.specs.resolve import resolve_step
 from steplab.specs.study import BENCHMARKS, STEP_PARTS, Grid, fitted, load_study, preset_names, study_from_grids
@@ -169,6 +175,84 @@ def test_what_needs_more_gpus_than_there_are_is_left_out_and_named() -> None:
 def test_a_study_that_needs_a_gpu_is_refused_where_there_is_none() -> None:
     with pytest.raises(UserError, match="study 'multi-gpu' needs 2 GPUs, and this machine has 1"):
         fitted(load_study("multi-gpu", {}), 1)
+
+
+# --- benchmarks with the options of their commands ----------------------------------------------------------
+
+NOT_MEASURING = {
+    *(field.name for field in dataclasses.fields(OutputOptions)),
+    *("name", "timeout"),  # the whole study's
+    *("against", "derive", "hardware"),  # what is shown of a benchmark of attention
+}
+
+
+@pytest.mark.parametrize("kind", BENCHMARKS)
+def test_a_benchmark_takes_the_measuring_options_of_its_command_and_no_others(kind: str) -> None:
+    arguments = app[kind].assemble_argument_collection(parse_docstring=False)
+    names = {argument.name for argument in arguments if argument.name.startswith("--")}
+    options = {name.removeprefix("--").replace("-", "_") for name in names}
+    assert options_of(kind) == options - NOT_MEASURING
+
+
+def job_of(folder: Path, text: str) -> Any:
+    (job,) = jobs_of(load_study(written(folder, text), {}))
+    return job.measure
+
+
+def test_options_of_data_parallelism_reach_what_is_measured(tmp_path: Path) -> None:
+    measure = job_of(
+        tmp_path,
+        """
+[[ddp]]
+processes = 3
+variants = ["flat", "bucketed"]
+bucket_sizes = [2, 5.5]
+transport = "collectives"
+profiled_steps = 1
+traces = "kept"
+pass = "train"
+steps = 3
+model.num_layers = 1
+""",
+    )
+    (study,) = measure.args
+    assert isinstance(study, DdpStudy)
+    assert [variant.label for variant in study.contenders] == [
+        "no communication", "flat", "bucketed 2 MB", "bucketed 5.5 MB"
+    ]  # fmt: skip
+    assert (study.processes, study.profiled_steps, study.step.steps) == (3, 1, 3)
+    assert study.step.model.label == "tiny[num_layers=1]"
+    assert measure.keywords == {"traces": "kept"}
+
+
+def test_variants_may_have_their_earlier_name(tmp_path: Path) -> None:
+    now, then = (job_of(tmp_path, f'[[ddp]]\n{name} = "flat"\n') for name in ("variants", "contenders"))
+    assert now.args == then.args
+
+
+def test_options_of_attention_reach_what_is_measured(tmp_path: Path) -> None:
+    options = 'grid = "tiny"\ndim = 16\npass = "forward"\nrepeats = 3\nseed = 7\nerrors = false\ndevice = "cpu"\n'
+    (study,) = job_of(tmp_path, f"[[attention]]\n{options}").args
+    assert {cell.dim for cell in study.cells} == {16}
+    assert (study.name, study.passes, study.seed, study.errors) == ("tiny", ("forward",), 7, False)
+    assert (study.least_repeats, study.most_repeats) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[comm]]\nsizes = 1\n", r"\[\[comm\]\] has no option 'sizes'; choose of backend, "),
+        ('[[comm]]\nrepeats = "many"\n', r"\[\[comm\]\] repeats is of another type .* Expected `int"),
+        ('[[ddp]]\ndevice = "cpu"\n', "has no option 'device'"),
+        ('[[ddp]]\nlayout = "dp=2"\n', "has no option 'layout'"),
+        ('[[ddp]]\nbucket_sizes = "big"\n', "a bucket size must be a number of MB, not 'big'"),
+        ('[[ddp]]\nvariants = "flat"\ncontenders = "naive"\n', "leave contenders out"),
+        ("[[ddp]]\nmodel.layers = 2\n", "has no option 'model.layers'"),
+    ],
+)
+def test_an_option_that_is_not_valid_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        job_of(tmp_path, text)
 
 
 # --- files ------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def attention_study(
     grid: str | None,
     lists: Mapping[str, Sequence[object]],
     *,
-    passes: Sequence[str] = PASSES,
+    pass_: Sequence[str] = PASSES,
     device: str = "auto",
     repeats: int | None = None,
     errors: bool = True,
@@ -122,15 +122,15 @@ def attention_study(
             "attention",
             cells_of([{"implementation": names, "dtype": ["bf16" if on_gpu else "fp32"]} | given]),
         )
-    unknown = [name for name in passes if name not in PASSES]
-    if unknown or not passes:
+    unknown = [name for name in pass_ if name not in PASSES]
+    if unknown or not pass_:
         raise UserError(f"pass '{''.join(unknown[:1])}' is not known; choose some of {', '.join(PASSES)}")
     counts = {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
     return AttentionStudy(
         name=name,
         description=description,
         cells=cells,
-        passes=tuple(name for name in PASSES if name in passes),
+        passes=tuple(name for name in PASSES if name in pass_),
         device=device,
         errors=errors,
         seed=seed,

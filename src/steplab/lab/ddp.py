@@ -23,6 +23,7 @@ from steplab.specs.ddp import (
     SMALL_BUCKETS_MB,
     STUDY_BUCKETS_MB,
     DdpStudy,
+    bucket_sizes_mb,
     refuse_what_none_uses,
     variants_of,
 )
@@ -51,27 +52,31 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
 
 
 def ddp_study(
-    step: StepSpec,
+    fields: Mapping[str, object],
     *,
-    processes: int,
-    contenders: Sequence[str] = KINDS,
-    bucket_sizes_mb: Sequence[float] | None = None,
-    transports: Sequence[str] | None = None,
+    gpus: int | None = None,
+    processes: int | None = None,
+    variants: Sequence[str] = KINDS,
+    bucket_sizes: Sequence[object] | None = None,
+    transport: Sequence[str] | None = None,
     profiled_steps: int = 2,
 ) -> DdpStudy:
-    """The study of a step; by default with the bucket sizes for the device, and with collectives as the transport.
+    """The study of a step with these fields; by default with the bucket sizes for the device, and with collectives as
+    the transport. Bucket sizes are numbers in MB or their texts.
 
     Raises UserError that names what was given and what is valid, and Unsupported for a transport that needs GPUs.
     """
+    step, count = ddp_step(fields, gpus, processes)
     small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
-    if small and transports and "peer_copy" in transports:
+    if small and transport and "peer_copy" in transport:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
-    sizes_mb = bucket_sizes_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
-    found = variants_of(contenders, sizes_mb, transports or (COLLECTIVES,))
-    refuse_what_none_uses(contenders, bucket_sizes_mb, transports)
+    given_mb = bucket_sizes_mb(bucket_sizes) if bucket_sizes else None
+    sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
+    found = variants_of(variants, sizes_mb, transport or (COLLECTIVES,))
+    refuse_what_none_uses(variants, given_mb, transport)
     return DdpStudy(
         step=step,
-        processes=processes,
+        processes=count,
         contenders=found,
         profiled_steps=profiled_steps,
     )

@@ -1,17 +1,21 @@
 """The measurements of a study: each one job, with its key in the store and what it is called."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import Parameter, signature
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.attention import attention_study, measure_attention
 from steplab.lab.comm import comm_study, measure_comm
-from steplab.lab.ddp import ddp_step, ddp_study, measure_ddp
+from steplab.lab.ddp import ddp_study, measure_ddp
 from steplab.lab.keeping import NotStored, Place, keep, open_store
 from steplab.lab.machine import doctor
 from steplab.lab.memory import memory
@@ -24,7 +28,9 @@ from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.specs.attention import PASSES
+from steplab.specs import attention_study as attention_fields
+from steplab.specs import comm as comm_fields
+from steplab.specs.ddp import CHOSEN_BY_THE_STUDY
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.study import Part, StudySpec, labels
 from steplab.store.cells import cell_key, part_key
@@ -61,7 +67,7 @@ def jobs_of(study: StudySpec) -> list[Job]:
     parts = [
         of_step(part.step, part_key(part), _STEPS[part.kind][0], _STEPS[part.kind][1])
         if part.step
-        else Job(key=part_key(part), what=_BENCHMARKS[part.kind][0], measure=_benchmark(part))
+        else Job(key=part_key(part), what=_BENCHMARKS[part.kind].what, measure=_benchmark(part))
         for part in study.parts
     ]
     first = [job for job, part in zip(parts, study.parts, strict=True) if part.kind == "doctor"]
@@ -126,73 +132,99 @@ _STEPS: dict[str, tuple[str, Measure]] = {
 # --- benchmarks -------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Benchmark:
+    """A part of a study with the options of the command of its name."""
+
+    what: str
+    """What it is called."""
+    fields: Collection[str] = ()
+    """The declared fields of what it measures, by the names of their options."""
+    use_case: Callable[..., Any]
+    """The function that the command calls with its other options; its parameters are the options."""
+    make: Callable[..., Measure]
+    """Function that makes its measurement: takes the fields that are given, and the other options as keywords."""
+
+    def keywords(self) -> dict[str, Any]:
+        """The options that are no fields, each with its type."""
+        parameters = [*signature(self.use_case).parameters.values(), *signature(self.make).parameters.values()]
+        return {
+            parameter.name.strip("_"): parameter.annotation
+            for parameter in parameters
+            if parameter.name not in _NO_OPTIONS and parameter.kind is not Parameter.VAR_KEYWORD
+        }
+
+
+_NO_OPTIONS = frozenset({"fields", "lists", "name", "store", "place", "timeout_s", "on_progress"})
+"""Parameters of a benchmark that are its fields, or that the whole study decides."""
+_EARLIER_NAMES = {"contenders": "variants"}
+"""Options that had another name, which stored studies are known by."""
+
+
+def options_of(kind: str) -> frozenset[str]:
+    """The names of the options that a benchmark takes, without earlier names."""
+    return frozenset({*_BENCHMARKS[kind].fields, *_BENCHMARKS[kind].keywords()})
+
+
 def _benchmark(part: Part) -> Measure:
     """What measures a benchmark with its options. Raises UserError for options that are not valid."""
-    _, make, known = _BENCHMARKS[part.kind]
-    for option in part.options:
+    benchmark, known = _BENCHMARKS[part.kind], options_of(part.kind)
+    fields, own, types = dict[str, Any](), dict[str, Any](), benchmark.keywords()
+    for given, value in part.options.items():
+        option = _EARLIER_NAMES.get(given, given)
         if option not in known:
-            raise UserError(f"[[{part.kind}]] has no option '{option}'; choose of {', '.join(sorted(known))}")
-    return make(part.options)
+            raise UserError(f"[[{part.kind}]] has no option '{given}'; choose of {', '.join(sorted(known))}")
+        if option != given and option in part.options:
+            raise UserError(f"[[{part.kind}]] has {option} and, by its earlier name, {given}; leave {given} out")
+        if option in benchmark.fields:
+            fields[option] = value
+        else:  # a name that Python does not allow for a parameter has an underscore behind it
+            own[f"{option}_" if iskeyword(option) else option] = _read(f"[[{part.kind}]] {given}", value, types[option])
+    return benchmark.make(fields, **own)
 
 
-def _doctor(options: Mapping[str, Any]) -> Measure:
+def _read(what: str, value: object, wanted: Any) -> Any:
+    """The value of an option, in a list if one is wanted. Raises UserError for another type."""
+    try:
+        return msgspec.convert(value, wanted)
+    except msgspec.ValidationError as error:
+        try:
+            return msgspec.convert([value], wanted)
+        except msgspec.ValidationError:
+            raise UserError(f"{what} is of another type than it should be: {error}") from error
+
+
+def _doctor(fields: Mapping[str, Any], **own: Any) -> Measure:
     def measure(*, name: str, **how: Any) -> Record:
-        return doctor(**options, **how)
+        return doctor(**own, **how)
 
     return measure
 
 
-def _attention(options: Mapping[str, Any]) -> Measure:
-    own = {name: options[name] for name in ("device", "repeats", "errors", "seed") if name in options}
-    lists = {name: _listed(options[name]) for name in _ATTENTION_LISTS if name in options}
-    passes = _listed(options.get("pass", PASSES))
-    return partial(measure_attention, attention_study(options.get("grid"), lists, passes=passes, **own))
+def _attention(fields: Mapping[str, Any], *, grid: str | None = None, **own: Any) -> Measure:
+    return partial(measure_attention, attention_study(grid, _lists(fields), **own))
 
 
-def _comm(options: Mapping[str, Any]) -> Measure:
-    own = {name: options[name] for name in ("gpus", "processes", "repeats") if name in options}
-    lists = {name: _listed(options[name]) for name in _COMM_LISTS if name in options}
-    study, device = comm_study(lists, **own)
+def _comm(fields: Mapping[str, Any], **own: Any) -> Measure:
+    study, device = comm_study(_lists(fields), **own)
     return partial(measure_comm, study, device=device)
 
 
-def _ddp(options: Mapping[str, Any]) -> Measure:
-    fields = {name: value for name, value in options.items() if name in FIELDS}
-    step, processes = ddp_step(fields, options.get("gpus"), options.get("processes"))
-    chosen: dict[str, Any] = {}
-    if "contenders" in options:
-        chosen["contenders"] = _listed(options["contenders"])
-    if "bucket_sizes" in options:
-        chosen["bucket_sizes_mb"] = tuple(map(float, _listed(options["bucket_sizes"])))
-    if "transport" in options:
-        chosen["transports"] = _listed(options["transport"])
-    if "profiled_steps" in options:
-        chosen["profiled_steps"] = options["profiled_steps"]
-    return partial(measure_ddp, ddp_study(step, processes=processes, **chosen))
+def _ddp(fields: Mapping[str, Any], *, traces: str | None = None, **own: Any) -> Measure:
+    return partial(measure_ddp, ddp_study(fields, **own), traces=traces)
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else [value]
+def _lists(fields: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    return {name: value if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
 
 
-_ATTENTION_LISTS = (
-    *("batch", "heads", "kv_heads", "sequence", "queries", "keys"),
-    *("dim", "causal", "dtype", "implementation", "compile"),
-)
-_COMM_LISTS = ("collective", "size", "world_size", "backend", "device", "dtype")
-_BENCHMARKS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Measure], frozenset[str]]] = {
-    "doctor": ("the machine's ceilings", _doctor, frozenset({"device"})),
-    "attention": (
-        "attention by itself",
-        _attention,
-        frozenset({*_ATTENTION_LISTS, "grid", "pass", "device", "repeats", "errors", "seed"}),
+_BENCHMARKS = {
+    "doctor": _Benchmark(what="the machine's ceilings", use_case=doctor, make=_doctor),
+    "attention": _Benchmark(
+        what="attention by itself", fields=attention_fields.FIELDS, use_case=attention_study, make=_attention
     ),
-    "comm": ("collectives", _comm, frozenset({*_COMM_LISTS, "gpus", "processes", "repeats"})),
-    "ddp": (
-        "data parallelism",
-        _ddp,
-        frozenset({*FIELDS, "gpus", "processes", "contenders", "bucket_sizes", "transport", "profiled_steps"}),
+    "comm": _Benchmark(what="collectives", fields=comm_fields.FIELDS, use_case=comm_study, make=_comm),
+    "ddp": _Benchmark(
+        what="data parallelism", fields=FIELDS.keys() - CHOSEN_BY_THE_STUDY, use_case=ddp_study, make=_ddp
     ),
 }
-"""What each benchmark is called, what makes its measurement of the options, and the options it takes: those of the
-command of its name."""

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from steplab.errors import UserError
 from steplab.specs.layout import SINGLE
-from steplab.specs.step import StepSpec
+from steplab.specs.step import FIELDS, StepSpec
 
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -16,6 +16,8 @@ WITH_TRANSPORT = ("bucketed", "sharded")
 """Kinds of variant that have a choice of transport."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
 """Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
+CHOSEN_BY_THE_STUDY = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {"device"}
+"""Fields of a step that cannot be given, because the study itself spreads the step over ranks."""
 COLLECTIVES = "collectives"
 """The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
@@ -181,14 +183,14 @@ def variants_of(
     return tuple(found)
 
 
-def bucket_sizes(text: str) -> tuple[float, ...]:
-    """The sizes in a text such as '1,10,100', in MB. Raises UserError for anything but positive numbers."""
-    return tuple(_megabytes(part) for part in text.split(","))
+def bucket_sizes_mb(given: Sequence[object]) -> tuple[float, ...]:
+    """The sizes in MB, which may be given as texts. Raises UserError for anything but positive numbers."""
+    return tuple(map(_megabytes, given))
 
 
-def _megabytes(text: str) -> float:
+def _megabytes(text: object) -> float:
     try:
-        size_mb = float(text)
+        size_mb = float(str(text))
     except ValueError as error:
         raise UserError(f"a bucket size must be a number of MB, not '{text}'") from error
     if not 0 < size_mb < float("inf"):

@@ -46,7 +46,7 @@ class Part:
     step: StepSpec | None = None
     """The step that is watched; None for a benchmark."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """The options of a benchmark, as they are given."""
+    """The options of a benchmark, as they are given; a size of the model by its dotted name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
 
     parts = [
         *(Part(kind=kind, step=cell) for kind in STEP_PARTS for grid in grids(kind) for cell in resolve_grid(grid)),
-        *(Part(kind=kind, options=options) for kind in BENCHMARKS for options in content.get(kind, ())),
+        *(Part(kind=kind, options=_flat(options)) for kind in BENCHMARKS for options in content.get(kind, ())),
     ]
     includes = tuple(load_study(str(preset), overrides) for preset in included)
     if not parts and not includes:

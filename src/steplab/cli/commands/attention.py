@@ -117,7 +117,7 @@ def attention(
     study = attention_study(
         grid,
         cells.lists(),
-        passes=tuple(part.strip() for part in passes.split(",")),
+        pass_=tuple(part.strip() for part in passes.split(",")),
         device=device,
         repeats=repeats,
         errors=errors,

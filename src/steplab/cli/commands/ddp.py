@@ -15,16 +15,15 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from steplab.cli.options import GivenFields, OutputOptions, ProcessOptions, step_options
-from steplab.specs.step import FIELDS
+from steplab.specs.ddp import CHOSEN_BY_THE_STUDY
 
 _VARIANTS = Group.create_ordered("What is compared")
-_CHOSEN_BY_THE_STUDY = {field.key for field in FIELDS.values() if field.about.group == "processes"} | {"device"}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 @step_options(
-    without=_CHOSEN_BY_THE_STUDY,
+    without=CHOSEN_BY_THE_STUDY,
     changed={
         "batch": "Sequences in a micro-step, on each rank [default: 4; on a CPU 2]",
         "context": "Tokens per sequence [default: 128; on a CPU 64]",
@@ -40,7 +39,7 @@ def ddp(
     *,
     step: RankStepOptions = RankStepOptions(),
     processes: ProcessOptions = ProcessOptions(),
-    contenders: Annotated[
+    variants: Annotated[
         str,
         Parameter(
             name=("--variants", "--contenders"),  # the earlier name
@@ -75,21 +74,20 @@ def ddp(
 ) -> int:
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.ddp import ddp_step, ddp_study, measure_ddp
+    from steplab.lab.ddp import ddp_study, measure_ddp
     from steplab.lab.processes import is_first_rank
     from steplab.report.ddp.document import ddp_cell_line, ddp_document
     from steplab.report.kit.rendering import render
-    from steplab.specs.ddp import bucket_sizes as parsed_sizes
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
-    spec, num_processes = ddp_step(step.fields(), processes.gpus, processes.processes)
     study = ddp_study(
-        spec,
-        processes=num_processes,
-        contenders=contenders.split(","),
-        bucket_sizes_mb=parsed_sizes(bucket_sizes) if bucket_sizes else None,
-        transports=tuple(part.strip() for part in transport.split(",")) if transport else None,
+        step.fields(),
+        gpus=processes.gpus,
+        processes=processes.processes,
+        variants=variants.split(","),
+        bucket_sizes=bucket_sizes.split(",") if bucket_sizes else None,
+        transport=tuple(part.strip() for part in transport.split(",")) if transport else None,
         profiled_steps=profiled_steps,
     )
     with ProgressLine() as line:
