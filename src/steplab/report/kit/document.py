@@ -39,8 +39,8 @@ class Column:
     wraps_from: int | None = None
     """Least width to which a terminal may wrap its texts; None: each stays on one line."""
     folds: bool = False
-    """Whether a terminal without room for all such columns puts their values, in the words of `shared`, into one column
-    that wraps, so that none of them is left out."""
+    """Whether a terminal without room for all such columns puts their values, in the words of `shared`, below their
+    row, so that none of them is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
