@@ -159,7 +159,7 @@ def test_a_sweep_whose_cells_all_fail_is_a_failure(steplab: Program) -> None:
 def test_a_dry_run_lists_the_cells_and_touches_nothing(steplab: Program) -> None:
     words = ("--context", "8,16", "--precision", "fp32,bf16", "--dry-run", "--output", "cells.csv")
     result = steplab("sweep", *words)
-    assert (result.code, result.stderr) == (0, "4 cells, none measured\n")
+    assert (result.code, result.stderr) == (0, "4 cells, none measured; predicted for H200 SXM (--gpu)\n")
     assert not (steplab.cwd / "cells.csv").exists(), "what is written there is the results"
     lines = result.stdout.splitlines()
     assert len(lines) == len(set(lines)) == 4

@@ -269,6 +269,22 @@ def test_short_names_ignore_case() -> None:
         assert hardware_named(spec.name.lower()) is spec
 
 
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("H200", "did you mean H200 SXM or H200 NVL?"),
+        ("h200-sxm", "did you mean H200 SXM?"),
+        ("RTX4090", "did you mean RTX 4090?"),
+        ("V100", "; choose one of"),
+        ("", "; choose one of"),
+    ],
+)
+def test_a_part_of_a_name_is_completed(asked: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        hardware_named(asked)
+    assert hint in str(caught.value)
+
+
 def test_an_unknown_short_name_lists_the_valid_ones() -> None:
     with pytest.raises(UserError) as caught:
         hardware_named("H300")

@@ -113,9 +113,9 @@ def test_each_question_is_answered_with_its_figure() -> None:
         "take 3.52 TB, the memory of 44 GPUs of 80 GB (H100 SXM).",
         "take 17.5 MB a token in bf16, so 8.98 GB for a batch of 512 tokens.",
         "M(N) = (S + A / 2) / N + A / 2, which is below the 95 GB of TPU v5p from N = 39 on.",
-        "from 319 tokens a device on, an overall batch of 20,444 tokens; if the two did not overlap, 395 and 25,302.",
+        "from 319 tokens a device on, an overall batch of 20,444 tokens; if FSDP and TP did not overlap, 395 and ",
         "the best split of 64 devices is X = 7.01, Y = 9.13 (in whole numbers 8 × 8), and N may grow to 333 before",
-        "(X = 4, Y = 16) wins the most: it lowers the batch a device from 319 to 79.9 tokens",
+        "(X = 4, Y = 16) gains the most: it lowers the batch a device from 319 to 79.9 tokens",
     )
     for question, words in zip(accounting().questions, expected, strict=True):
         assert words in question.answer
@@ -182,7 +182,7 @@ def test_activations_that_fill_a_device_are_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"card": "TPU v9"}, "unknown hardware 'TPU v9'; choose one of .*TPU v5p"),
+        ({"card": "TPU v9"}, "unknown hardware 'TPU v9'; did you mean TPU v5p. Else choose one of .*TPU v5p"),
         ({"mesh": "dp=2,tp=2"}, "a mesh has fsdp and tp alone, as in fsdp=16,tp=4, not dp=2,tp=2"),
         ({"mesh": "tp=4"}, "gathers no weights; give fsdp at least 2"),
         ({"mesh": "fsdp=x"}, "layout 'fsdp=x' is not known"),

@@ -112,6 +112,9 @@ def test_without_a_network_layouts_that_leave_a_node_have_no_time() -> None:
     plan = planned(gpu="MI300X", gpus=16, spec=JOB | {"compile": "off"})
     assert not any(each.time for each in plan.candidates)
     assert "give its bandwidth" in plan.notes[1]
+    told = render(layouts_document(plan), "md")
+    assert "fit, but none has a known time" in told
+    assert "Layouts that do not fit" not in told
     assert any(
         each.time for each in planned(gpu="MI300X", spec=JOB | {"compile": "off"}, links=["network=45"]).candidates
     )

@@ -264,6 +264,7 @@ def test_the_text_fits_every_width(width: int) -> None:
     told = render(time_document(spec, predict_step_time(spec, H200)), width=width)
     assert max(map(len, told.splitlines())) <= width
     assert "A step takes about" in told
+    assert "tokens/s on one GPU" in " ".join(told.split())
 
 
 def test_the_command_needs_no_torch() -> None:
@@ -292,4 +293,6 @@ def test_a_list_of_cells_says_what_is_expected_of_each() -> None:
     assert large.endswith("does not fit on H200 SXM")
     assert "not predicted: " in toy
     told = forecast_summary(steps, "H200 SXM")
-    assert told == "3 cells, none measured; 1 will not fit H200 SXM; the time of 1 is not predicted"
+    assert (
+        told == "3 cells, none measured; predicted for H200 SXM (--gpu); 1 will not fit; the time of 1 is not predicted"
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cyclopts import App, CycloptsError, UnknownCommandError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandError, UnusedCliTokensError
 
 from steplab import __version__
 from steplab.cli import commands
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except UnknownCommandError as error:
         return _fail(f"{error} `steplab --help` lists them all; begin with `steplab run`", UserError.exit_code, given)
+    except MissingArgumentError as error:
+        return _fail(_missing(error), UserError.exit_code, given)
     except CycloptsError as error:
         return _fail(str(error), UserError.exit_code, given)
     except SteplabError as error:
@@ -113,6 +115,14 @@ def _is_told_elsewhere() -> bool:
         return not is_first_rank()
     except UserError:
         return False
+
+
+def _missing(error: MissingArgumentError) -> str:
+    """Name a required option that was left out; cyclopts says of one without a value what it says of one not given."""
+    if error.argument is None or error.argument.tokens or error.keyword or error.unused_tokens:
+        return str(error)
+    command = " ".join(error.command_chain or ())
+    return f"{command} needs {error.argument.name}; `steplab {command} --help` describes it"
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -65,7 +65,8 @@ class GivenFields:
         for field, value in given.items():
             if "," in value and not field.about.parse:
                 name = option_name(field.key)
-                raise UserError(f"{name} takes a single value here, not '{value}'; `steplab sweep` takes lists")
+                lists = "`steplab sweep` and `steplab plan steps` take lists"
+                raise UserError(f"{name} takes a single value here, not '{value}'; {lists}")
         return {field.key: value for field, value in given.items()}
 
     def grid(self) -> "Grid":

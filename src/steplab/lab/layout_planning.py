@@ -8,7 +8,7 @@ from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
 from steplab.plan.layout.links import Fit, Machine, machine_of, with_profile
-from steplab.plan.layout.search import Job, plan_of_layouts
+from steplab.plan.layout.search import Job, check_job, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory, workspace_of
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import refuse_unknown_step
@@ -41,6 +41,7 @@ def plan_layout(
 
     Raises UserError for an invalid request, Unsupported for a step whose time or memory cannot be predicted.
     """
+    check_job(gpus, global_batch)
     if gpus_per_node is not None and gpus_per_node < 1:
         raise UserError(f"gpus per node must be at least 1, not {gpus_per_node}")
     asked, hardware, chosen = asked_step("plan_layout", spec, fields), hardware_named(gpu), gpu_named(gpu)

@@ -15,7 +15,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
-from steplab.specs.hardware import find_hardware
+from steplab.specs.hardware import find_hardware, hardware_named
 from steplab.specs.step import StepSpec
 
 T = TypeVar("T")
@@ -24,6 +24,7 @@ T = TypeVar("T")
 def plan_memory(
     spec: StepSpec | str | None = None,
     *,
+    gpu: str | None = None,
     variant: str | None = None,
     sequence_parallel: bool = True,
     **fields: object,
@@ -34,6 +35,7 @@ def plan_memory(
 
         plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
+    `gpu` is the one of the catalogue that is judged, by default each of them.
     `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
     `torch_ddp:25`, `sharded`, `fsdp2`. Without `sequence_parallel` ranks of tp have all tokens between the products,
     which steplab plans and does not run.
@@ -43,7 +45,10 @@ def plan_memory(
     asked = asked_step("plan_memory", spec, fields)
     if not sequence_parallel and asked.layout.tp == 1:
         raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
-    return predict_memory(asked, variant=asked_variant(asked, variant), sequence_parallel=sequence_parallel)
+    wanted = None if gpu is None else hardware_named(gpu).name
+    found = predict_memory(asked, variant=asked_variant(asked, variant), sequence_parallel=sequence_parallel)
+    cards = tuple(card for card in found.cards if wanted in (None, card.gpu))
+    return replace(found, cards=cards)
 
 
 def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:

@@ -320,7 +320,7 @@ class _Facts:
         if not self.device.own_links:
             return "the two communications share one link and do not overlap"
         tokens = apart.symbol.value
-        return f"if the two did not overlap, {_tokens(tokens)} and {round(tokens * self.N.value):,}"
+        return f"if FSDP and TP did not overlap, {_tokens(tokens)} and {round(tokens * self.N.value):,}"
 
     @property
     def _tp_fits(self) -> bool:
@@ -396,8 +396,8 @@ class _Facts:
         if least is not None:
             came = f" from {_tokens(here)}" if math.isfinite(here) else ""
             answer = (
-                f"Of the means in the table {least.what} ({least.how.partition(':')[0]}) wins the most: it lowers the "
-                f"batch a device{came} to {_tokens(least.tokens_per_device)} tokens, and the others multiply with it."
+                f"Of the means in the table {least.what} ({least.how.partition(':')[0]}) gains the most: it lowers "
+                f"the batch a device{came} to {_tokens(least.tokens_per_device)} tokens; the others may be added to it."
             )
         return Question(
             title="What else lowers the batch a device without losing throughput?",

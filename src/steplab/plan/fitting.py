@@ -22,6 +22,7 @@ from steplab.plan.kernel_fit import (
     search,
     with_rates,
 )
+from steplab.plan.kernel_time import USUAL_ATTENTION
 from steplab.plan.rates import Gpu, GpuRates, HostRates, StepRates, StreamingRates, gpu_with
 from steplab.plan.time import on_tensor_cores, parts_of, refuse_unknown_step, throttling
 from steplab.records.record import Record
@@ -68,9 +69,13 @@ def fit_kernels(records: Sequence[Record], hardware: HardwareSpec, source: str) 
     dtypes = sorted(dtype for dtype, number in counted.items() if number >= _LEAST_PRODUCTS)
     if not {"fp32", "bf16"} <= set(dtypes):
         raise UserError("too few profiles of eager steps in fp32 and bf16 to fit; make some with `steplab profile`")
+    gpu = with_rates(gpu, attention=fit_attention(records, gpu))
+    if USUAL_ATTENTION not in gpu.rates.attention:
+        raise UserError(
+            f"too few benchmarks of {USUAL_ATTENTION} in bf16 to fit; make some with `steplab attention --grid peers`"
+        )
     gpu = with_rates(gpu, products={dtype: fit_products(times, dtype, gpu) for dtype in dtypes})
-    gpu = with_rates(gpu, streaming=fit_streaming(runs, gpu))
-    return with_rates(gpu, attention=fit_attention(records, gpu))
+    return with_rates(gpu, streaming=fit_streaming(runs, gpu))
 
 
 def _runs(records: Sequence[Record]) -> list[Run]:

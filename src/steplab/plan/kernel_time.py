@@ -25,7 +25,7 @@ _UNALIGNED = 6.0
 
 _HEAD_COLUMNS = 32
 """Columns of a head are padded to a multiple of this (flash-attention's kernels are built for 32, 64, 96, 128, ...)."""
-_USUAL_ATTENTION = "sdpa_flash"
+USUAL_ATTENTION = "sdpa_flash"
 """Whose rates stand for those of an implementation that was not measured."""
 
 
@@ -113,7 +113,7 @@ def attention_s(op: Operator, gpu: Gpu) -> float:
     assert product is not None
     name, pass_name = op.name.removesuffix("_backward"), "backward" if op.name.endswith("_backward") else "forward"
     known = gpu.rates.attention
-    rates = known[name if name in known else _USUAL_ATTENTION][pass_name]
+    rates = known[name if name in known else USUAL_ATTENTION][pass_name]
     scores = product.batch * product.m * (product.n / 2 + rates.diagonal)
     flops_per_score = op.flops / (product.batch * product.m * product.n / 2) / product.k
     columns = math.ceil(product.k / _HEAD_COLUMNS) * _HEAD_COLUMNS

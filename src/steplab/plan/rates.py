@@ -176,6 +176,10 @@ def fitted_stacks() -> tuple[StackRates, ...]:
     return tuple(_committed().stack)
 
 
+_LEAST_PER_S = 1e9
+"""A given figure below it was meant in TFLOP/s or TB/s: no GPU has so few FLOPs or bytes per second."""
+
+
 def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:
     """A GPU of the catalogue with the committed rates, its figures replaced by those given; peak: FLOP/s by number
     format. Raises UserError for a GPU that the catalogue does not have, and for a figure that is not positive."""
@@ -186,6 +190,9 @@ def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_b
     for what, value in given.items():
         if not value > 0:
             raise UserError(f"{what} must be positive, not {value:g}")
+        if value < _LEAST_PER_S:
+            unit = "bytes per second, as 4.8e12" if what == "bandwidth" else "FLOP/s, as 989e12"
+            raise UserError(f"{what} is given in {unit}, not {value:g}")
     if not given:
         return gpu
     return dataclasses.replace(

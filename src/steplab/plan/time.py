@@ -234,12 +234,14 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu) -> None:
     what, shape = f"predicting the time of {spec.model.label}", spec.model.shape
     if shape is None or shape.num_heads == 0:
         why = "the operators are known of steplab's own Transformer alone"
+        if shape is not None:
+            raise Unsupported(what, f"{why}, with attention", "`steplab plan accounting` accounts for it")
         raise Unsupported(what, why, "measure it with `steplab run`, or replace the sizes of a built-in model")
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
     if spec.layout.world_size > 1:
         why = "the prediction is of a step that one process takes by itself"
-        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
+        raise Unsupported(f"{what} on layout {spec.layout}", why, "`steplab plan layout` predicts the layouts of a job")
     dtype = DTYPE_OF_MATMULS[spec.precision]
     if dtype not in gpu.peaks:
         why = f"no peak of {gpu.name} is stated in {dtype}"
@@ -250,8 +252,11 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu) -> None:
 def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
     """What is assumed, and what is left out."""
     notes = ["without what runs before and after a step: loading data, logging, saving"]
-    if not has_own_rates(spec.precision, gpu):
-        notes.append(f"no record of {spec.precision} on {gpu.name} was fitted: shares of its peak as in other formats")
+    if gpu.is_fitted and not has_own_rates(spec.precision, gpu):
+        notes.append(
+            f"no record of {spec.precision} on {gpu.name} was fitted: it is taken to reach the shares of its peak that "
+            "another format does"
+        )
     if spec.compile != "off":
         notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
     if spec.compile in _CUDA_GRAPHS:

@@ -19,6 +19,7 @@ A GPU is recognised by its exact name alone. A laptop part, a cut-down export mo
 of its own and other rates; it gets no figures rather than those of the GPU it resembles.
 """
 
+import difflib
 import functools
 import math
 from collections import Counter
@@ -109,7 +110,18 @@ def _named(name: str, known: Sequence[HardwareSpec]) -> HardwareSpec:
     for spec in known:
         if spec.name.casefold() == wanted:
             return spec
-    raise UserError(f"unknown hardware '{name}'; choose one of {', '.join(spec.name for spec in known)}")
+    names = [spec.name for spec in known]
+    near = _near(wanted, names)
+    hint = f"did you mean {' or '.join(near)}? Else " if near else ""
+    raise UserError(f"unknown hardware '{name}'; {hint}choose one of {', '.join(names)}")
+
+
+def _near(wanted: str, names: Sequence[str]) -> list[str]:
+    """The names that contain what was asked for, such as H200, else those spelt most like it."""
+    plain = {"".join(filter(str.isalnum, name.casefold())): name for name in names}
+    asked = "".join(filter(str.isalnum, wanted))
+    containing = [name for text, name in plain.items() if asked and asked in text]
+    return containing or [plain[text] for text in difflib.get_close_matches(asked, plain, n=2, cutoff=0.7)]
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):

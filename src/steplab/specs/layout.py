@@ -25,8 +25,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if not 1 <= getattr(self, field.name) <= MOST_PROCESSES:
-                raise UserError(f"layout {field.name} must be at least 1, not {getattr(self, field.name)}")
+            size = getattr(self, field.name)
+            if size < 1:
+                raise UserError(f"layout {field.name} must be at least 1, not {size}")
+            if size > MOST_PROCESSES:
+                raise UserError(f"layout {field.name} must be at most {MOST_PROCESSES}, not {size}")
 
     @property
     def world_size(self) -> int:

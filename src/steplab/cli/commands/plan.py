@@ -16,6 +16,9 @@ plan = App(name="plan", help_format="plaintext")
 @plan.command
 def memory(
     *,
+    gpu: Annotated[
+        str | None, Parameter(help="GPU of the catalogue that the step should fit [default: each of the catalogue]")
+    ] = None,
     step: StepOptions = StepOptions(),
     variant: Annotated[
         str | None,
@@ -56,7 +59,7 @@ def memory(
 
     spec = resolve_step(step.fields())
     chosen = chosen_format(out.format, out)
-    prediction = plan_memory(spec, variant=variant, sequence_parallel=sequence_parallel)
+    prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
     if chosen == "json":
         emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
     else:

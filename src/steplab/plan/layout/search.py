@@ -45,10 +45,15 @@ class Job:
     """Bytes of a cuBLAS handle."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.gpus <= MOST_GPUS:
-            raise UserError(f"gpus must be between 1 and {MOST_GPUS}, not {self.gpus}")
-        if self.global_batch < 1:
-            raise UserError(f"the global batch must be at least 1 sequence, not {self.global_batch}")
+        check_job(self.gpus, self.global_batch)
+
+
+def check_job(gpus: int, global_batch: int) -> None:
+    """Raise UserError for a number of GPUs or of sequences that no job has."""
+    if not 1 <= gpus <= MOST_GPUS:
+        raise UserError(f"gpus must be between 1 and {MOST_GPUS}, not {gpus}")
+    if global_batch < 1:
+        raise UserError(f"the global batch must be at least 1 sequence, not {global_batch}")
 
 
 def plan_of_layouts(job: Job) -> LayoutPlan:
@@ -78,7 +83,7 @@ def plan_of_layouts(job: Job) -> LayoutPlan:
         usable_bytes=search.usable_bytes,
         candidates=(*fitting, *others),
         num_as_fast=_num_as_fast(fitting),
-        sources=(*job.gpu.sources, *job.machine.sources),
+        sources=tuple(dict.fromkeys((*job.gpu.sources, *job.machine.sources))),
         notes=tuple(notes),
     )
 

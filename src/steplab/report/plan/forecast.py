@@ -36,5 +36,7 @@ def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
     failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
     unknown = sum(step.time is None for step in steps)
     text = f"{units.counted(len(steps), 'cell')}, none measured"
-    text += f"; {failing} will not fit {gpu}" if failing else ""
+    if unknown < len(steps):
+        text += f"; predicted for {gpu} (--gpu)"
+    text += f"; {failing} will not fit" if failing else ""
     return text + (f"; the time of {unknown} is not predicted" if unknown else "")

@@ -55,7 +55,7 @@ def _subtitle(plan: LayoutPlan) -> str:
 def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     number = len(plan.candidates)
     if not fitting or fitting[0].time is None:
-        yield f"None of {units.counted(number, 'layout')} fits and has a known time."
+        yield _nothing_found(plan)
         return
     best, time = fitting[0], fitting[0].time
     yield (
@@ -66,6 +66,16 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
             f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
             "none of them is known to be faster."
         )
+
+
+def _nothing_found(plan: LayoutPlan) -> str:
+    number = units.counted(len(plan.candidates), "layout")
+    untimed = sum(each.verdict == "fits" for each in plan.candidates)
+    if untimed:
+        return f"{untimed} of {number} fit, but none has a known time: the bandwidth between nodes is not known."
+    if plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates):
+        return f"None of {number} fits. Plan again with --checkpointing full, a shorter --context or more GPUs."
+    return f"None of {number} fits; the table says why."
 
 
 def _span(time: LayoutTime) -> str:
@@ -81,7 +91,8 @@ def _sections(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[Sect
         yield named_section("Communication of the fastest", _traffic(fitting[0]))
     others = [each for each in plan.candidates if not each.time]
     if others:
-        yield named_section("Layouts that do not fit", _failing(others))
+        untimed = any(each.verdict not in ("does not fit", "not possible") for each in others)
+        yield named_section("Other layouts" if untimed else "Layouts that do not fit", _failing(others))
     yield from notes_section(plan.notes)
     yield from notes_section(plan.sources, "Sources")
 
@@ -238,9 +249,21 @@ def _traffic_row(each: AxisTraffic) -> Row:
     }
 
 
+_VERDICTS = {
+    "fits": ("fits but has no known time", "fit but have no known time"),
+    "too tight to promise": ("is too tight to promise", "are too tight to promise"),
+    "does not fit": ("does not fit", "do not fit"),
+    "not possible": ("is not possible", "are not possible"),
+}
+"""The verdicts on a layout without a time, as they are said of one and of several."""
+
+
 def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
     counted = Counter(each.verdict for each in others)
-    said = ", ".join(f"{number} {verdict}" for verdict, number in counted.items())
+    said = ", ".join(f"{number} {_VERDICTS[verdict][number > 1]}" for verdict, number in counted.items())
+    caption = f"{units.counted(len(others), 'layout')}: {said}."
+    if any(each.peak_bytes is not None for each in others):
+        caption += " Allocated is of the smallest micro-batch."
     return Table(
         name="failing",
         columns=(
@@ -249,6 +272,6 @@ def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
             Column(key="reason", header="reason", wraps_from=30),
         ),
         rows=tuple({"layout": each.layout, "peak_bytes": each.peak_bytes, "reason": each.reason} for each in others),
-        caption=f"{units.counted(len(others), 'layout')}: {said}. Allocated is of the smallest micro-batch.",
+        caption=caption,
         first=_FIRST,
     )

@@ -60,7 +60,7 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
             Column(key="tokens_per_s", header="tokens/s", quantity=TOKENS_PER_S, rank=2),
             Column(key="measured_step_time_s", header="measured time", quantity=TIME, rank=1),
             Column(key="measured_device", header="measured on", shared="measured on {}", rank=3),
-            Column(key="gpu", header="time on", shared="time on {}", rank=2),
+            Column(key="gpu", header="time on", shared="Time on {}", rank=2),
             Column(key="measured_id", header="record", rank=3),
         ),
         rows=tuple(rows),

@@ -29,6 +29,7 @@ _BOUND = {
 def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
     """All that is predicted of the time of a step; for programs the rows of `time_rows`."""
     step, time = prediction.step, units.format_time
+    tokens = " ".join(units.format_rate(spec.tokens_of_all / step.seconds, " tokens/s").split())
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
         subtitle=describe(spec),
@@ -36,6 +37,7 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
             sentences=(
                 f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a "
                 f"probability of 90 %; {_BOUND[step.bound]}.",
+                f"That is {tokens} on one GPU.",
             )
         ),
         sections=tuple(_sections(prediction)),
