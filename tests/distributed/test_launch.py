@@ -12,6 +12,7 @@ import pytest
 from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, tiny, wait_until
 
+from steplab.measurement.machine.world import private_meeting_place
 from steplab.records.codec import decode
 from steplab.records.run import Run
 
@@ -225,3 +226,8 @@ def shown(program: Program, identity: str) -> Run:
     record: Any = decode(program("show", identity, "--format", "json").stdout)
     assert isinstance(record, Run)
     return record
+
+
+def test_a_rank_does_not_wait_for_a_folder_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        private_meeting_place(str(tmp_path / "gone"), 2)

@@ -8,7 +8,9 @@ class Notation:
     """A formula as text and as LaTeX's mathematics, without delimiters."""
 
     text: str
+    """The formula in characters, as for a terminal."""
     latex: str
+    """The formula for LaTeX's mathematics mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,6 +31,9 @@ _OF_EVERY_RANK = ("stage", "step")
 """The messages that the hub hears from every rank; from the first rank it hears all."""
 _VERDICT_S = 20.0
 """How long a rank that has finished waits for the verdict over all ranks."""
+_FOLDER_KEPT_S = 0.25
+"""How long the folder of the meeting stays once the parent is gone. A rank that just opens its store there has ended by
+then; without the folder torch would wait for it for minutes, and let no other thread of the rank run."""
 
 
 def main() -> None:
@@ -47,6 +50,7 @@ def _heard_by_parent(order: Order, descriptor: int) -> None:
 
     def on_end() -> None:
         if order.folder is not None:
+            time.sleep(_FOLDER_KEPT_S)
             shutil.rmtree(order.folder, ignore_errors=True)  # the parent may have been killed
         os.killpg(0, signal.SIGKILL)
 

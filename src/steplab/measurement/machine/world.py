@@ -78,7 +78,11 @@ def meeting_place(around: Torchrun) -> Store:
 
 
 def private_meeting_place(folder: str, size: int) -> Store:
-    """The key-value store of processes that share a private folder: a file in it."""
+    """The key-value store of processes that share a private folder: a file in it.
+
+    Raises FileNotFoundError where the folder is gone, for which torch would wait while it holds Python's lock.
+    """
+    os.stat(folder)
     store = FileStore(f"{folder}/store", size)
     store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
     return store
