@@ -36,7 +36,7 @@ def timed_ms(run: Callable[[], object]) -> float:
 
 
 def parameters_of(count: int, num_tensors: int) -> list[Tensor]:
-    """Of equal sizes, with gradients."""
+    """Parameters of equal sizes, with gradients."""
     size = count // num_tensors
     made = [torch.randn(size, device="cuda").requires_grad_() for _ in range(num_tensors)]
     for parameter in made:

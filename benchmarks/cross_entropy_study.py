@@ -102,7 +102,7 @@ class Inputs:
 
 
 def peak_beyond_bytes(inputs: Inputs, loss: Loss) -> int:
-    """Of a step, beyond the inputs and the gradients."""
+    """Peak memory of a step, beyond the inputs and the gradients."""
     inputs.forget()
     gc.collect()
     torch.cuda.synchronize()

@@ -36,7 +36,7 @@ class Trial:
         self.number = 0
 
     def kernel_us(self, streams: list[torch.cuda.Stream], kind: str) -> float:
-        """Of the fastest of some trials."""
+        """Microseconds of a kernel in the fastest of some trials."""
         return min(self._kernel_us(streams, kind) for _ in range(TRIALS))
 
     def _kernel_us(self, streams: list[torch.cuda.Stream], kind: str) -> float:

@@ -39,7 +39,8 @@ def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> Ddp
 
 
 def _stage(variant: Variant) -> int:
-    """Of ZeRO: peer copies leave averages on their owners alone, and collectives have buckets of all gradients."""
+    """The stage of ZeRO: peer copies leave averages on their owners alone, and collectives have buckets of all
+    gradients."""
     if variant.kind == "sharded":
         return 2 if variant.transport == "peer_copy" else 1
     return 3 if variant.kind == "fsdp2" else 0

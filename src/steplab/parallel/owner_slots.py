@@ -15,7 +15,7 @@ from torch import Tensor
 ALIGNMENT_BYTES = 256
 """What torch's own allocators grant at least matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
 MOST_PADDING = 1 / 8
-"""Of the tensors' own bytes."""
+"""Largest padding, as a share of the tensors' own bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
 def smallest_that_does_not_fit(
     cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
 ) -> AttentionAccount:
-    """Of plain attention on these shapes; where all fit, on these with their sequences doubled until one does not.
+    """The account of plain attention on these shapes; where all fit, on these with their sequences doubled until one
+    does not.
 
     Raises UserError where no sequence that anyone would try is too long.
     """
@@ -101,7 +102,7 @@ def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> Atten
 def account_of_failure(
     cells: Sequence[AttentionCell], memory_bytes: int, memory_source: str
 ) -> AttentionAccount | None:
-    """Of the smallest cell of eager plain attention that ran out of memory; None: none did."""
+    """The account of the smallest cell of eager plain attention that ran out of memory; None: none did."""
     tried = [cell for cell in cells if cell.spec.implementation == "plain" and cell.spec.compile == "off"]
     failed = [(cell, cell.failure) for cell in tried if cell.failure and cell.failure.kind == "out_of_memory"]
     if not failed:

@@ -19,7 +19,8 @@ use on four H200s less what the allocator had reserved was 1593 to 1597 MiB with
 RESERVED_MARGIN = 0.10
 """By which more may be reserved than the dry run finds: up to 8.9 % in recorded cells, up to 3.3 % but for five."""
 LEAST_USABLE = 0.96
-"""Of the stated GiB, on a card that nobody has read it from. A caution: an H200 has 0.991, a GeForce about 0.98."""
+"""Usable share of the stated GiB, on a card whose own figure is not known. A caution: an H200 has 0.991, a GeForce
+about 0.98."""
 
 
 def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:

@@ -33,7 +33,7 @@ from steplab.specs.step import StepSpec
 from steplab.stats import percentile
 
 _LEAST_PRODUCTS = 20
-"""Of a number format, from which on its rates are fitted."""
+"""Products that a number format needs in the records before its rates are fitted."""
 _ALONE = StepRates(
     gap_s=0.0, product_factor=1.0, streaming_factor=1.0, throttle_from=1.0, throttle=0.0, spread={"elsewhere": 1.0}
 )

@@ -32,7 +32,7 @@ _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_soft
 """Operators whose kernels a trace cannot tell apart: masking out of place copies first, and the softmax's backward pass
 multiplies first."""
 _LARGEST_SHARE = 1.5
-"""Of the bandwidth: what lies in the cache is read faster than memory is."""
+"""Largest share of the bandwidth that is fitted: what lies in the cache is read faster than memory is."""
 
 
 def search(error: Callable[[Params], float], start: Params) -> Params:

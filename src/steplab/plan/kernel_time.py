@@ -65,7 +65,8 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Of the number format, or where none was fitted, of bf16: tensor cores reach like shares in all their formats."""
+    """Rates of the number format, or where none was fitted, of bf16: tensor cores reach like shares in all their
+    formats."""
     return gpu.rates.products.get(dtype) or gpu.rates.products["fp32" if dtype == "fp32" else "bf16"]
 
 

@@ -175,7 +175,7 @@ def _named(piece: Piece) -> str:
 
 
 def _without_activations(spec: StepSpec) -> MemoryPrediction:
-    """Of a size for planning only: its weights, and what training keeps for each of them."""
+    """The memory of a size for planning only: its weights, and what training keeps for each of them."""
     shape = spec.model.shape
     assert shape is not None
     width = 2 if spec.precision == "bf16_pure" else 4

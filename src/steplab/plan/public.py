@@ -27,8 +27,8 @@ from steplab.specs.step import StepSpec
 _NAME = "medium"
 """Size that a published model is written as, with all its sizes changed."""
 _LOSS_BYTES = 24
-"""Of each logit: what a loss in fp32 moves beyond one in bf16. Both copy, log_softmax, their gradients and that of
-nll_loss: 36 bytes against 12."""
+"""Bytes for each logit: what a loss in fp32 moves beyond one in bf16. Both copy, log_softmax, their gradients and that
+of nll_loss: 36 bytes against 12."""
 _ONE_NODE = 8
 _ASSUMED_GPU = {"A100 (unstated kind)": "A100 SXM 80GB"}
 """GPUs whose kind a source leaves open -> the one that is assumed."""

@@ -20,7 +20,7 @@ from steplab.specs.hardware import HardwareSpec, hardware_named
 
 
 class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of matrix products in one number format; see kernel_time.product_s."""
+    """Rates of matrix products in one number format; see kernel_time.product_s."""
 
     fixed_s: float
     """Seconds that the smallest takes."""
@@ -35,7 +35,7 @@ class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one pass of a fused attention; see kernel_time.attention_s."""
+    """Rates of one pass of a fused attention; see kernel_time.attention_s."""
 
     fixed_s: float
     """Seconds that the smallest takes."""
@@ -48,7 +48,7 @@ class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of what memory bandwidth bounds; see kernel_time.streaming_s."""
+    """Rates of kernels that memory bandwidth bounds; see kernel_time.streaming_s."""
 
     fixed_s: float
     """Seconds that the smallest takes."""
@@ -65,11 +65,11 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How long Python takes for each kernel, on hosts that were measured."""
 
     eager_s: float
-    """Of an eager step, on the quickest host."""
+    """Seconds of the host per kernel of an eager step, on the quickest host."""
     eager_slow_s: float
     """The same, on the slowest."""
     compiled_s: float
-    """Of a compiled step, on the quickest host."""
+    """Seconds of the host per kernel of a compiled step, on the quickest host."""
     compiled_slow_s: float
     """The same, on the slowest."""
 

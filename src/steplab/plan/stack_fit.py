@@ -18,7 +18,7 @@ from steplab.specs.hardware import hardware_named
 from steplab.stats import percentile
 
 LEAST_ROWS = 4
-"""Of a source on one GPU, for factors to be fitted."""
+"""Rows that a source needs on one GPU before factors are fitted."""
 _INTERVAL = 90
 _MANY_ROWS = 20
 """From which on products, attention and streaming have a factor each, rather than one together."""

@@ -15,7 +15,7 @@ class Rates:
     eps: float
     weight_decay: float
     step: int
-    """Of the steps, from 1."""
+    """Number of the step, counted from 1."""
 
     @property
     def decay(self) -> float:

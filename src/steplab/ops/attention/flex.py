@@ -107,7 +107,7 @@ def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole
 
 @cache
 def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
-    """Of each block of queries, how many blocks of keys it sees whole (or in part), and which; then the same of keys.
+    """For each block of queries, how many blocks of keys it sees whole (or in part), and which; then the same for keys.
 
     A block row sees whole those blocks of keys that lie before it, and part of the one beside it. A last row or column
     that the queries or keys do not fill counts as seen in part, as in torch's create_block_mask, which would take a

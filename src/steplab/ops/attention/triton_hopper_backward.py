@@ -40,7 +40,7 @@ from steplab.ops.attention.triton_hopper_tiles import (
 )
 
 KEYS = gl.constexpr(128)
-"""Of a program; and queries whose sums are handed on together."""
+"""Keys of a program, and queries whose sums are handed on together."""
 PART = gl.constexpr(32)
 """Columns of the sums that lie together in memory, [64, 32] in a row: 128 bytes a query."""
 

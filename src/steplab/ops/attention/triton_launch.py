@@ -48,9 +48,9 @@ class Call(NamedTuple):
     """What a call of attention asks of its kernels, besides shapes."""
 
     parts: Columns
-    """Of the head dimension."""
+    """The columns of the head dimension, in parts."""
     dtype: torch.dtype
-    """Of the tensors."""
+    """Number format of the tensors."""
     device: torch.device
     """Where they are."""
     products: str
@@ -69,7 +69,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -106,7 +106,7 @@ def tile_form(tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, ro
 
 
 def number_form(count: int, rows: int) -> Form:
-    """Of float32 numbers in a row, so many at a time, for the Hopper kernels."""
+    """The form of float32 numbers in a row, read so many at a time by the Hopper kernels."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -115,7 +115,8 @@ def number_form(count: int, rows: int) -> Form:
 
 
 def sums_form(count: int) -> Form:
-    """Of float32 sums [count, SUMS_WIDTH], to 64 rows of which the backward kernel for Hopper adds at a time."""
+    """The form of float32 sums [count, SUMS_WIDTH], to 64 rows of which the backward kernel for Hopper adds at a
+    time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -47,7 +47,7 @@ its gradient times the row's scale, else it may overwrite them by anything. A ta
 and not ignored, has a loss of NaN."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden, weight and bias; None where it is not wanted."""
+"""The gradients of hidden, weight and bias; None where one is not wanted."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

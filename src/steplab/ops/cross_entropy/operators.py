@@ -107,7 +107,7 @@ def _flops(
     wanted: Sequence[bool],
     **kwargs: object,
 ) -> int:
-    """Of the matrix products: one for the logits, and one for each of the larger gradients."""
+    """FLOPs of the matrix products: one for the logits, and one for each of the larger gradients."""
     num_products = 1 + (0 if scale is None else sum(wanted[:2]))
     return 2 * num_products * hidden[0] * hidden[1] * weight[0]
 

@@ -27,7 +27,7 @@ def _taken_in(x, largest, total):
 
 @triton.jit
 def _gradient(x, lse_2, factor, uniform, is_target, target_part, scale):
-    """Of logits."""
+    """The gradient of the loss with respect to logits."""
     gradient = tl.exp2(x * LOG2_E - lse_2) * factor - uniform
     return tl.where(is_target, gradient - target_part, gradient) * scale
 

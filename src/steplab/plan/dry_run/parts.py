@@ -222,7 +222,8 @@ class _Reading:
             self._after_forward = list(alive.values())
 
     def moments(self) -> Iterable[Moment]:
-        """Of the embedding, the last block and the head in each pass; what other parts keep is not among their own."""
+        """The moments of the embedding, the last block and the head in each pass; what other parts keep is not among
+        their own."""
         for phase in ("forward", "backward"):
             for part, where in _WHERE.items():
                 if (phase, where) not in self._peaks:

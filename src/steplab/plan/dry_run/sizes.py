@@ -18,7 +18,7 @@ class Dtype:
     name: str
     """bf16, as StepSpec has it; in words for the others."""
     num_bytes: int
-    """Of one element."""
+    """Bytes of one element."""
 
 
 FP32 = Dtype(name="fp32", num_bytes=4)

@@ -27,17 +27,17 @@ class Buckets:
     """The buckets of a step."""
 
     sizes_bytes: tuple[int, ...]
-    """Of each message, in the order of launch."""
+    """Size of each message, in the order of launch."""
     buffered_bytes: int
-    """Of the buffers, which are there all the time."""
+    """Size of the buffers, which are there all the time."""
     waiting_bytes: int
     """Most bytes of gradients that wait for the others of their bucket."""
     during_backward: bool
     """Whether buckets travel beside the backward pass."""
     copied_bytes: int
-    """Of gradients that are copied into a buffer."""
+    """Size of the gradients that are copied into a buffer."""
     shared_bytes: int = 0
-    """Of buffers and landing places of peer copies, which are not torch's allocator's; 0: there are none."""
+    """Size of buffers and landing places of peer copies, which are not torch's allocator's; 0: there are none."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -35,7 +35,7 @@ _MOST_ROUNDED = 8
 """Blocks whose tensors are placed in memory to find the rounding; that of more grows in proportion."""
 
 CACHED_SHARE = 0.04
-"""Of what is allocated at most, by which the allocator holds more in gaps and cache: the median over the ranks of
+"""Share of what is allocated at most, by which the allocator holds more in gaps and cache: the median over the ranks of
 benchmarks/results/layout_h200_202611.jsonl.gz is 0.035, and 0.03 over the single GPUs of docs/memory_formulas.md."""
 
 Holdings = list[tuple[Bundle, int]]

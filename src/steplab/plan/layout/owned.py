@@ -31,7 +31,7 @@ from steplab.specs.model import TransformerShape
 _SLOT_ALIGNMENT_BYTES = 256
 _MOST_PADDING = 1 / 8
 _LARGEST_PARTS = 3
-"""Of a bucket, for which there is room where gradients land."""
+"""Parts of a bucket for which there is room where gradients land."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,7 +118,7 @@ class LayoutClock:
         return found[0], found[1]
 
     def _passes(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> dict[str, Work]:
-        """Of all micro-steps or microbatches, by phase."""
+        """The work of all micro-steps or microbatches, by phase."""
         calls = spec.num_microbatches if spec.layout.pp > 1 else spec.micro_steps
         compiled = spec.compile != "off"
         found = {}
@@ -158,8 +158,8 @@ class LayoutClock:
         return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)
 
     def _copies_s(self, messages: Sequence[Traffic], sharing: Sharing) -> float:
-        """Of gradients into buckets; with FSDP2 of each gathered weight out of its message, and of each gradient into
-        one."""
+        """Seconds of copies: of gradients into buckets; with FSDP2 of each gathered weight out of its message, and of
+        each gradient into one."""
         if sharing.buckets is not None:
             return self._times.copy_s(sharing.buckets.copied_bytes)
         return sum(self._times.copy_s(each.message_bytes) * each.count for each in messages if each.axis == "fsdp")

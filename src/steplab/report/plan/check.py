@@ -150,7 +150,7 @@ _APART = 0.05
 
 
 def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
-    """Of pairs of one job's layouts and micro-batches, how many are predicted in the order that was measured."""
+    """Among pairs of one job's layouts and micro-batches, how many are predicted in the order that was measured."""
     counted: dict[str, list[bool]] = {}
     for first, second in itertools.combinations([check for check in scored if check.job], 2):
         measured, other = first.measured_step_time_s, second.measured_step_time_s
@@ -177,7 +177,7 @@ def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
 
 
 def _kinds(scored: Sequence[TimeCheck]) -> Table:
-    """Of profiled steps: seconds of the device by kind, the predicted share of the measured."""
+    """For profiled steps: seconds of the device by kind, the predicted share of the measured."""
     rows: list[Row] = []
     for kind in ("matmul", "attention", "streaming"):
         pairs = [
