@@ -233,3 +233,12 @@ def test_a_tag_that_is_not_there_cannot_be_removed(path: Path) -> None:
 
 def test_a_run_without_annotations_says_nothing_of_them() -> None:
     assert "Tags" not in run_text(RUNS[0])
+
+
+def test_words_for_a_record_make_no_store(tmp_path: Path) -> None:
+    absent = tmp_path / "absent.db"
+    with pytest.raises(SteplabError, match="no store at"):
+        tag("last", ["x"], store=absent)
+    with pytest.raises(SteplabError, match="no store at"):
+        comment("last", "x", store=absent)
+    assert not absent.exists()

@@ -28,7 +28,7 @@ from steplab.specs.resolve import resolve_step
 B, T, V, d = 2, 24, 70, 16
 SHAPE = TransformerShape(vocab_size=V, d_model=d, d_ff=32, num_layers=1, num_heads=2)
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp16": torch.float32, "bf16_pure": torch.bfloat16}
-"""Of the weights."""
+"""Number format of the weights, by precision."""
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

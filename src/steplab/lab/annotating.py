@@ -6,6 +6,7 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_line, open_store
 from steplab.records.record import Record
+from steplab.store.database import Store
 
 
 def tag(
@@ -18,7 +19,7 @@ def tag(
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
             raise UserError(f"a tag is one printable word without commas, not {word!r}")
-    with open_store(store, write=True) as opened:
+    with _existing_store(store) as opened:
         record = opened.get(record_id)
         for word in remove:
             if word not in record.tags:
@@ -34,7 +35,13 @@ def comment(record_id: str, text: str, *, store: Path | str | None = None) -> Re
 
     Raises UserError if the text is not one line of printable text.
     """
-    with open_store(store, write=True) as opened:
+    with _existing_store(store) as opened:
         record = opened.get(record_id)
         opened.annotate(record.id, tags=record.tags, comment=checked_line("a note", text))
         return opened.get(record.id)
+
+
+def _existing_store(path: Path | str | None) -> Store:
+    """The store, to be written to; raises SteplabError where there is none, and makes none."""
+    open_store(path, write=False).close()
+    return open_store(path, write=True)

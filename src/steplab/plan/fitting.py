@@ -214,8 +214,8 @@ def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], fl
 
 
 def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
-    """Whether the device may have waited for the host: the kernels take hardly longer than the host of that machine,
-    or where nothing tells its pace, than the median host."""
+    """Whether the device may have waited for the host: the kernels take little longer than the host of that machine,
+    or than the median host where the machine's pace is not known."""
     pace = paces.get(cell.machine)
     if pace is None:
         usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]

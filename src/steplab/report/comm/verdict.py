@@ -15,7 +15,7 @@ _APART = 0.1
 
 
 def comm_verdict(run: CommRun) -> Verdict:
-    """Bandwidth, latency and the effect of ranks, told of the collective that gradients need most."""
+    """Bandwidth, latency and the effect of ranks, for the collective that gradients need most."""
     measured = [cell for cell in run.cells if cell.slowest]
     return Verdict(sentences=tuple(_sentences(run, measured)), cautions=tuple(_cautions(run, measured)))
 
