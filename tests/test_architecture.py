@@ -127,7 +127,7 @@ WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "observer": set(),
     "progress": set(),
     "machine": {"observer", "compat"},
-    "recorder": {"machine"},
+    "recorder": {"step", "machine"},
     "jobs": {"machine", "observer"},
     "processes": {"jobs", "machine", "progress"},
     "entry": {"processes", "jobs", "machine", "observer", "compat"},

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from tests.rendering import run_text
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.recording import recorder
-from steplab.measurement.recorder import Recorder
+from steplab.measurement.recorder.recorder import Recorder
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, find_phase
@@ -272,4 +275,119 @@ def test_a_store_that_cannot_be_written_is_refused_before_the_loop_begins(tmp_pa
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="device cuda:99"), recorder("mine", device="cuda:99", store=tmp_path / "s.db"):
+        pass
+
+
+# --- a part of the loop -----------------------------------------------------------------------------------
+
+
+def test_the_time_between_steps_is_kept_apart_from_the_steps(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=1) as rec:
+        for milliseconds in (1, 2, 3, 4):
+            with rec.step():
+                clock.spend(10)
+            clock.spend(milliseconds)
+    run = stored()[0]
+    assert run.timing is not None
+    assert run.timing.between_s == (0.002, 0.003)
+    assert "between steps 2.50 ms, median from the end" in " ".join(run_text(run, width=100).split())
+
+
+def test_recording_ends_after_the_steps_that_were_asked_for(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=1, steps=2) as rec:
+        complete = []
+        for milliseconds in (1, 2, 3, 4):
+            with rec.step(), rec.phase("forward"):
+                clock.spend(milliseconds)
+            complete.append(rec.is_complete)
+    assert complete == [False, False, True, True]
+    timing = stored()[0].timing
+    assert timing is not None
+    assert samples(timing.back_to_back, "step") == samples(timing.back_to_back, "forward") == (0.002, 0.003)
+
+
+def train(rec: Recorder, clock: Clock, num_steps: int) -> list[bool]:
+    """So many steps of a small model; whether the recorder was complete after each."""
+    layer = torch.nn.Linear(4, 4)
+    complete = []
+    for number in range(num_steps):
+        with rec.step():
+            clock.spend(10 + number)
+            with rec.phase("forward"):
+                loss = layer(torch.ones(2, 4)).sum()
+            with rec.phase("backward"):
+                loss.backward()
+        complete.append(rec.is_complete)
+    return complete
+
+
+def test_the_steps_that_were_asked_for_are_profiled_and_not_timed(clock: Clock, record: Record, stored: Stored) -> None:
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 4)})
+    with record(warmup=1, steps=3, profile=range(3, 5), model=model) as rec:
+        for number in range(7):
+            with rec.step():
+                clock.spend(10 + number)
+                with rec.phase("forward"):
+                    loss = model["head"](torch.ones(2, 4)).sum()
+                with rec.phase("backward"):
+                    loss.backward()
+    run = stored()[0]
+    assert run.timing is not None
+    assert samples(run.timing.back_to_back, "step") == (0.011, 0.015, 0.016)  # step 2 runs under the profiler too
+    assert run.timing.between_s == (0.0,)  # from step 5 to step 6: the others have no timed neighbour
+    assert run.profile is not None
+    assert run.profile.num_steps == 2
+    products = [kernel for kernel in run.profile.kernels if kernel.name == "aten::addmm"]
+    assert [(kernel.phase, kernel.range, kernel.calls) for kernel in products] == [("forward", "head", 2)]
+    assert not [note for note in run.notes if note.startswith("profile")]
+
+
+def test_a_profile_that_the_loop_does_not_reach_is_noted(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0, profile=range(2, 9)) as rec:
+        assert train(rec, clock, 4) == [False] * 4
+    run = stored()[0]
+    assert run.profile is None
+    assert "profile: the loop ended after 4 steps, before the last to profile, 8" in run.notes
+    assert run.timing is not None
+    assert len(samples(run.timing.back_to_back, "step")) == 1
+
+
+def test_a_profiler_that_cannot_start_costs_the_loop_nothing(
+    clock: Clock, record: Record, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: object) -> None:
+        raise RuntimeError("Profiler is already enabled on this thread")
+
+    monkeypatch.setattr("steplab.measurement.recorder.profiled.profile.__enter__", refuse)
+    with record(warmup=0, steps=2, profile=range(2, 3)) as rec:
+        assert train(rec, clock, 5) == [False, False, False, True, True]  # at the same step as on other ranks
+    run = stored()[0]
+    assert run.profile is None
+    assert [note for note in run.notes if note.startswith("profile: ")]
+    assert run.failure is None
+
+
+@pytest.mark.parametrize("steps", [range(3), range(5, 5), range(2, 8, 2)])
+def test_steps_that_cannot_be_profiled_are_refused(record: Record, steps: range) -> None:
+    with pytest.raises(UserError, match="consecutive steps after the first"), record(profile=steps):
+        pass
+
+
+def test_no_steps_at_all_are_refused(record: Record) -> None:
+    with pytest.raises(UserError, match="steps must be at least 1, not 0"), record(steps=0):
+        pass
+
+
+def test_memory_that_was_refused_is_told_as_such(record: Record, stored: Stored) -> None:
+    with pytest.raises(RuntimeError), record() as rec, rec.step():
+        torch.empty(2**60)
+    failure = stored()[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.requested_bytes) == ("out_of_memory", 2**62)
+
+
+def test_ranks_without_a_process_group_are_refused(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"after torch\.distributed\.init_process_group"), record():
         pass

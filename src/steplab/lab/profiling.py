@@ -67,7 +67,7 @@ def profile(
         try:
             if written.exists():
                 kept = target.take(written) if target else written
-                run = _with_profile(run, _read(kept, None if nsys else "torch.profiler", on_progress))
+                run = with_profile(run, read_profile(kept, None if nsys else "torch.profiler", on_progress))
         except Exception as error:
             where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
             raise unread(error, run, "trace", kept=where) from error
@@ -92,7 +92,7 @@ def import_trace(
     with open_store(store, write=True) as opened:
         run = dataclasses.replace(
             imported_run(path, name),
-            profile=_read(path, None, on_progress, file=path.name),
+            profile=read_profile(path, None, on_progress, file=path.name),
             notes=("timing, memory: an imported trace has only profiled steps",),
         )
         keep(opened, run)
@@ -115,7 +115,13 @@ def is_recorded_elsewhere(run: Run) -> bool:
     return run.timing is not None and run.profile is None and is_watched_by_nsys()
 
 
-def _read(path: Path, source: str | None, on_progress: OnProgress, file: str | None = None) -> Profile:
+def read_profile(
+    path: Path, source: str | None, on_progress: OnProgress = lambda progress: None, file: str | None = None
+) -> Profile:
+    """The profile of a trace; `source` is the program that wrote it, None where the trace says so.
+
+    Raises UserError for a file that is not a trace.
+    """
     from steplab.traces.digest import digest
     from steplab.traces.reading import read_trace
 
@@ -132,7 +138,7 @@ def _with_notes_on_nsys(run: Run, written: Path) -> Run:
     return dataclasses.replace(run, notes=(*run.notes, *notes))
 
 
-def _with_profile(run: Run, found: Profile) -> Run:
+def with_profile(run: Run, found: Profile) -> Run:
     """The run with its profile, to which the measuring process's notes on the trace are moved."""
     moved = tuple(note for note in run.notes if note.startswith(("ranges: ", "kernels: ")))
     kept = tuple(note for note in run.notes if note not in moved)

@@ -1,15 +1,23 @@
 """Record the user's own training loop in the store."""
 
+import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steplab.errors import SteplabError
+from steplab.lab.files import folder_for
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.profiling import read_profile, with_profile
 from steplab.specs.device import check_device
 
 if TYPE_CHECKING:
-    from steplab.measurement.recorder import Recorder
+    from torch import nn
+
+    from steplab.measurement.recorder.recorder import Recorder
+    from steplab.records.run import Run
+    from steplab.store.database import Store
 
 
 @contextmanager
@@ -18,6 +26,9 @@ def recorder(
     *,
     tokens_per_step: int | None = None,
     warmup: int = 5,
+    steps: int | None = None,
+    profile: range | None = None,
+    model: "nn.Module | None" = None,
     device: str = "auto",
     store: Path | str | None = None,
 ) -> "Iterator[Recorder]":
@@ -30,19 +41,53 @@ def recorder(
                         loss = model(batch)
                     ...
 
-    The first `warmup` steps count as warm-up. Nothing is synchronised before the end, so steplab does not change how
-    the loop runs. A loop that raises is stored with the steps until then, and the exception is raised again. Raises
-    SteplabError before the loop begins if the store cannot be written, and UserError for a device that does not exist.
+    The first `warmup` steps count as warm-up, and the next `steps` are measured (None: all). `device` is by default the
+    current GPU. Nothing is synchronised before the end, so steplab does not change how the loop runs.
+
+    `profile=range(20, 23)` runs steps 20 to 22, counted from 0, and the one before under torch.profiler; these are not
+    timed. `model` names the modules in that profile.
+
+    In several processes every rank opens a recorder once torch.distributed has a process group, and runs the same
+    steps; `tokens_per_step` are those of all ranks. The first rank stores one record, with the samples of all and a
+    profile of its own.
+
+    A loop that raises is stored with the steps until then, in several processes by the first rank alone, and the
+    exception is raised again. Raises SteplabError before the loop begins if the store cannot be written, and UserError
+    for a device that does not exist, for steps that cannot be profiled, and for ranks without a process group.
     """
-    from steplab.measurement.recorder import Recorder
+    from steplab.measurement.recorder.recorder import Recorder
 
     check_device(device)
-    with open_store(store, write=True) as opened:
-        recording = Recorder(checked_name(name), tokens_per_step=tokens_per_step, warmup=warmup, device=device)
+    name = checked_name(name)
+    with folder_for(None) as folder:
+        recording = Recorder(
+            name,
+            tokens_per_step=tokens_per_step,
+            warmup=warmup,
+            steps=steps,
+            device=device,
+            profile=profile,
+            model=model,
+            folder=folder,
+        )
+        with open_store(store, write=True) if recording.is_first else nullcontext() as opened:
+            try:
+                yield recording
+            except GeneratorExit:  # the program drops the recorder without closing it
+                raise
+            except BaseException as error:
+                _keep(opened, recording.finish(error), recording.trace)
+                raise
+            recording.run = _keep(opened, recording.finish(), recording.trace)
+
+
+def _keep(store: "Store | None", run: "Run", trace: Path | None) -> "Run | None":
+    """Store the record, with the profile of the trace if there is one; None on ranks without a store."""
+    if store is None:
+        return None
+    if trace is not None:
         try:
-            yield recording
-        except BaseException as error:
-            keep(opened, recording.finish(error))
-            raise
-        recording.run = recording.finish()
-        keep(opened, recording.run)
+            run = with_profile(run, read_profile(trace, "torch.profiler"))
+        except SteplabError as error:  # what was timed is kept
+            run = dataclasses.replace(run, notes=(*run.notes, f"profile: {error}"))
+    return keep(store, run)

@@ -1,11 +1,9 @@
 """The measurements of one of several processes that run a step together."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steplab.records.memory import PeakMemory
-from steplab.records.problems import Problem
-from steplab.records.timing import PhaseSamples, find_phase, measured_problems
+from steplab.records.timing import PhaseSamples, find_phase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +30,3 @@ class RankSamples:
     def peak(self, phase: str) -> PeakMemory | None:
         """The peak memory of one phase; None if it was not measured."""
         return next((peak for peak in self.peaks if peak.phase == phase), None)
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield what cannot be right (records.problems)."""
-        yield from measured_problems(".back_to_back", self.back_to_back)

@@ -10,7 +10,7 @@ from steplab.records.problems import Problem, known, numbered
 from steplab.records.profile import PHASES, Profile
 from steplab.records.ranks import RankSamples
 from steplab.records.record import StepRecord
-from steplab.records.timing import Timing, timing_problems
+from steplab.records.timing import Timing, measured_problems, timing_problems
 
 RUN_SCHEMA = "steplab.run/1"
 
@@ -106,9 +106,7 @@ class Run(StepRecord):
         )
         first = self.ranks[0].phase("step") if self.ranks else None
         for index, rank in enumerate(self.ranks):
-            step = rank.phase("step")
+            path, step = f".ranks[{index}].back_to_back", rank.phase("step")
+            yield from measured_problems(path, rank.back_to_back, in_each_step=self.spec is not None)
             if first and step and len(step.best_s) != len(first.best_s):
-                yield (
-                    f".ranks[{index}].back_to_back",
-                    f"has {len(step.best_s)} steps, but rank 0 has {len(first.best_s)}",
-                )
+                yield path, f"has {len(step.best_s)} steps, but rank 0 has {len(first.best_s)}"

@@ -55,6 +55,9 @@ class Timing:
     back_to_back_host_s: float | None = None
     """Seconds of the whole back-to-back loop on the host's clock, synchronised at both ends, to check the sum of the
     events."""
+    between_s: tuple[float, ...] | None = None
+    """In a user's own loop, seconds from the end of a measured step to the beginning of the next, on the same timeline:
+    data loading, logging, evaluation. None: steps begin where the previous one ends, or there were fewer than two."""
     first_step_s: float | None = None
     """Synchronised host time in seconds of the step that compiled, before the warm-up; None for an eager step."""
 

@@ -17,13 +17,10 @@ from steplab.errors import Unsupported
 from steplab.measurement.machine.device import Device
 from steplab.measurement.profile.nsys import is_watched_by_nsys
 from steplab.measurement.step.loop import OnStep, Phase
-from steplab.measurement.step.spans import Spans
+from steplab.measurement.step.spans import Spans, note_on_left_out
 from steplab.measurement.step.step import Step
 from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.step import StepSpec
-
-_NAMES_SHOWN = 3
-"""The number of modules that a note names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +86,7 @@ class StepProfiler:
         notes = []
         if self._compiled:
             notes.append("ranges: a compiled step has ranges for phases only, because its graph has no modules")
-        if left_out:
-            names = ", ".join(name or "the model" for name in left_out[:_NAMES_SHOWN])
-            more = f" and {len(left_out) - _NAMES_SHOWN} more" if len(left_out) > _NAMES_SHOWN else ""
-            notes.append(f"ranges: none inside {names}{more}, where hooks would change what runs")
+        notes += note_on_left_out(left_out)
         if self._device.torch_device.type == "mps":
             notes.append("kernels: torch.profiler records only the host's operators on mps, not its kernels")
         return notes

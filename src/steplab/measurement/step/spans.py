@@ -4,7 +4,7 @@ A model is built with its ranges in place, and timed with them off. They are on 
 then do its modules carry hooks, so that the timed step is the step that runs without steplab.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from steplab.measurement.compat import minds_hooks
 
 _NOTHING = nullcontext()
+_NAMES_SHOWN = 3
+"""The number of modules that a note names."""
 
 
 class Spans:
@@ -70,6 +72,15 @@ class Spans:
         # First in and last out: the module's other hooks are part of it. It also ends if the forward pass raises.
         before = module.register_forward_pre_hook(enter, prepend=True)
         return before, module.register_forward_hook(leave, always_call=True)
+
+
+def note_on_left_out(names: Sequence[str]) -> list[str]:
+    """A note that names the submodules without ranges; none if there are none."""
+    if not names:
+        return []
+    shown = ", ".join(name or "the model" for name in names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return [f"ranges: none inside {shown}{more}, where hooks would change what runs"]
 
 
 class _Range:

@@ -1,0 +1,257 @@
+"""Times the steps of a user's own training loop, in one process or in each of several."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from steplab import __version__
+from steplab.errors import UserError
+from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_of, refused_memory
+from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.measurement.machine.world import host_name
+from steplab.measurement.recorder.profiled import ProfiledSteps
+from steplab.parallel.collectives import GroupCollectives
+from steplab.records.codec import new_id, now_utc
+from steplab.records.failure import Failure
+from steplab.records.memory import Memory
+from steplab.records.ranks import RankSamples
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.units import counted
+
+Span = tuple[Any, Any]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The marks of one step."""
+
+    number: int
+    """Number in the loop, from 0; profiled steps count, and steps that raised do not."""
+    start: Any
+    """Mark at its beginning."""
+    end: Any = None
+    """Mark at its end."""
+    parts: dict[str, list[Span]] = field(default_factory=dict)
+    """Marks around each phase, each time that it ran."""
+
+
+class Recorder:
+    """Collects marks on the device's timeline, and converts them to seconds when the loop is over.
+
+    It keeps two marks per step and two per phase, so it is meant for hundreds or thousands of steps. In several
+    processes each one has a recorder, and the first makes the record.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        tokens_per_step: int | None,
+        warmup: int,
+        steps: int | None,
+        device: str,
+        profile: range | None,
+        model: nn.Module | None,
+        folder: Path,
+    ) -> None:
+        """Open the device. In a process group every rank calls this, and `finish` if its loop succeeds.
+
+        `folder` is for the trace of the steps in `profile`, which names the modules of `model`. Raises UserError for
+        numbers out of range, and for processes of torchrun without a process group.
+        """
+        if warmup < 0:
+            raise UserError(f"warmup must be at least 0, not {warmup}")
+        if steps is not None and steps < 1:
+            raise UserError(f"steps must be at least 1, not {steps}; leave it out to record all")
+        if tokens_per_step is not None and tokens_per_step < 1:
+            raise UserError(f"tokens_per_step must be at least 1, not {tokens_per_step}; leave it out if unknown")
+        self.run: Run | None = None
+        """The record, once the loop is over; in several processes, on the first alone."""
+        self._name, self._tokens_per_step = name, tokens_per_step
+        self._warmup, self._most = warmup, None if steps is None else warmup + steps
+        self._ranks = _ranks()
+        self._device = _open(device)
+        trace = folder / "steps.json" if self.is_first else None
+        self._profiled = None if profile is None else ProfiledSteps(profile, model, trace)
+        self._environment = read_environment(self._device.torch_device)
+        self._number = 0
+        self._steps: list[_Step] = []
+        self._inside = False
+        self._timed: _Step | None = None
+        self._device.reset_peak()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process makes the record: it is the first, or the only one."""
+        return self._ranks is None or self._ranks.rank == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the requested steps are recorded, so that further steps would change nothing."""
+        return self._has_all_steps and (self._profiled is None or self._profiled.are_over(self._number))
+
+    @property
+    def trace(self) -> Path | None:
+        """The trace of the profiled steps; None: there is none."""
+        return self._profiled.trace if self._profiled else None
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return self._most is not None and len(self._steps) == self._most
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of the loop. A step that raises is not counted."""
+        if self._inside:
+            raise UserError("rec.step() inside another step; close the first one before the next begins")
+        number, profiled = self._number, self._profiled
+        watched = profiled is not None and profiled.takes(number)
+        around = profiled.around_step(number, self._device) if profiled and watched else nullcontext()
+        self._inside = True
+        try:
+            with around:
+                if not watched and not self._has_all_steps:
+                    self._timed = _Step(number, self._device.mark())
+                yield
+                if self._timed:
+                    self._timed.end = self._device.mark()
+                    self._steps.append(self._timed)
+        finally:
+            ended, self._timed, self._inside = self._timed, None, False
+        self._number += 1
+        if profiled and watched:
+            profiled.after_step(number, self._device)
+        if ended and len(self._steps) == self._warmup:
+            self._device.reset_peak()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A named part of the step; the times of a part that occurs several times in a step are summed."""
+        if not self._inside:
+            raise UserError(f"rec.phase('{name}') outside a step; open it inside `with rec.step():`")
+        if name == "step":
+            raise UserError("a phase must not be called 'step', the name of the whole step; choose another name")
+        with self._profiled.range(name) if self._profiled else nullcontext():
+            start = self._device.mark() if self._timed else None
+            yield
+            if self._timed:
+                self._timed.parts.setdefault(name, []).append((start, self._device.mark()))
+
+    def finish(self, error: BaseException | None = None) -> Run:
+        """The record of all complete steps; with `error`, as a failure. Without one it waits for the other ranks."""
+        self._device.synchronize()
+        if self._profiled:
+            self._profiled.end(self._number)
+        measured = self._steps[self._warmup :]
+        peak = self._device.peak("step")
+        memory = Memory(
+            peaks=(peak,) if peak else (),
+            total_bytes=self._environment.device.memory_bytes,
+            host_peak_bytes=host_peak_bytes(),
+        )
+        notes = ["MFU: steplab does not know the FLOPs of a user's own loop"]
+        if not measured:
+            ran = counted(len(self._steps), "step")
+            notes.append(f"step time: the loop ran {ran}, but {self._warmup} are warm-up")
+        if peak is None:
+            notes.append("peak device memory: torch keeps no high-water mark on this device")
+        if self._profiled:
+            notes += self._profiled.notes
+        ranks, why = self._gathered(measured, memory, error)
+        return Run(
+            id=new_id(),
+            created_utc=now_utc(),
+            steplab_version=__version__,
+            name=self._name,
+            tokens_per_step=self._tokens_per_step,
+            environment=read_clocks(self._environment, self._device.torch_device),
+            timing=Timing(
+                warmup=self._samples(self._steps[: self._warmup]),
+                back_to_back=self._samples(measured),
+                between_s=self._between(measured),
+            ),
+            memory=memory,
+            ranks=ranks,
+            failure=self._failure(error) if error else None,
+            notes=(*notes, *why),
+        )
+
+    def _gathered(
+        self, measured: Sequence[_Step], memory: Memory, error: BaseException | None
+    ) -> tuple[tuple[RankSamples, ...], tuple[str, ...]]:
+        """The samples of every rank in the steps that all have measured, and notes on what is missing."""
+        if self._ranks is None:
+            return (), ()
+        if error is not None:
+            return (), ("ranks: this is the first rank alone, because the loop failed",)
+        if not dist.is_initialized():
+            why = "the process group was destroyed before the recorder ended"
+            return (), (f"ranks: this is the first rank alone, because {why}",)
+        counts = self._ranks.host_gather(len(measured))
+        fewest = min(counts)
+        own = RankSamples(
+            rank=self._ranks.rank,
+            host=host_name(),
+            device_name=self._environment.device.name,
+            back_to_back=self._samples(measured[:fewest]),
+            peaks=memory.peaks,
+            host_peak_bytes=memory.host_peak_bytes,
+        )
+        gathered = tuple(self._ranks.host_gather(own))
+        if fewest == max(counts):
+            return gathered, ()
+        return gathered, (f"ranks: compared over {counted(fewest, 'step')}, because that is how many one rank ran",)
+
+    def _failure(self, error: BaseException) -> Failure:
+        refused = refused_memory(error, "the loop", self._device) if isinstance(error, Exception) else None
+        return refused or failure_of(error, None)
+
+    def _between(self, steps: Sequence[_Step]) -> tuple[float, ...] | None:
+        """Seconds between the end of each step and the beginning of the next, where both were timed."""
+        neighbours = [(one.end, two.start) for one, two in pairwise(steps) if two.number == one.number + 1]
+        return tuple(self._device.seconds_between(end, start) for end, start in neighbours) or None
+
+    def _samples(self, steps: Sequence[_Step]) -> tuple[PhaseSamples, ...]:
+        marks = [{**step.parts, "step": [(step.start, step.end)]} for step in steps]
+        names = dict.fromkeys(name for parts in marks for name in parts)
+        columns = {
+            name: tuple(
+                sum(self._device.seconds_between(start, end) for start, end in parts[name])
+                for parts in marks
+                if name in parts
+            )
+            for name in names
+        }
+        if self._device.asynchronous:
+            return tuple(PhaseSamples(phase=name, device_s=seconds) for name, seconds in columns.items())
+        return tuple(PhaseSamples(phase=name, host_s=seconds) for name, seconds in columns.items())
+
+
+def _open(device: str) -> Device:
+    """The device; `auto` and `cuda` are the GPU that is current, because the loop has chosen it for its process."""
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{torch.cuda.current_device()}"
+    return open_device(device)
+
+
+def _ranks() -> GroupCollectives | None:
+    """The collectives over all ranks; None for a single process. Raises UserError if there is no group yet."""
+    if dist.is_available() and dist.is_initialized():
+        return GroupCollectives() if dist.get_world_size() > 1 else None
+    around = torchrun_around()
+    if around is not None:
+        raise UserError(
+            f"torchrun started {around.size} processes, which are in no process group yet; open the recorder after "
+            "torch.distributed.init_process_group, and close it before destroy_process_group"
+        )
+    return None
