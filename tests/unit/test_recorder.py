@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.rendering import run_text
 
 from steplab.errors import SteplabError, UserError
