@@ -1,6 +1,24 @@
-"""`python -m steplab` is `steplab`."""
+"""The program: `python -m steplab` is `steplab`."""
 
-from steplab.cli.app import console
+import sys
+
+from steplab.cli.ending import Ending
+
+
+def console() -> None:
+    """Entry point of the installed program."""
+    ending = Ending()
+    ending.listen()
+    try:
+        from steplab.cli.app import main  # takes a while, in which a signal may arrive
+
+        code = main(ending=ending)
+        ending.ignore()
+    except KeyboardInterrupt:
+        ending.ignore()
+        code = ending.exit_code
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     console()

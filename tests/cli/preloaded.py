@@ -28,7 +28,7 @@ import psutil  # type: ignore[import-untyped]
 
 _LONGEST_REQUEST_BYTES = 1 << 20
 _MAINS = {
-    "steplab": "steplab.cli.app:console",
+    "steplab": "steplab.__main__:console",
     "torch.distributed.run": "torch.distributed.run:main",
     "steplab.measurement.entry.child": "steplab.measurement.entry.child:main",
     "steplab.measurement.entry.rank": "steplab.measurement.entry.rank:main",

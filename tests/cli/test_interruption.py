@@ -2,12 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, is_gone, kill, read_process, tiny, wait_until
+
+from steplab.cli.ending import Ending
 
 MODEL = '''
 import os
@@ -151,12 +156,61 @@ def test_ctrl_c_ends_a_run_quietly_and_stores_nothing(held: Program) -> None:
     assert held.rows() == []
 
 
-def test_a_terminated_sweep_leaves_no_measuring_process(held: Program) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_sweep_that_is_asked_to_end_does_so_as_after_ctrl_c(held: Program, number: signal.Signals) -> None:
     sweep, measuring = start_until_second_cell(held)
-    sweep.terminate()
-    wait_until(lambda: is_gone(measuring), "the measuring process ends with its parent")
-    finish(sweep)
+    sweep.send_signal(number)
+    result = finish(sweep)
+    assert result.code == 128 + number
+    assert is_gone(measuring)
+    assert result.stderr.splitlines()[-1].startswith(f"steplab: ended by {number.name}; the finished measurements")
     assert [row["context"] for row in held.rows()] == [1]
+
+
+def test_a_second_ctrl_c_does_not_cut_the_tidying_up_short(held: Program) -> None:
+    sweep, measuring = start_until_second_cell(held)
+    for _ in range(20):
+        sweep.send_signal(signal.SIGINT)
+        time.sleep(0.005)
+    result = finish(sweep)
+    assert result.code == 130
+    assert "Traceback" not in result.stderr
+    assert is_gone(measuring)
+
+
+def test_a_signal_long_after_the_first_ends_the_program_at_once(steplab: Program) -> None:
+    steplab.write(
+        "busy.py",
+        f"""
+import signal, time
+from steplab.cli import ending
+
+ending.TIDYING_S = 0.0
+listening = ending.Ending()
+listening.listen()
+try:
+    signal.raise_signal(signal.{signal.SIGTERM.name})
+finally:
+    signal.raise_signal(signal.{signal.SIGINT.name})
+    time.sleep(60)
+""",
+    )
+    ended = subprocess.run(
+        [sys.executable, "busy.py"], cwd=steplab.cwd, env=steplab.environment, timeout=30, check=False
+    )
+    assert ended.returncode == 128 + signal.SIGTERM
+
+
+def test_what_the_parent_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    others = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        Ending().listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    finally:
+        for number, handler in {signal.SIGHUP: before, **others}.items():
+            signal.signal(number, handler)
 
 
 def test_two_sweeps_share_a_store(steplab: Program) -> None:

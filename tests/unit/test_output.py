@@ -234,14 +234,14 @@ def test_a_link_that_is_changed_after_the_check_does_not_choose_the_file(
     link, harmless, precious = tmp_path / "page.csv", tmp_path / "harmless.csv", tmp_path / "precious"
     precious.write_text("keep me")
     link.symlink_to(harmless)
-    make = tempfile.mkstemp
+    make = tempfile.mkdtemp
 
-    def changed(*args: Any, **others: Any) -> tuple[int, str]:
+    def changed(*args: Any, **others: Any) -> str:
         link.unlink()
         link.symlink_to(precious)
         return make(*args, **others)
 
-    monkeypatch.setattr(tempfile, "mkstemp", changed)
+    monkeypatch.setattr(tempfile, "mkdtemp", changed)
     emit("id,created_utc", to(link), "csv")
     assert precious.read_text() == "keep me"
     assert harmless.read_text() == "id,created_utc\n"

@@ -1,5 +1,6 @@
 """The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
+import contextlib
 import os
 import sys
 import traceback
@@ -12,11 +13,10 @@ from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandErr
 
 from steplab import __version__
 from steplab.cli import commands
+from steplab.cli.ending import Ending
 from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, SteplabError, UserError
 from steplab.report.kit.text import plain
-
-INTERRUPTED = 130
 
 app = App(
     name="steplab",
@@ -41,8 +41,11 @@ def console() -> None:
     sys.exit(main())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; every error is printed as one line on standard error."""
+def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -> int:
+    """Run one command and return its exit code; every error is printed as one line on standard error.
+
+    `ending` knows the signal behind a KeyboardInterrupt.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         for argument in given:
@@ -70,9 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return error.exit_code
         return _fail(str(error), error.exit_code, given)
     except KeyboardInterrupt as error:
-        # Its text says what the user should know, such as what has been stored.
-        print("steplab: interrupted" + (f"; {error}" if str(error) else ""), file=sys.stderr)
-        return INTERRUPTED
+        ending = ending or Ending()
+        # The error's text says what the user should know, such as what has been stored.
+        if not _is_told_elsewhere():
+            with contextlib.suppress(OSError):  # after a hang-up
+                print(f"steplab: {ending.words}" + (f"; {error}" if str(error) else ""), file=sys.stderr)
+        return ending.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

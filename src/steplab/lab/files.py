@@ -13,12 +13,13 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steplab.errors import SteplabError, UserError
+from steplab.measurement.processes.scratch import scratch_folder
 from steplab.store.header import is_store_header
 from steplab.store.location import default_path
 
@@ -116,14 +117,10 @@ class Destination:
                 with self.path.open("ab") as device:
                     device.write(content)
                 return
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{self.path.name}.")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(content)
-                _put(temporary, target)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            with scratch_folder(target.parent) as scratch:
+                written = scratch.path / "written"
+                written.write_bytes(content)
+                _put(written, target)
 
     def take(self, written: Path) -> Path:
         """Move a finished file here and return its new path; a device gets a copy. Raises as `check` does."""
@@ -207,12 +204,13 @@ def folder_for(target: Destination | None) -> Iterator[Path]:
     if target:
         target.check()
     beside = _real(target.path).parent if target and not target.is_written_to else None
-    try:
-        made = tempfile.TemporaryDirectory(dir=beside, prefix=".steplab-")
-    except OSError as error:
-        raise SteplabError(f"cannot write {target.path if target else 'temporary files'}: {error.strerror}") from error
-    with made as folder:
-        yield Path(folder)
+    with ExitStack() as stack:
+        try:
+            scratch = stack.enter_context(scratch_folder(beside))
+        except OSError as error:
+            what = target.path if target else "temporary files"
+            raise SteplabError(f"cannot write {what}: {error.strerror or error}") from error
+        yield scratch.path
 
 
 def refuse_the_same(*paths: Path | None) -> None:
@@ -232,12 +230,22 @@ def unread(error: Exception, run: "Run", what: str, *, kept: Path | None) -> Ste
 
 def rescue(written: Path, what: str, run_id: str) -> Path | None:
     """Move a file out of a folder that is about to be removed; None if no other folder can take it."""
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+    for folder in (Path.cwd, tempfile.gettempdir):
         try:
-            return Path(shutil.move(written, folder / f"steplab-{what}-{run_id}{written.suffix}"))
+            return Path(shutil.move(written, Path(folder()) / f"steplab-{what}-{run_id}{written.suffix}"))
         except OSError:
             continue  # the next folder may be on another disk
     return None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a new file, or leave none. Raises OSError, as for a full disk."""
+    try:
+        path.write_bytes(content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _is_same(path: Path, other: Path) -> bool:
@@ -252,7 +260,7 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _put(temporary: Path | str, target: Path) -> None:
+def _put(temporary: Path, target: Path) -> None:
     os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else _new_file_mode())
     os.replace(temporary, target)
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
+from steplab.lab.files import write_whole
 from steplab.records.codec import encode, new_id, now_utc
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -72,12 +73,14 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
     try:
         store.add(record, cell=place.cell if place else None)
     except SteplabError as error:
-        for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-            rescued = folder / f"steplab-unsaved-{record.id}.jsonl"
+        for folder in (Path.cwd, tempfile.gettempdir):
             try:
-                rescued.write_bytes(encode(record) + b"\n")
+                rescued = Path(folder()) / f"steplab-unsaved-{record.id}.jsonl"
+                write_whole(rescued, encode(record) + b"\n")
             except OSError:
                 continue  # the next folder may be on another disk
             raise NotStored(f"{error}; the record is in {rescued}: `steplab import` it later") from error
-        raise NotStored(str(error)) from error
+        raise NotStored(
+            f"{error}; no folder takes the record of the last measurement either, and it is lost"
+        ) from error
     return record

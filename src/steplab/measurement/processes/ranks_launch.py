@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from tempfile import TemporaryDirectory
 
 import psutil  # type: ignore[import-untyped]
 
@@ -22,6 +21,7 @@ from steplab.measurement.processes.hearing import Hearing
 from steplab.measurement.processes.hub import Hub
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Order, Request, Verdict
+from steplab.measurement.processes.scratch import scratch_folder
 from steplab.measurement.processes.started import Started
 from steplab.records.failure import Failure
 from steplab.units import MIB, format_bytes
@@ -95,10 +95,10 @@ def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
 def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, dict[int, Started]]]:
     """The hub and the processes started here: all ranks or, under torchrun, the first. All are ended on leaving."""
     hub, processes, order = Hub(request.processes), dict[int, Started](), Order(request=request)
-    with TemporaryDirectory(prefix="steplab-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as scratch:
         try:
             if around is None:
-                size, order.folder = request.processes, folder
+                size, order.folder = request.processes, str(scratch.path)
                 places = [Place(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
             else:
                 order.hub = (hub.listen(everywhere=not around.is_on_one_machine), hub.token)
@@ -106,7 +106,8 @@ def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, d
             for place in places:
                 with hub.adopt(place.rank) as connection:
                     words = [sys.executable, "-m", "steplab.measurement.entry.rank", str(connection.fileno())]
-                    processes[place.rank] = Started(words, order, environment_of(place), [connection.fileno()])
+                    inherited = [connection.fileno(), scratch.lock]
+                    processes[place.rank] = Started(words, order, environment_of(place), inherited)
             yield hub, processes
         finally:
             hub.close()
