@@ -105,7 +105,7 @@ def _sections(run: DdpRun) -> Iterator[Section]:
     yield named_section("Bucket size", later(bucket_curve, run), Sentences(texts=model) if model else None)
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
     yield named_section("Memory per rank", memory_bars(run), _memory(held) if held else None)
-    yield named_section("One step of each variant", later(timelines, run))
+    yield named_section("One step of each strategy", later(timelines, run))
     yield from notes_section(notes_of(run))
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from steplab import units
 from steplab.records.profile import CATEGORIES
@@ -118,21 +119,42 @@ class Drawing:
         return self._adapt(target.getvalue())
 
     def _adapt(self, text: str) -> str:
-        body = text[text.index(">", text.index("<svg")) + 1 :]
-        body = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", body, flags=re.DOTALL)
-        body = re.sub(r'<g id="tip-(\d+)">', lambda found: f"<g><title>{self._tip(found[1])}</title>", body)
-        body = re.sub(r'<g id="[^"]*">', "<g>", body).replace("xlink:href", "href")
+        """What matplotlib wrote without what a page has no use for: most of the letters are its groups and fonts."""
+        whole = ElementTree.fromstring(re.sub(r' xmlns(:xlink)?="[^"]*"|xlink:', "", text[text.index("<svg") :]))
+        body = "".join(ElementTree.tostring(part, encoding="unicode") for part in self._parts(whole))
+        body = re.sub(r"\s+", " ", body).replace("> <", "><").replace(" />", "/>")
+        body = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", body)
         body = re.sub(r"(\d\.\d\d)\d+", r"\1", body)  # a hundredth of a pixel is enough
+        body = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip(), body)
         body = re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), body)
-        body = re.sub(r"\s*\n\s*", " ", body)
         label = html.escape(self.title)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="100%" role="img" aria-label="{label}">{body.strip()}'
+            f'width="100%" role="img" aria-label="{label}">{body.strip()}</svg>'
         )
 
-    def _tip(self, index: str) -> str:
-        return html.escape(self._tips[int(index)])
+    def _parts(self, group: ElementTree.Element) -> Iterator[ElementTree.Element]:
+        """The elements of a group, those of its nameless groups in their place, and hover texts of named ones."""
+        for part in group:
+            name = part.get("id", "")
+            if part.tag == "metadata" or (part.tag == "path" and part.attrib.get("style") == "fill: none"):
+                continue
+            if part.tag == "defs" and part.find("style") is not None:  # page.css has it
+                continue
+            if part.tag != "g":
+                yield part
+            elif tip := re.fullmatch(r"tip-(\d+)", name):
+                inside = [*self._parts(part)]
+                part.attrib.clear()
+                part[:] = [ElementTree.Element("title"), *inside]
+                part[0].text = self._tips[int(tip[1])]
+                yield part
+            elif part.attrib.keys() - {"id"}:
+                part.attrib.pop("id", None)
+                part[:] = [*self._parts(part)]
+                yield part
+            else:
+                yield from self._parts(part)
 
 
 @contextlib.contextmanager

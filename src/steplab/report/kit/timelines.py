@@ -6,6 +6,7 @@ share of the column's time, so that an area is a time and empty space is idle ti
 import html
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Timeline
@@ -13,10 +14,14 @@ from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, category_color, css_color
 from steplab.report.kit.document import Picture
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 WIDTH, _LEFT, _RIGHT = 1040, 76, 10
 _TOP, BOTTOM, _GAP = 20, 24, 8
-_COLUMNS_PX = (0.5, 1.0, 2.0, 4.0)
-_MOST_CHARACTERS = 160_000
+_COLUMNS_PX = (1.0, 2.0, 3.0)
+_MOST_CHARACTERS = 24_000
 LETTER_PX = 6.2
 
 
@@ -83,56 +88,65 @@ def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "
 
 def column_shares(
     timeline: Timeline, stream: int, start_ns: int, end_ns: int, num_columns: int
-) -> list[dict[str, float]]:
+) -> dict[str, "NDArray[np.float64]"]:
     """Share of each category in each of `num_columns` equal parts of the time between, on one stream."""
-    width_ns = (end_ns - start_ns) / num_columns
-    shares: list[dict[str, float]] = [{} for _ in range(num_columns)]
-    columns = zip(timeline.kernel, timeline.stream, timeline.start_ns, timeline.duration_ns, strict=True)
-    for kernel, on, begins_ns, duration_ns in columns:
-        if on != stream or width_ns <= 0:
-            continue
-        category = timeline.categories[kernel]
-        first, last = (begins_ns - start_ns) / width_ns, (begins_ns + duration_ns - start_ns) / width_ns
-        for index in range(max(int(first), 0), min(int(last) + 1, num_columns)):
-            share = min(last, index + 1) - max(first, index)
-            if share > 0:
-                shares[index][category] = shares[index].get(category, 0.0) + share
+    import numpy as np
+
+    edges = np.linspace(start_ns, end_ns, num_columns + 1)
+    kinds = np.array([CATEGORIES.index(name) for name in timeline.categories])[np.array(timeline.kernel, dtype=int)]
+    here = np.array(timeline.stream) == stream
+    starts = np.array(timeline.start_ns, dtype=float)
+    ends = starts + np.array(timeline.duration_ns)
+
+    def passed_ns(times: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        """Time since all of `times`, summed over them, at each edge."""
+        times = np.sort(times)
+        count = np.searchsorted(times, edges)
+        return count * edges - np.concatenate(([0.0], np.cumsum(times)))[count]
+
+    shares = {}
+    for kind in np.unique(kinds[here]):
+        of_kind = here & (kinds == kind)
+        busy_ns = passed_ns(starts[of_kind]) - passed_ns(ends[of_kind])
+        shares[CATEGORIES[kind]] = np.diff(busy_ns) * num_columns / max(end_ns - start_ns, 1)
     return shares
 
 
 def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str]:
     """One path per stream and category; adjacent columns of equal height are merged."""
+    import numpy as np
+
     num_columns = int((WIDTH - _LEFT - _RIGHT) / column_px)
     for stream in frame.streams:
         shares = column_shares(timeline, stream, frame.start_ns, frame.end_ns, num_columns)
-        bars: dict[str, list[list[float]]] = {}
-        for index, column in enumerate(shares):
-            crowd = max(sum(column.values()), 1.0)  # kernels of one stream that overlap: an odd trace
-            below = 0.0
-            for category in CATEGORIES:
-                if category not in column:
-                    continue
-                height = column[category] / crowd * frame.row_px
-                bottom = round(frame.y(stream) + frame.row_px - below, 1)
-                top = round(frame.y(stream) + frame.row_px - below - height, 1)
-                below += height
-                _extend(bars.setdefault(category, []), index, top, bottom)
-        for category, drawn in bars.items():
-            path = "".join(
-                f"M{_LEFT + first * column_px:g} {top:g}h{count * column_px:g}V{bottom:g}h{-count * column_px:g}z"
-                for first, count, top, bottom in drawn
-                if bottom > top
-            )
+        crowd = np.maximum(sum(shares.values()), 1.0)  # kernels of one stream that overlap: an odd trace
+        floor = frame.y(stream) + frame.row_px
+        below = np.zeros(num_columns)
+        for category, share in shares.items():
+            above = below + share / crowd
+            bottoms, tops = (np.round(2 * (floor - frame.row_px * edge)) / 2 for edge in (below, above))
+            below = above
             tip = f"{category}, {units.format_time(_time_s(timeline, stream, category))} of the step"
+            path = _rectangles(tops, bottoms, column_px)
             yield f'<g><title>{tip}</title><path d="{path}" fill="{css_color(category_color(category))}"/></g>'
 
 
-def _extend(bars: list[list[float]], index: int, top: float, bottom: float) -> None:
-    """Extend the last rectangle by a column of the same height, or add a new rectangle."""
-    if bars and bars[-1][0] + bars[-1][1] == index and bars[-1][2:] == [top, bottom]:
-        bars[-1][1] += 1
-    else:
-        bars.append([index, 1, top, bottom])
+def _rectangles(tops: "NDArray[np.float64]", bottoms: "NDArray[np.float64]", column_px: float) -> str:
+    """A path of one rectangle per run of alike columns. Moves are relative, and what is filled need not be closed:
+    a page has hundreds of thousands of these."""
+    import numpy as np
+
+    changes = np.flatnonzero((np.diff(tops) != 0) | (np.diff(bottoms) != 0)) + 1
+    runs = zip((0, *changes.tolist()), (*changes.tolist(), len(tops)), strict=True)
+    path, at_x, at_y = [], 0.0, 0.0
+    for first, last in runs:
+        top, bottom = float(tops[first]), float(bottoms[first])
+        if bottom > top:
+            x, width = _LEFT + first * column_px, (last - first) * column_px
+            down = f" {top - at_y:g}" if top >= at_y else f"{top - at_y:g}"
+            path.append(f"m{x - at_x:g}{down}h{width:g}v{bottom - top:g}h{-width:g}")
+            at_x, at_y = x, bottom
+    return "".join(path)
 
 
 def _time_s(timeline: Timeline, stream: int, category: str) -> float:

@@ -56,7 +56,9 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
             marker = MARKERS[series % len(MARKERS)]
             warnings = disturbance_words(cell.run)
             fill = {"markerfacecolor": PAPER, "markeredgewidth": 1.5} if warnings else {"markeredgewidth": 0}
-            (mark,) = axes.plot([x], [summary.median], color=color, marker=marker, markersize=7, **fill)
+            (mark,) = axes.plot(
+                [x], [summary.median], color=color, marker=marker, markersize=7, linestyle="none", **fill
+            )
             told = f"{label(cell, fields)}: {show(summary.median)}, {interval_words(summary)}"
             picture.tip(mark, told + (f"; warning: {warnings}" if warnings else ""))
             if place.mark_px >= _LABEL_PX:

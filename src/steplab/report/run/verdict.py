@@ -160,6 +160,7 @@ def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
 
 
 def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
-    names = list(dict.fromkeys(label(cell, fields) for cell in cells))
+    telling = [name for name in fields if name in _NAMED]
+    names = list(dict.fromkeys(label(cell, telling) for cell in cells))
     more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return "; ".join(names[:_MOST_NAMED]) + more
