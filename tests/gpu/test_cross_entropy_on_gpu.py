@@ -168,8 +168,10 @@ def test_the_compiler_gives_the_same(mode: str) -> None:
         loss.backward()
         assert hidden.grad is not None
         assert weight.grad is not None
-        found = {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        found = {"hidden": hidden.grad, "weight": weight.grad}
+        torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0)
+        # The sum of 256 losses is left to the compiler, which adds in an order of its own.
+        torch.testing.assert_close(loss.detach(), expected["loss"], rtol=1e-6, atol=0)
 
 
 def test_a_step_is_captured_as_a_cuda_graph() -> None:

@@ -12,7 +12,7 @@ Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dim
 import triton
 import triton.language as tl
 
-from steplab.ops.attention.triton_portable_tiles import operand
+from steplab.ops.attention.triton_portable_tiles import operand, plus_product
 
 
 # Of the head dimension the compiler is told whether it is a multiple of 16: else it takes masked columns one by one.
@@ -83,9 +83,9 @@ def _sum_over_queries(
             p_NM = tl.where(seen, p_NM, 0.0)
         do_MD = do_tiles.load([b, head, first_query, 0]).reshape(M, D)
         dp_NM = tl.dot(v_ND, do_MD.T, input_precision=PRECISION) + tl.load(minus_d_ptr + queries)[None, :]
-        dv_ND = tl.dot(operand(p_NM, do_MD.dtype, PRECISION), do_MD, dv_ND, input_precision=PRECISION)
+        dv_ND = plus_product(dv_ND, operand(p_NM, do_MD.dtype, PRECISION), do_MD, PRECISION)
         ds_NM = operand(p_NM * dp_NM, q_MD.dtype, PRECISION)
-        dk_ND = tl.dot(ds_NM, q_MD, dk_ND, input_precision=PRECISION)
+        dk_ND = plus_product(dk_ND, ds_NM, q_MD, PRECISION)
     return dk_ND, dv_ND
 
 
@@ -152,7 +152,7 @@ def _sum_over_keys(
             if CAUSAL:
                 seen = seen & (keys <= first_query + tl.arange(0, M)[:, None])
             ds_MN = tl.where(seen, ds_MN, 0.0)
-        dq_MD = tl.dot(operand(ds_MN, k_ND.dtype, PRECISION), k_ND, dq_MD, input_precision=PRECISION)
+        dq_MD = plus_product(dq_MD, operand(ds_MN, k_ND.dtype, PRECISION), k_ND, PRECISION)
     return dq_MD
 
 

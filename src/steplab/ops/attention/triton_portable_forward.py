@@ -11,7 +11,7 @@ Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dim
 import triton
 import triton.language as tl
 
-from steplab.ops.attention.triton_portable_tiles import operand
+from steplab.ops.attention.triton_portable_tiles import operand, plus_product
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _attend(
         shrink_M = tl.math.exp2(largest_M - base_M)
         sum_M = sum_M * shrink_M + tl.sum(p_MN, 1)
         v_ND = v_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
-        o_MD = tl.dot(operand(p_MN, v_ND.dtype, PRECISION), v_ND, o_MD * shrink_M[:, None], input_precision=PRECISION)
+        o_MD = plus_product(o_MD * shrink_M[:, None], operand(p_MN, v_ND.dtype, PRECISION), v_ND, PRECISION)
         largest_M = new_largest_M
     return o_MD, largest_M, sum_M
 
