@@ -13,7 +13,6 @@ from statistics import mean, median
 
 from steplab.records.codec import decode
 from steplab.records.run import Run
-from steplab.records.run_figures import utilization
 from steplab.units import GIB
 
 SIZES = ("small", "medium", "large", "xl", "2.7b")
@@ -64,7 +63,7 @@ def _grid(runs: Iterable[Run]) -> None:
     for key in sorted(cells, key=lambda key: (SIZES.index(key[0]), key[1], key[2] != "fp32")):
         passes = cells[key]
         train = passes.get("train")
-        mfu = utilization(train, "mfu", "causal") if train else None
+        mfu = train.utilization("mfu", "causal") if train else None
         peak = train.memory.peak("step") if train and train.memory else None
         times = " | ".join(_milliseconds(passes.get(name)) for name in ("forward", "forward_backward", "train"))
         peak_gib = _gib(peak.peak_allocated_bytes if peak else None)

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from steplab.errors import SteplabError, Unsupported, UserError
+    from steplab.lab.keeping import load
     from steplab.lab.measuring import measure
     from steplab.lab.memory import memory
     from steplab.lab.profiling import profile
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from steplab.store.database import Store
 
 _HOMES = {
+    "load": "steplab.lab.keeping",
     "measure": "steplab.lab.measuring",
     "memory": "steplab.lab.memory",
     "profile": "steplab.lab.profiling",
@@ -50,6 +52,7 @@ __all__ = [
     "Unsupported",
     "UserError",
     "__version__",
+    "load",
     "load_study",
     "measure",
     "memory",

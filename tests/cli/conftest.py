@@ -1,11 +1,13 @@
 """The program under test, and measurements that many tests look at but one makes."""
 
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.program import Program, Result, keep_result, kept_result, made_once, tiny
+from tests.cli.program import REPOSITORY, Program, Result, keep_result, kept_result, made_once, tiny
 
 
 @pytest.fixture
@@ -40,4 +42,18 @@ def first_run(measured: Path) -> Result:
 def filled(steplab: Program, measured: Path) -> Program:
     """The program, with a copy of the measured store."""
     shutil.copy(measured / "store" / "store.db", steplab.store)
+    return steplab
+
+
+@pytest.fixture
+def reader(steplab: Program) -> Program:
+    """The program for someone who types: in a copy of the checkout's examples, `steplab` and `python` on PATH."""
+    shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
+    scripts = steplab.folder / "bin"
+    scripts.mkdir()
+    for name, meaning in {"steplab": "-m steplab", "python": "", "python3": ""}.items():
+        script = scripts / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    steplab.environment["PATH"] = f"{scripts}:{steplab.environment['PATH']}"
     return steplab

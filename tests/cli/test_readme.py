@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,20 +84,6 @@ def is_ours(piece: Piece) -> bool:
     return (
         piece.language == "sh" and bool(re.match(r"(steplab|python3?)\s", piece.text)) and not SET_UP.match(piece.text)
     )
-
-
-@pytest.fixture
-def reader(steplab: Program) -> Program:
-    """The program for someone who types: in a copy of the checkout's examples, `steplab` and `python` on PATH."""
-    shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
-    scripts = steplab.folder / "bin"
-    scripts.mkdir()
-    for name, meaning in {"steplab": "-m steplab", "python": "", "python3": ""}.items():
-        script = scripts / name
-        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {meaning} "$@"\n', encoding="utf-8")
-        script.chmod(0o755)
-    steplab.environment["PATH"] = f"{scripts}:{steplab.environment['PATH']}"
-    return steplab
 
 
 def newest_id(program: Program) -> str:

@@ -25,9 +25,9 @@ from steplab.model.workload import Workload, call, loss_of
 from steplab.records.profile import Profile
 from steplab.records.rows import run_row
 from steplab.report.run.cells import cells_of, label, varying
-from steplab.report.run.words import describe
 from steplab.specs.checkpointing import CHECKPOINTING, is_recomputed, num_recomputed
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import describe
 from steplab.store.database import Store
 from steplab.traces.digest import digest
 from steplab.traces.reading import read_trace

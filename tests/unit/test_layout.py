@@ -21,9 +21,9 @@ from steplab.records.rows import run_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.run.cells import cells_of, label, varying
 from steplab.report.run.ranks import spread_words
-from steplab.report.run.words import describe
 from steplab.specs.layout import Layout, parse_layout, process_count, with_processes
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import describe
 from steplab.store.cells import cell_key
 
 CPU = torch.device("cpu")

@@ -21,7 +21,6 @@ from steplab.records.memory import Memory, PeakMemory
 from steplab.records.registry import kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import RUN_SCHEMA, ModelFacts, Run, Utilization
-from steplab.records.run_figures import utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
@@ -260,7 +259,13 @@ def test_times_in_a_row_are_the_medians_of_the_samples(step: list[float], forwar
 @pytest.mark.parametrize(
     ("left_out", "absent"),
     [
-        ("timing", {"step_time_s", "forward_s", "backward_s", "optimizer_s", "tokens_per_s"}),
+        (
+            "timing",
+            {
+                *("step_time_s", "step_time_low_s", "step_time_high_s", "forward_s", "backward_s", "optimizer_s"),
+                "tokens_per_s",
+            },
+        ),
         ("memory", {"peak_allocated_bytes", "peak_reserved_bytes", "host_peak_bytes"}),
         ("environment", {"device", "torch", "git_commit"}),
         ("tokens_per_step", {"tokens_per_s"}),
@@ -318,7 +323,7 @@ def test_compile_time_is_the_first_step_beyond_a_usual_one() -> None:
 def test_a_utilization_is_that_of_the_convention_asked_for() -> None:
     run = make_run()
     for convention in ("causal", "full", "params"):
-        found = utilization(run, "mfu", convention)
+        found = run.utilization("mfu", convention)
         assert found is not None
         assert (found.kind, found.convention) == ("mfu", convention)
 
@@ -326,6 +331,6 @@ def test_a_utilization_is_that_of_the_convention_asked_for() -> None:
 def test_where_the_convention_is_unknown_the_rule_of_thumb_serves() -> None:
     run = make_run()
     params = tuple(u for u in run.utilizations if u.convention == "params")
-    found = utilization(dataclasses.replace(run, utilizations=params), "mfu", "causal")
+    found = dataclasses.replace(run, utilizations=params).utilization("mfu", "causal")
     assert found == params[0]
-    assert utilization(dataclasses.replace(run, utilizations=params), "hfu", "as_executed") is None
+    assert dataclasses.replace(run, utilizations=params).utilization("hfu", "as_executed") is None

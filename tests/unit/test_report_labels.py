@@ -18,8 +18,8 @@ from steplab.report.run.cells import FIELDS, arrange, axis_name, cells_of, label
 from steplab.report.run.narrative import facts
 from steplab.report.run.phases import phases
 from steplab.report.run.verdict import runs_verdict
-from steplab.report.run.words import describe
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import describe
 
 TEXTS = (
     "",

@@ -58,13 +58,14 @@ class _Kind:
 _RECORD = r'\{("failure":(null|\{"kind":"\w+".*\}),)?("schema":"steplab\.[^"]*",)?"id":"[^"]*","created_utc":'
 _JSON = r'(\[\s*(\{\s*"|\])|\{\s*"(run_id|peak_bytes|study|gpu)":|\{\s*"[a-z_]+": \[\s*\{\s*")'
 """The first bytes of rows; of findings, a prediction or tiles; and of tables by name."""
+_JSON_SCHEMA = r'\{\s*"\$schema": "[^"]*",\s*"title": "A record of steplab"'
 _MARKDOWN_TABLE = r"\| [^\n]* \|\n\|( -+:? \|)+\n"
 _MARKDOWN_TEXT = r"# [^\n]+\n\n<!-- written by steplab -->\n"
 KINDS: dict[str, _Kind] = {
     "html": _Kind(
         what="a page written by steplab", opening=r'<!doctype html>.*<meta name="generator" content="steplab">'
     ),
-    "json": _Kind(what="a list of figures in JSON", opening=f"{_JSON}|{_RECORD}", endings=(".json",)),
+    "json": _Kind(what="a list of figures in JSON", opening=f"{_JSON}|{_JSON_SCHEMA}|{_RECORD}", endings=(".json",)),
     "jsonl": _Kind(what="an export of records", opening=_RECORD),
     "csv": _Kind(what="a table of figures in CSV", opening=r"[a-z][\w.]*(,[a-z][\w.]*)+\n", endings=(".csv",)),
     "md": _Kind(what="a table of figures in Markdown", opening=f"{_MARKDOWN_TABLE}|{_MARKDOWN_TEXT}", endings=(".md",)),

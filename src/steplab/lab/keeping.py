@@ -12,16 +12,25 @@ from steplab.records.codec import encode, new_id, now_utc
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.store.database import Store
-from steplab.store.location import default_path, make_data_home
 
 RecordType = TypeVar("RecordType", bound=Record)
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
     """The store at `path`, or at the default path (store.location). Raises SteplabError as Store.open does."""
-    if write and not path:
-        make_data_home()
-    return Store.open(Path(path) if path else default_path(), write=write)
+    return Store.open(path, write=write)
+
+
+def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:
+    """The stored record of this id, its beginning, or a name that it alone has; by default the newest.
+
+        run = steplab.load()
+        run.median_s, run.interval_s, run.mfu
+
+    Raises UserError where there is none, or more than one, and SteplabError if the store cannot be read.
+    """
+    with open_store(store, write=False) as opened:
+        return opened.get(record_id)
 
 
 def checked_line(what: str, text: str) -> str:

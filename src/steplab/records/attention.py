@@ -83,7 +83,7 @@ class AttentionCell(Outcome):
             yield ".passes", "is empty, and no failure says why"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AttentionRun(Benchmark[AttentionCell]):
     """A stored benchmark of attention."""
 

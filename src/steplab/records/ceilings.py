@@ -38,7 +38,7 @@ class Ceiling:
         yield from known(".unit", self.unit, ("FLOP/s", "B/s"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Ceilings(MachineRecord):
     """What `steplab doctor` measured on one device."""
 

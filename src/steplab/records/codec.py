@@ -11,7 +11,7 @@ import msgspec
 
 from steplab.errors import SteplabError
 from steplab.records.record import Record
-from steplab.records.registry import KINDS
+from steplab.records.registry import KINDS, summary_row
 
 _TYPES = {kind.schema: kind.type for kind in KINDS.values()}
 
@@ -29,6 +29,15 @@ def now_utc() -> str:
 def encode(record: object) -> bytes:
     """JSON of a record or spec, on one line."""
     return msgspec.json.encode(record)
+
+
+def encode_with_summary(record: Record) -> bytes:
+    """JSON of a record, with its row of figures (registry.summary_row) under the key `summary`.
+
+    The figures can be computed from the record, and readers of records ignore them; they are for jq and for other
+    programs.
+    """
+    return encode(record)[:-1] + b',"summary":' + encode(summary_row(record)) + b"}"
 
 
 class _Head(msgspec.Struct):

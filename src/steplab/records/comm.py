@@ -155,7 +155,7 @@ class CommFacts:
     """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CommRun(Benchmark[CommCell]):
     """A stored benchmark of collectives."""
 

@@ -260,7 +260,7 @@ class DdpFacts:
     """Bytes of all gradients together."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DdpRun(Benchmark[DdpCell]):
     """A stored data-parallel study."""
 

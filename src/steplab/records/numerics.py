@@ -218,7 +218,7 @@ class Accumulation:
             yield ".num_rounded", f"is {self.num_rounded} of {self.num_additions} additions"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Numerics(StepRecord):
     """The record of `steplab precision`: the audit of one step in one precision, and sums on the device."""
 

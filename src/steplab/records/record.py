@@ -1,16 +1,18 @@
 """The fields that all stored records share, and those that all benchmarks of several cells share."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from steplab.records.environment import Environment
 from steplab.records.failure import Outcome
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, describe
+from steplab.units import counted_results
 
 Cell = TypeVar("Cell", bound=Outcome)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Record(Outcome):
     """The head of a stored record; records.registry lists the kinds of records that there are."""
 
@@ -33,6 +35,19 @@ class Record(Outcome):
     schema: str
     """Format of this record: steplab.<kind>/<major>."""
 
+    _repr_html_: ClassVar[Callable[["Record"], str]]
+    """How notebooks show a record; the package sets it, because a record knows no presentation."""
+
+    def __repr__(self) -> str:
+        """One line for a prompt or a log: kind, id, what the record says, device and day."""
+        outcome = self.failure and f"{self.failure.kind.replace('_', ' ')}: {self.failure.message}"
+        told = (self.name, *self.in_short(), outcome, self.device_name, self.created_utc[:10])
+        return f"<{type(self).__name__} {self.id}: {' · '.join(part for part in told if part)}>"
+
+    def in_short(self) -> Iterator[str]:
+        """Yield what the record says, in a few words each."""
+        yield from ()
+
     @property
     def device_name(self) -> str | None:
         """Name of the device; None if no process reported it."""
@@ -53,7 +68,7 @@ class Record(Outcome):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepRecord(Record):
     """A record of one step, which may be a cell of a sweep."""
 
@@ -72,12 +87,17 @@ class StepRecord(Record):
         """The step whose cell of that sweep this is; None: none."""
         return self.spec
 
+    def in_short(self) -> Iterator[str]:
+        """Yield what the record says, in a few words each."""
+        if self.spec:
+            yield describe(self.spec)
+
     def within(self, study_id: str) -> Self:
         """The same record as part of a study."""
         return replace(self, study=study_id)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MachineRecord(Record):
     """A record of a machine rather than of one step, which may be part of a study."""
 
@@ -94,7 +114,7 @@ class MachineRecord(Record):
         return replace(self, part_of=study_id)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Benchmark(MachineRecord, Generic[Cell]):
     """A record of several cells that were measured together, each with raw samples or a failure."""
 
@@ -107,3 +127,7 @@ class Benchmark(MachineRecord, Generic[Cell]):
         if any(cell.failure is None for cell in self.cells):
             return "ok"
         return self.cells[0].status if self.cells else "error"
+
+    def in_short(self) -> Iterator[str]:
+        """Yield what the record says, in a few words each."""
+        yield counted_results(len(self.cells), "cell", sum(cell.failure is not None for cell in self.cells))

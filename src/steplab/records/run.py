@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from statistics import median
+from typing import TYPE_CHECKING, Literal
 
+from steplab.errors import SteplabError
 from steplab.records.memory import Memory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.problems import Problem, known, numbered
@@ -11,6 +13,11 @@ from steplab.records.profile import PHASES, Profile
 from steplab.records.ranks import RankSamples
 from steplab.records.record import StepRecord
 from steplab.records.timing import Timing, measured_problems, timing_problems
+from steplab.stats import median_interval
+from steplab.units import format_share, format_time
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 RUN_SCHEMA = "steplab.run/1"
 
@@ -63,7 +70,7 @@ class Utilization:
             yield ".num_devices", "must be at least 1, not 0"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Run(StepRecord):
     """A measurement of one step."""
 
@@ -93,6 +100,57 @@ class Run(StepRecord):
             return self.environment.device.name
         seen = self.profile or self.memory_profile
         return seen.device_name if seen else None
+
+    @property
+    def samples_s(self) -> tuple[float, ...]:
+        """Times in seconds of the measured steps, which ran back to back; empty without a timing."""
+        step = self.timing.phase("step") if self.timing else None
+        return step.best_s if step else ()
+
+    @property
+    def median_s(self) -> float | None:
+        """Median step time in seconds; None without a timing."""
+        return median(self.samples_s) if self.samples_s else None
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """The 95 % interval in seconds of the median step time (stats.median_interval); None below six samples."""
+        return median_interval(self.samples_s)
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU as a share of one, under the convention `causal` or, if that is not known, the first that is."""
+        used = self.utilization("mfu", "causal")
+        return used.value if used else None
+
+    def utilization(self, kind: str, convention: str) -> Utilization | None:
+        """The stored utilization of a kind under a convention; if it is missing, the first under another convention."""
+        of_kind = [u for u in self.utilizations if u.kind == kind]
+        exact = [u for u in of_kind if u.convention == convention]
+        return next(iter(exact or of_kind), None)
+
+    def to_frame(self) -> "DataFrame":
+        """The measured steps as a pandas DataFrame: a row per step, a column `step_s`, `forward_s`, ... per phase.
+
+        A phase of a loop of one's own that does not occur in each step has its samples in the first rows, and NaN
+        below. Raises SteplabError where pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise SteplabError("to_frame() needs pandas; install it with `pip install pandas`") from error
+        phases = self.timing.back_to_back if self.timing else ()
+        return pd.DataFrame({f"{phase.phase.replace(' ', '_')}_s": pd.Series(phase.best_s) for phase in phases})
+
+    def in_short(self) -> Iterator[str]:
+        """Yield what the record says, in a few words each."""
+        yield from StepRecord.in_short(self)
+        if self.median_s is not None:
+            low, high = self.interval_s or (min(self.samples_s), max(self.samples_s))
+            between = f"{'95 % interval' if self.interval_s else 'range'} {format_time(low)} to {format_time(high)}"
+            yield f"{format_time(self.median_s)} a step ({between}, n = {len(self.samples_s)})"
+        if self.mfu is not None:
+            yield f"MFU {format_share(self.mfu)}"
 
     def problems(self) -> Iterator[Problem]:
         """Yield what cannot be right (records.problems)."""

@@ -36,13 +36,6 @@ class RunFigure:
     """Words of a caption for a value that all rows share, with {} for the value; empty: it remains a column."""
 
 
-def utilization(run: Run, kind: str, convention: str) -> Utilization | None:
-    """The stored utilization of a kind under a convention; if it is missing, the first under another convention."""
-    of_kind = [u for u in run.utilizations if u.kind == kind]
-    exact = [u for u in of_kind if u.convention == convention]
-    return next(iter(exact or of_kind), None)
-
-
 def _phase(name: str) -> Callable[[Run], float | None]:
     """A function that gives the median of a phase over steps that ran back to back."""
 
@@ -53,25 +46,26 @@ def _phase(name: str) -> Callable[[Run], float | None]:
     return found
 
 
-_step_s = _phase("step")
+def _end_of_interval(number: int) -> Callable[[Run], float | None]:
+    """A function that gives the lower (0) or the upper (1) end of the 95 % interval of the median step time."""
+    return lambda run: run.interval_s[number] if run.interval_s else None
 
 
 def _compile_s(run: Run) -> float | None:
-    first_s, step_s = run.timing.first_step_s if run.timing else None, _step_s(run)
+    first_s, step_s = run.timing.first_step_s if run.timing else None, run.median_s
     return first_s - step_s if first_s and step_s else None
 
 
 def _tokens_per_s(run: Run) -> float | None:
-    step_s = _step_s(run)
-    return run.tokens_per_step / step_s if run.tokens_per_step and step_s else None
+    return run.tokens_per_step / run.median_s if run.tokens_per_step and run.median_s else None
 
 
 def _mfu(run: Run) -> Utilization | None:
-    return utilization(run, "mfu", "causal")
+    return run.utilization("mfu", "causal")
 
 
 def _hfu(run: Run) -> Utilization | None:
-    return utilization(run, "hfu", "as_executed")
+    return run.utilization("hfu", "as_executed")
 
 
 def _used(run: Run) -> Utilization | None:
@@ -104,7 +98,9 @@ def _reserved_bytes(run: Run) -> int | None:
 
 
 RUN_FIGURES: tuple[RunFigure, ...] = (
-    RunFigure(key="step_time_s", header="step", unit="s", find=_step_s),
+    RunFigure(key="step_time_s", header="step", unit="s", find=lambda run: run.median_s),
+    RunFigure(key="step_time_low_s", header=None, unit="s", find=_end_of_interval(0)),
+    RunFigure(key="step_time_high_s", header=None, unit="s", find=_end_of_interval(1)),
     RunFigure(key="warnings", header="warning", unit="text", find=disturbance_words, rank=1, shared="warning: {}"),
     RunFigure(key="forward_s", header="forward", unit="s", find=_phase("forward"), rank=5),
     RunFigure(key="backward_s", header="backward", unit="s", find=_phase("backward"), rank=5),

@@ -21,8 +21,8 @@ from steplab.report.kit.document import Document, Pairs, Section, Sentences, Ver
 from steplab.report.kit.table import sheet
 from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import rows_table
-from steplab.report.run.words import describe
 from steplab.report.sections import SECTIONS, Chapter, Context, Terms
+from steplab.specs.step import describe
 
 _OF_ALL: Terms = (
     (

@@ -394,3 +394,11 @@ FIELDS: dict[str, StepField] = {field.key: field for field in (*STEP_FIELDS, *SI
 """Every field that can be set or swept, by its name in study files and on the command line."""
 CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field in STEP_FIELDS if field.choices}
 """The valid texts of each field that is a choice, by its name in StepSpec."""
+
+
+def describe(spec: StepSpec) -> str:
+    """The choices of a spec that decide what its step computes, without defaults that need no mention."""
+    fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
+    chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
+    values = [(field, field.value(spec)) for field in chosen]
+    return " · ".join(field.say(value) for field, value in values if value is not None)

@@ -11,6 +11,7 @@ from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
 from steplab.store import record_table, study_table
 from steplab.store.connection import Connection, open_to_read, open_to_write
+from steplab.store.location import default_path, make_data_home
 from steplab.store.prefix import unique_id
 from steplab.store.record_table import ForeignRecord, read_foreign
 from steplab.store.selection import Selection
@@ -27,8 +28,11 @@ class Store:
         self._connection = connection
 
     @classmethod
-    def open(cls, path: Path, *, write: bool, timeout_s: float = 30.0) -> Self:
-        """Open the store at `path`.
+    def open(cls, path: Path | str | None = None, *, write: bool = False, timeout_s: float = 30.0) -> Self:
+        """Open the store at `path`, or at the default path: $STEPLAB_STORE, else in the XDG data folder.
+
+            with steplab.Store.open() as store:
+                rows = store.rows()  # pandas.DataFrame(rows) and polars.DataFrame(rows) take them as they are
 
         write=True creates it where there is none, upgrades an older one, and proves that it can be written: a
         measurement must not be made that cannot be stored. write=False leaves no trace, and works on a
@@ -37,7 +41,10 @@ class Store:
         Raises SteplabError if the file is missing (write=False), not writable (write=True), damaged, locked,
         another program's, or a newer steplab's.
         """
-        return cls(open_to_write(path, timeout_s) if write else open_to_read(path, timeout_s))
+        if write and not path:
+            make_data_home()
+        where = Path(path) if path else default_path()
+        return cls(open_to_write(where, timeout_s) if write else open_to_read(where, timeout_s))
 
     @property
     def path(self) -> Path:
@@ -103,10 +110,10 @@ class Store:
         limit: int | None = None,
         all_attempts: bool = False,
     ) -> list[Row]:
-        """One flat row per record, newest first, without reading any record's body; None does not restrict.
+        """One flat row of figures per record, newest first, without reading any record's body; None does not restrict.
 
-        A row has the columns of the version that stored the record, so read it with `get`. A LeftOut warning reports a
-        damaged row.
+        The figures are those of the command line's JSON and CSV, in base units, an absent one None. A row has the
+        columns of the version that stored the record, so read it with `get`. A LeftOut warning reports a damaged row.
         """
         selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
         return record_table.rows(self._connection, selection, limit)

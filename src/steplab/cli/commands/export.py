@@ -30,7 +30,7 @@ def export(
     from steplab.cli.output import chosen_format, emit
     from steplab.errors import UserError
     from steplab.lab.keeping import open_store
-    from steplab.records.codec import encode
+    from steplab.records.codec import encode_with_summary
     from steplab.records.rows import run_row
     from steplab.records.run import Run
     from steplab.report.kit.rendering import render
@@ -44,7 +44,7 @@ def export(
         study_id = opened.study_id(study) if study else None
         records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
-            emit("".join(encode(record).decode() + "\n" for record in records), out, chosen)
+            emit("".join(encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
         else:
             every = list(records)
             runs = [record for record in every if isinstance(record, Run)]

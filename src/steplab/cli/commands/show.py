@@ -15,7 +15,8 @@ def show(
     format: Annotated[
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
         Parameter(
-            help="Format of the output; json is the whole record with its raw samples [default: by the suffix of "
+            help="Format of the output; json is the whole record with its raw samples, and its figures under "
+            "`summary` [default: by the suffix of "
             "--output, else table]"
         ),
     ] = None,
@@ -25,7 +26,7 @@ def show(
     from steplab.lab.explaining import findings_of
     from steplab.lab.keeping import open_store
     from steplab.lab.memory_references import memory_references
-    from steplab.records.codec import encode
+    from steplab.records.codec import encode_with_summary
     from steplab.records.registry import kind_of
     from steplab.records.run import Run
     from steplab.report.kit import html
@@ -37,7 +38,7 @@ def show(
     with open_store(out.store, write=False) as opened:
         record = opened.get(id)
     if chosen == "json":
-        emit(encode(record).decode(), out, chosen)
+        emit(encode_with_summary(record).decode(), out, chosen)
         return
     context = Context()
     if isinstance(record, Run):

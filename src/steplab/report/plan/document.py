@@ -18,9 +18,8 @@ from steplab.report.kit.document import (
 from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.words import exactly
-from steplab.report.run.words import describe
 from steplab.specs.hf_shape import shape_of
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, describe
 
 _SMALL = 0.001
 """Share of the peak below which summands come last, and a terminal leaves them out."""

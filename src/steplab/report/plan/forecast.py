@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from steplab import units
 from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import Verdict
-from steplab.report.run.words import describe
+from steplab.specs.step import describe
 
 
 def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:

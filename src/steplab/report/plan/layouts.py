@@ -20,7 +20,7 @@ from steplab.report.kit.document import (
     notes_section,
 )
 from steplab.report.kit.quantities import BYTES, LABEL, MESSAGE, NUMBER, TIME
-from steplab.report.run.words import describe
+from steplab.specs.step import describe
 
 _FIRST = 12
 """Layouts that a terminal shows."""

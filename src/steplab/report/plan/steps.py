@@ -8,7 +8,7 @@ from steplab.records.rows import Row
 from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, chapter, named_section
 from steplab.report.kit.quantities import BYTES, TIME
 from steplab.report.run.columns import TOKENS_PER_S
-from steplab.report.run.words import describe
+from steplab.specs.step import describe
 from steplab.specs.study import labels
 from steplab.units import counted
 

@@ -16,8 +16,7 @@ from steplab.report.kit.document import (
     notes_section,
 )
 from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
-from steplab.report.run.words import describe
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, describe
 
 _BOUND = {
     "compute": "matrix products bound it",

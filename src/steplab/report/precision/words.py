@@ -16,7 +16,7 @@ from steplab.report.precision.figures import (
     shorts,
 )
 from steplab.report.precision.sums import printed, title_of_sums
-from steplab.report.run.words import describe
+from steplab.specs.step import describe
 from steplab.units import format_share
 
 _LOW = ("fp16", "bf16")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from steplab import stats, units
 from steplab.records.disturbances import disturbance_words
-from steplab.records.run_figures import utilization
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.axes import Layout
@@ -136,7 +135,7 @@ def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
 def mfu(cells: Sequence[RunCell]) -> Chart | None:
     """MFU of every cell under the default convention."""
     cells = [c for c in cells if c.run.timing or c.run.failure]
-    used = {c.run.id: u for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None}
+    used = {c.run.id: u for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value is not None}
     if not used or len(cells) < 2:
         return None
     shares = {run_id: u.value for run_id, u in used.items() if u.value is not None}

@@ -72,8 +72,7 @@ def phase_names(run: Run) -> list[str]:
 
 def step_samples(run: Run) -> tuple[float, ...]:
     """The measured samples of the whole step; none for a run without a timing."""
-    samples = run.timing.phase("step") if run.timing else None
-    return samples.best_s if samples else ()
+    return run.samples_s
 
 
 def step_median(run: Run) -> float | None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 
 from steplab import units
-from steplab.records.run_figures import utilization
 from steplab.records.timing import HARDLY_AHEAD, waits_for_host
 from steplab.report.kit.document import Fact
 from steplab.report.run.cells import RunCell, label, varying
@@ -40,7 +39,7 @@ def _gain(effect: Effect) -> Fact:
 
 
 def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    known = [(u.value, u, c) for c in cells if (u := utilization(c.run, "mfu", "causal")) and u.value is not None]
+    known = [(u.value, u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value is not None]
     if not known:
         return []
     value, used, cell = max(known, key=lambda item: item[0])

@@ -6,7 +6,6 @@ from steplab import stats, units
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.records.run_figures import utilization
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
@@ -43,7 +42,7 @@ def _one(run: Run) -> Iterator[str]:
     told = []
     if run.tokens_per_step:
         told.append(" ".join(units.format_rate(run.tokens_per_step / summary.median, " tokens/s").split()))
-    used = utilization(run, "mfu", "causal")
+    used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
         share = format_share(used.value)
@@ -105,7 +104,7 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
         f"from {units.format_time(before.median)} to {units.format_time(after.median)}"
     )
     text += _for_work(first.run, last.run)
-    shares = [used.value if (used := utilization(cell.run, "mfu", "causal")) else None for cell in (first, last)]
+    shares = [used.value if (used := cell.run.utilization("mfu", "causal")) else None for cell in (first, last)]
     if shares[0] is not None and shares[1] is not None:
         text += f"; MFU goes from {format_share(shares[0])} to {format_share(shares[1])}"
     return f"{text}."
@@ -118,7 +117,7 @@ def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
 
 def _for_work(first: Run, last: Run) -> str:
     """'for 9.8 times the model FLOPs', where both are known."""
-    used = [utilization(run, "mfu", "causal") for run in (first, last)]
+    used = [run.utilization("mfu", "causal") for run in (first, last)]
     if used[0] is None or used[1] is None or not used[0].flops or not used[1].flops:
         return ""
     return f", for {used[1].flops / used[0].flops:.1f} times the model FLOPs"

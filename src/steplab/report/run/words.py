@@ -3,7 +3,7 @@
 from steplab import units
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.specs.step import STEP_FIELDS, StepSpec
+from steplab.specs.step import describe
 from steplab.stats import Summary
 
 
@@ -16,14 +16,6 @@ def run_title(run: Run) -> str:
     if run.memory_profile:
         return f"{run.name or run.memory_profile.file or 'a snapshot'} (imported snapshot)"
     return f"{run.name or 'a loop of your own'} (recorded loop)"
-
-
-def describe(spec: StepSpec) -> str:
-    """The choices of a spec that decide what its step computes, without defaults that need no mention."""
-    fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
-    chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
-    values = [(field, field.value(spec)) for field in chosen]
-    return " · ".join(field.say(value) for field, value in values if value is not None)
 
 
 def interval_words(summary: Summary) -> str:
