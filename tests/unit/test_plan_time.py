@@ -53,7 +53,7 @@ def predicted(gpu: Gpu = H200, /, **fields: Any) -> StepTimePrediction:
 def held_out_steps() -> list[tuple[StepTimePrediction, float]]:
     """Predictions of the recorded steps that were held out of the fit, and of which the host was surely ahead."""
     found = []
-    for run in recorded("step_h200_202611.jsonl.gz"):
+    for run in (*recorded("step_h200_202611.jsonl.gz"), *recorded("plan_time_h200_202611.jsonl.gz")):
         assert run.spec is not None
         assert run.timing is not None
         if is_held_out(run.spec, H200.rates.held_out):
@@ -69,6 +69,7 @@ def test_steps_held_out_of_the_fit_are_predicted() -> None:
     found = held_out_steps()
     specs = [prediction.spec for prediction, _ in found if prediction.spec]
     assert {spec.compile for spec in specs} == {"off", "default"}
+    assert {spec.precision for spec in specs} == {"fp32", "tf32", "bf16", "fp16", "bf16_pure"}  # three in no fit
     assert {spec.model.name for spec in specs} >= {"xl", "medium", "2.7b"}
     assert len(specs) >= 30
     errors = sorted(abs(prediction.central_s / measured - 1) for prediction, measured in found)
