@@ -1,0 +1,244 @@
+"""Whether the samples of B are higher or lower than those of A: pure functions on lists of numbers.
+
+Use it so, for two step functions that took turns on one machine, a few steps at a time:
+
+    a = [[0.101, 0.102], [0.100, 0.101], ...]   # one list for each turn of A, in the order of time
+    b = [[0.104, 0.105], [0.103, 0.104], ...]   # turn i of B ran beside turn i of A
+    ratio = compare_samples(a, b, in_turns=True)
+    ratio.decision   # higher, lower, same or undecided
+    ratio.exceeds    # True: a regression beyond ratio.threshold; None: not decided
+
+For two processes that ran one after the other, pass `[samples]` for each and `in_turns=False`; for several processes a
+side, one list for each process. Turns must be at least `FEWEST_TURNS` for a difference to be found.
+
+What is resampled is a unit: a turn; a process, if each side has at least `FEWEST` of them; otherwise a sample. Units
+are drawn in runs of neighbours (the circular block bootstrap of Politis and Romano, 1992), as long as the cube root of
+their number (Hall, Horowitz and Jing, Biometrika 82, 1995), because neighbouring steps are alike. The interval is the
+percentile interval of the ratio of medians. In turns, each sample is first divided by the median of the samples of both
+sides in its turn and the two beside it, and the turns of A and B are drawn together, so that what slows both cancels.
+
+B is called higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: among
+all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
+apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
+also tell differences that are too small to matter. benchmarks/compare_alarms.py counts the alarms on recorded samples.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from steplab.records.comparison import Decision, Ratio
+from steplab.stats import CONFIDENCE
+
+Blocks = Sequence[Sequence[float]]
+"""Samples in the order of time, a list for each turn or each process."""
+
+FEWEST = 6
+"""Number of units from which there is an interval."""
+FEWEST_TURNS = 8
+"""Number of turns from which p can be below ALPHA: 2 / 2**8."""
+ALPHA = 0.01
+"""Largest p with which a difference is called one."""
+IN_TURNS = 0.01
+"""Threshold for samples in turns, whose differences are those of the code."""
+SEPARATE = 0.05
+"""Threshold for one process a side. Pairs of processes with equal steps on a quiet machine, in the records of H200s of
+this repository, differ by up to 4.8 %, and half of them by more than 0.3 % (benchmarks/compare_alarms.py)."""
+
+_REPLICATES = 1000
+_AT_ONCE = 2_000_000  # values that are resampled together, to bound memory
+_MOST_FOR_EXACT = 30  # units of both sides together; beyond, the normal approximation is as good
+_MOST_TURNS_FOR_EXACT = 12
+_MOST_TIMES_MORE = 100
+
+
+def compare_samples(
+    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, alpha: float = ALPHA
+) -> Ratio:
+    """The ratio of the median of B to that of A, its 95 % interval, the test, and what they decide.
+
+    `in_turns`: block i of A and block i of B ran side by side. `threshold` is the smallest difference that matters, as
+    a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `alpha` is to be divided by
+    the number of ratios that are decided together.
+
+    Raises ValueError if a side has no samples, a sample is not positive, or turns do not pair up.
+    """
+    import numpy as np
+
+    sides = [[np.asarray(block, dtype=np.float64) for block in side if len(block)] for side in (a, b)]
+    if not all(sides) or not all((block > 0).all() for side in sides for block in side):
+        raise ValueError("each side needs samples, all above zero")
+    if in_turns and len(sides[0]) != len(sides[1]):
+        raise ValueError(f"{len(sides[0])} turns of A and {len(sides[1])} of B; each turn needs both")
+    separate = not in_turns and min(map(len, sides)) < FEWEST
+    units = [np.concatenate(side)[:, None] if separate else _rows_of(side) for side in sides]
+    if threshold is None:
+        threshold = SEPARATE if separate else IN_TURNS
+    middles = [float(np.median(np.concatenate(side))) for side in sides]
+    ratio = middles[1] / middles[0]
+    if in_turns:
+        units = _aligned(*units)
+        ratio = float(np.nanmedian(units[1]) / np.nanmedian(units[0]))
+    interval = _interval(*units, in_turns=in_turns) if min(map(len, units)) >= FEWEST else None
+    p = None
+    if interval:
+        p = mann_whitney_in_turns(*units) if in_turns else mann_whitney(*(np.nanmedian(unit, axis=1) for unit in units))
+    decision = _decided(interval, p, threshold, alpha)
+    return Ratio(
+        a=middles[0],
+        b=middles[1],
+        num_a=sum(map(len, sides[0])),
+        num_b=sum(map(len, sides[1])),
+        ratio=ratio,
+        low=interval[0] if interval else None,
+        high=interval[1] if interval else None,
+        p=p,
+        threshold=threshold,
+        decision=decision,
+        more=_more(interval, threshold, min(map(len, units)), in_turns) if decision == "undecided" else None,
+    )
+
+
+def _rows_of(blocks: list[Any]) -> Any:
+    """One row for each block; shorter ones are filled with NaN."""
+    import numpy as np
+
+    rows = np.full((len(blocks), max(map(len, blocks))), np.nan)
+    for row, block in zip(rows, blocks, strict=True):
+        row[: len(block)] = block
+    return rows
+
+
+def _aligned(a: Any, b: Any) -> list[Any]:
+    """Both sides' turns over the median of all samples of the turn and its two neighbours."""
+    import numpy as np
+
+    both = np.concatenate([a, b], axis=1)
+    edge = np.full((1, both.shape[1]), np.nan)
+    padded = np.concatenate([edge, both, edge])
+    trend = np.nanmedian(np.concatenate([padded[:-2], both, padded[2:]], axis=1), axis=1, keepdims=True)
+    return [a / trend, b / trend]
+
+
+def _interval(a: Any, b: Any, *, in_turns: bool) -> tuple[float, float]:
+    """The percentile interval of the ratio of medians, over resampled units."""
+    import numpy as np
+
+    random = np.random.default_rng(0)  # the same samples give the same interval
+    ratios: list[Any] = []
+    at_once = max(1, min(_REPLICATES, _AT_ONCE // max(a.size, b.size)))
+    for first in range(0, _REPLICATES, at_once):
+        count = min(at_once, _REPLICATES - first)
+        rows_a = _rows(random, len(a), count)
+        rows_b = rows_a if in_turns else _rows(random, len(b), count)
+        ratios.append(_medians(b[rows_b]) / _medians(a[rows_a]))
+    low, high = np.quantile(np.concatenate(ratios), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def _rows(random: Any, num_units: int, count: int) -> Any:
+    """(count, num_units): indices of resampled units, in runs of neighbours; after the last comes the first."""
+    import numpy as np
+
+    length = max(1, round(num_units ** (1 / 3)))
+    starts = random.integers(0, num_units, (count, -(-num_units // length)))
+    return ((starts[:, :, None] + np.arange(length)) % num_units).reshape(count, -1)[:, :num_units]
+
+
+def _medians(resampled: Any) -> Any:
+    """The median of each replicate: (count, num_units, samples) -> (count,)."""
+    import numpy as np
+
+    flat = resampled.reshape(len(resampled), -1)
+    return np.nanmedian(flat, axis=1) if np.isnan(flat).any() else np.median(flat, axis=1)
+
+
+def _decided(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> Decision:
+    if interval is None or p is None:
+        return "undecided"
+    low, high = interval
+    if 1 / (1 + threshold) <= low and high <= 1 + threshold:
+        return "same"
+    if p < alpha and (low > 1 + threshold or high < 1 / (1 + threshold)):
+        return "higher" if low > 1 else "lower"
+    return "undecided"
+
+
+def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, in_turns: bool) -> int | None:
+    """About how many further units of each side make the interval no wider than the threshold.
+
+    Its width falls with the root of the number of units. A ratio that is undecided then is about the threshold itself.
+    """
+    fewest = FEWEST_TURNS if in_turns else FEWEST
+    if interval is None:
+        return max(fewest - num_units, 1)
+    times = (math.log(interval[1] / interval[0]) / math.log1p(threshold)) ** 2 if threshold else math.inf
+    if times > _MOST_TIMES_MORE or (times <= 1 and num_units >= fewest):
+        return None
+    return max(math.ceil(num_units * times), fewest) - num_units
+
+
+def mann_whitney(a: Any, b: Any) -> float:
+    """Two-sided p of Mann and Whitney's test; ties have the mean of their ranks.
+
+    Exact up to 30 values, conditional on the ties; then by the normal approximation with corrections for ties and
+    continuity. Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
+    """
+    import numpy as np
+
+    ranks = _doubled_ranks(np.concatenate([a, b]))
+    num_a, num = len(a), len(ranks)
+    observed = int(ranks[:num_a].sum())
+    if num <= _MOST_FOR_EXACT:
+        return _tails(_sums(ranks)[num_a], observed)
+    # The sum of `num_a` of the ranks, drawn without replacement.
+    mean = num_a * ranks.mean()
+    variance = num_a * (num - num_a) / (num - 1) * ranks.var()
+    return math.erfc(max(abs(observed - mean) - 1, 0) / math.sqrt(2 * variance)) if variance else 1.0
+
+
+def mann_whitney_in_turns(a: Any, b: Any) -> float:
+    """Two-sided p of the same statistic if samples of A and B may be exchanged within each turn only; (turns, samples).
+
+    Exact up to 12 turns; then by the normal approximation. An exchange changes the sign of the difference of a turn's
+    mean ranks (the aligned ranks of Hodges and Lehmann, Annals of Mathematical Statistics 33, 1962).
+    """
+    import numpy as np
+
+    values = np.concatenate([a, b], axis=1)
+    ranks = np.full(values.shape, np.nan)
+    ranks[~np.isnan(values)] = _doubled_ranks(values[~np.isnan(values)])
+    differences = np.nanmean(ranks[:, a.shape[1] :], axis=1) - np.nanmean(ranks[:, : a.shape[1]], axis=1)
+    observed = abs(differences.sum())
+    if len(differences) <= _MOST_TURNS_FOR_EXACT:
+        signs = np.array(list(itertools.product((-1, 1), repeat=len(differences))))
+        return float((np.abs(signs @ differences) >= observed).mean())
+    variance = (differences**2).sum()
+    return math.erfc(observed / math.sqrt(2 * variance)) if variance else 1.0
+
+
+def _doubled_ranks(values: Any) -> Any:
+    """Twice the rank of each value, a whole number although ties have the mean of their ranks."""
+    import numpy as np
+
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (2 * np.cumsum(counts) - counts + 1)[places]
+
+
+def _sums(ranks: Any) -> Any:
+    """[size, sum]: the number of subsets of the ranks with that size and sum."""
+    import numpy as np
+
+    ways = np.zeros((len(ranks) + 1, int(ranks.sum()) + 1))
+    ways[0, 0] = 1
+    for rank in ranks:
+        ways[1:, rank:] += ways[:-1, : ways.shape[1] - rank].copy()
+    return ways
+
+
+def _tails(ways: Any, observed: int) -> float:
+    """The share of all ways whose sum is at least as far out as the one observed, on both sides."""
+    total = ways.sum()
+    lower, upper = ways[: observed + 1].sum() / total, ways[observed:].sum() / total
+    return float(min(1.0, 2 * min(lower, upper)))

@@ -1,0 +1,178 @@
+"""Whether samples differ: against enumeration, and on recorded steps resampled."""
+
+import gzip
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from steplab.comparison.samples import FEWEST, SEPARATE, compare_samples, mann_whitney, mann_whitney_in_turns
+from steplab.records.codec import decode
+from steplab.records.disturbances import disturbances
+from steplab.records.run import Run
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+Samples = NDArray[np.float64]
+
+
+def recorded(name: str, fewest: int) -> list[tuple[Samples, bool]]:
+    """The step times of each recorded run of a file, and whether the run was disturbed."""
+    runs = map(decode, gzip.decompress((GOLDEN / name).read_bytes()).splitlines())
+    found = []
+    for run in runs:
+        step = run.timing.phase("step") if isinstance(run, Run) and run.timing else None
+        if isinstance(run, Run) and step and len(step.best_s) >= fewest:
+            found.append((np.array(step.best_s), bool(disturbances(run))))
+    return found
+
+
+def resampled(samples: Samples, count: int, length: int, random: np.random.Generator) -> Samples:
+    """`count` samples drawn in runs of neighbours, as steps of one process are neighbours."""
+    starts = random.integers(0, len(samples), -(-count // length))
+    return samples[((starts[:, None] + np.arange(length)) % len(samples)).ravel()[:count]]
+
+
+# --- the tests against enumeration ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mann_whitney_counts_all_ways_to_choose_which_samples_are_a(seed: int) -> None:
+    values = np.random.default_rng(seed).integers(0, 9, 9).astype(float)  # with ties
+    ranks = [(values < value).sum() + ((values == value).sum() + 1) / 2 for value in values]
+    sums = np.array([sum(chosen) for chosen in itertools.combinations(ranks, 4)])
+    observed = sum(ranks[:4])
+    expected = min(1.0, 2 * min((sums <= observed).mean(), (sums >= observed).mean()))
+    assert mann_whitney(values[:4], values[4:]) == pytest.approx(expected)
+
+
+def test_mann_whitney_of_many_samples_is_close_to_a_permutation_test() -> None:
+    random = np.random.default_rng(1)
+    a, b = random.normal(0, 1, 25), random.normal(0.6, 1, 30)
+    order = np.concatenate([a, b]).argsort().argsort() + 1
+    sums = np.array([random.permutation(order)[:25].sum() for _ in range(20_000)])
+    expected = (np.abs(sums - sums.mean()) >= abs(order[:25].sum() - 25 * 28)).mean()
+    # The standard error of a share of 20,000 drawn ways, three times.
+    assert mann_whitney(a, b) == pytest.approx(expected, abs=3 * np.sqrt(expected / 20_000) + 1e-3)
+
+
+def test_in_turns_all_ways_to_exchange_within_turns_are_counted() -> None:
+    a, b = np.arange(0.0, 8)[:, None], np.arange(0.0, 8)[:, None] + 0.5
+    assert mann_whitney_in_turns(a, b) == 2 / 2**8
+    assert mann_whitney(a.ravel(), b.ravel()) > 0.5
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+
+def test_samples_three_per_cent_apart_are_told_apart_and_the_reverse_is_lower() -> None:
+    random = np.random.default_rng(0)
+    a, b = random.normal(1, 0.005, 30), random.normal(1.03, 0.005, 30)
+    found = compare_samples([a], [b], in_turns=False, threshold=0.01)
+    assert found.decision == "higher"
+    assert found.exceeds is True
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low < 1.03 < found.high
+    assert found.ratio == np.median(b) / np.median(a)
+    assert compare_samples([b], [a], in_turns=False, threshold=0.01).decision == "lower"
+
+
+def test_one_process_a_side_has_the_threshold_of_processes() -> None:
+    a = np.random.default_rng(0).normal(1, 0.002, 30)
+    found = compare_samples([a], [a * 1.03], in_turns=False)
+    assert (found.decision, found.exceeds, found.threshold) == ("same", False, SEPARATE)
+
+
+def test_a_drift_that_both_sides_share_cancels_in_turns() -> None:
+    random = np.random.default_rng(0)
+    drift = 1 + 0.1 * np.sin(np.arange(30) / 5)
+    a, b = drift * random.normal(1, 0.004, 30), 1.03 * drift * random.normal(1, 0.004, 30)
+    turns = compare_samples(a[:, None], b[:, None], in_turns=True)
+    assert turns.decision == "higher"
+    assert turns.ratio == pytest.approx(1.03, rel=0.01)
+    assert compare_samples([a], [b], in_turns=False, threshold=0.01).decision == "undecided"
+
+
+def test_what_is_undecided_is_decided_with_about_as_many_samples_as_said() -> None:
+    random = np.random.default_rng(3)
+
+    def drawn(count: int) -> list[list[float]]:
+        return [random.normal(1, 0.03, count).tolist()]
+
+    found = compare_samples(drawn(30), drawn(30), in_turns=False, threshold=0.01)
+    assert found.decision == "undecided"
+    assert found.more is not None
+    wanted = 30 + found.more
+    assert compare_samples(drawn(wanted), drawn(wanted), in_turns=False, threshold=0.01).decision == "same"
+
+
+def test_too_few_samples_decide_nothing_and_say_how_many_are_missing() -> None:
+    found = compare_samples([[1.0, 1.1, 1.0]], [[2.0, 2.1, 2.0]], in_turns=False)
+    assert (found.decision, found.low, found.high, found.p, found.more) == ("undecided", None, None, None, FEWEST - 3)
+
+
+def test_processes_are_the_units_where_there_are_enough() -> None:
+    """Within a process samples are alike, and between processes they are not: more samples add no knowledge."""
+    random = np.random.default_rng(5)
+    a = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
+    b = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
+    found = compare_samples(a, b, in_turns=False)
+    assert found.high is not None
+    assert found.low is not None
+    assert found.high / found.low > 1.02
+    assert found.decision == "undecided"
+
+
+def test_turns_of_different_lengths_are_compared() -> None:
+    a = [[1.0, 1.01], [1.0], [1.01, 1.0, 1.02]] * 4
+    b = [[1.1], [1.11, 1.1], [1.12]] * 4
+    assert compare_samples(a, b, in_turns=True).decision == "higher"
+
+
+@pytest.mark.parametrize("blocks", [[], [[]], [[0.0, 1.0]]])
+def test_nothing_to_compare_is_an_error(blocks: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="needs samples"):
+        compare_samples(blocks, [[1.0]], in_turns=False)
+
+
+def test_a_turn_without_its_other_half_is_an_error() -> None:
+    with pytest.raises(ValueError, match="each turn needs both"):
+        compare_samples([[1.0], [1.0]], [[1.0]], in_turns=True)
+
+
+# --- alarms on recorded samples ---------------------------------------------------------------------------
+
+
+def test_few_identical_pairs_of_recorded_steps_raise_an_alarm() -> None:
+    """A thousand pairs of resampled runs, half of them from runs that were disturbed or vary by more than 1 %."""
+    everything = recorded("step_h200_202611.jsonl.gz", fewest=10)
+    noisy = [samples for samples, disturbed in everything if disturbed or np.std(samples) > 0.01 * np.mean(samples)]
+    assert len(noisy) > 20
+    random = np.random.default_rng(0)
+    alarms = 0
+    for pair in range(1000):
+        pool = noisy if pair % 2 else [samples for samples, _ in everything]
+        samples = pool[random.integers(len(pool))]
+        count, length = (30, 1) if pair % 3 else (10, 3)
+        a, b = (resampled(samples, count, length, random) for _ in range(2))
+        if pair % 4 < 2:
+            found = compare_samples(a[:, None], b[:, None], in_turns=True)
+        else:
+            found = compare_samples([a], [b], in_turns=False, threshold=0.01)
+        alarms += found.decision in ("higher", "lower")
+    assert alarms <= 10
+
+
+def test_a_slowdown_of_three_per_cent_is_found_with_thirty_steps_a_side_in_turns() -> None:
+    """On a host that drifts by 10 % meanwhile; steps of disturbed runs are left out, whose answer may be undecided."""
+    quiet = [samples for samples, disturbed in recorded("step_h200_202611.jsonl.gz", fewest=10) if not disturbed]
+    random = np.random.default_rng(0)
+    drift = 1 + 0.1 * np.sin(np.linspace(0, 6, 30))
+    found = 0
+    for _ in range(200):
+        samples = quiet[random.integers(len(quiet))]
+        a, b = (drift * resampled(samples, 30, 3, random) for _ in range(2))
+        found += compare_samples(a[:, None], 1.03 * b[:, None], in_turns=True).decision == "higher"
+    assert found >= 190
