@@ -20,7 +20,7 @@ sides in its turn and the two beside it, and the turns of A and B are drawn toge
 B is called higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: among
 all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
 apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
-also tell differences that are too small to matter. benchmarks/compare_alarms.py counts the alarms on recorded samples.
+also tell differences that are too small to matter.
 """
 
 import itertools
@@ -44,7 +44,7 @@ IN_TURNS = 0.01
 """Threshold for samples in turns, whose differences are those of the code."""
 SEPARATE = 0.05
 """Threshold for one process a side. Pairs of processes with equal steps on a quiet machine, in the records of H200s of
-this repository, differ by up to 4.8 %, and half of them by more than 0.3 % (benchmarks/compare_alarms.py)."""
+this repository, differ by up to 4.8 %, and half of them by more than 0.3 %."""
 
 _REPLICATES = 1000
 _AT_ONCE = 2_000_000  # values that are resampled together, to bound memory
