@@ -3,18 +3,27 @@
 import gzip
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from steplab.comparison.samples import FEWEST, SEPARATE, compare_samples, mann_whitney, mann_whitney_in_turns
+from steplab.comparison.samples import FEWEST, SEPARATE, mann_whitney, mann_whitney_in_turns
+from steplab.comparison.samples import compare_samples as compare_lists
 from steplab.records.codec import decode
+from steplab.records.comparison import Ratio
 from steplab.records.disturbances import disturbances
 from steplab.records.run import Run
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 Samples = NDArray[np.float64]
+
+
+def compare_samples(a: Any, b: Any, *, in_turns: bool, threshold: float | None = None) -> Ratio:
+    """The same of arrays."""
+    lists = ([list(map(float, block)) for block in side] for side in (a, b))
+    return compare_lists(*lists, in_turns=in_turns, threshold=threshold)
 
 
 def recorded(name: str, fewest: int) -> list[tuple[Samples, bool]]:
