@@ -1,35 +1,84 @@
 """steplab: a laboratory for the training step of Transformer language models in PyTorch.
 
-A spec goes in, a record comes out, everything else reads records. Importing this package imports neither
-torch nor anything heavy; each name below is loaded when it is first used.
+A spec goes in, a record comes out, everything else reads records:
+
+    run = steplab.measure("tiny", context=64)  # measures, stores and gives a record
+    run.median_s, run.interval_s, run.mfu
+    steplab.show(run)  # at a prompt its report, in a notebook its page
+
+Every verb of the command line is a function of the same name: measure (`steplab run`), sweep, study, profile, memory,
+precision, attention, comm, ddp, doctor, explain, plan, show, report, load, tag, note. `help(steplab.measure)` describes
+the fields of a step, and docs/python.md has examples. Importing this package imports neither torch nor anything heavy;
+each name is loaded when it is first used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from steplab.errors import SteplabError, Unsupported, UserError
+    from steplab.lab.accounting import plan_accounting
+    from steplab.lab.annotating import note, tag
+    from steplab.lab.attention import attention
+    from steplab.lab.comm import comm
+    from steplab.lab.ddp import ddp
+    from steplab.lab.explaining import explain
+    from steplab.lab.importing import import_files
     from steplab.lab.keeping import load
+    from steplab.lab.layout_planning import plan_layout
+    from steplab.lab.listing import list_records
+    from steplab.lab.machine import doctor
     from steplab.lab.measuring import measure
     from steplab.lab.memory import memory
-    from steplab.lab.profiling import profile
+    from steplab.lab.memory_import import import_snapshot
+    from steplab.lab.planning import plan, plan_memory, plan_steps, plan_time
+    from steplab.lab.precision import precision
+    from steplab.lab.profiling import import_trace, profile
     from steplab.lab.recording import recorder
-    from steplab.lab.sweeping import sweep
+    from steplab.lab.sweeping import study, sweep
+    from steplab.records.record import Record
     from steplab.records.run import Run
     from steplab.specs.model import ModelSpec
     from steplab.specs.step import StepSpec
     from steplab.specs.study import StudySpec, load_study, study_from_grids
     from steplab.store.database import Store
+    from steplab.views.reporting import report
+    from steplab.views.showing import show
+    from steplab.views.view import View
 
 _HOMES = {
+    "attention": "steplab.lab.attention",
+    "comm": "steplab.lab.comm",
+    "ddp": "steplab.lab.ddp",
+    "doctor": "steplab.lab.machine",
+    "explain": "steplab.lab.explaining",
+    "import_files": "steplab.lab.importing",
+    "import_snapshot": "steplab.lab.memory_import",
+    "import_trace": "steplab.lab.profiling",
+    "list_records": "steplab.lab.listing",
     "load": "steplab.lab.keeping",
     "measure": "steplab.lab.measuring",
     "memory": "steplab.lab.memory",
+    "note": "steplab.lab.annotating",
+    "plan": "steplab.lab.planning",
+    "plan_accounting": "steplab.lab.accounting",
+    "plan_layout": "steplab.lab.layout_planning",
+    "plan_memory": "steplab.lab.planning",
+    "plan_steps": "steplab.lab.planning",
+    "plan_time": "steplab.lab.planning",
+    "precision": "steplab.lab.precision",
     "profile": "steplab.lab.profiling",
-    "sweep": "steplab.lab.sweeping",
     "recorder": "steplab.lab.recording",
+    "report": "steplab.views.reporting",
+    "show": "steplab.views.showing",
+    "study": "steplab.lab.sweeping",
+    "sweep": "steplab.lab.sweeping",
+    "tag": "steplab.lab.annotating",
+    "Record": "steplab.records.record",
     "Run": "steplab.records.run",
     "StepSpec": "steplab.specs.step",
     "ModelSpec": "steplab.specs.model",
@@ -37,6 +86,7 @@ _HOMES = {
     "load_study": "steplab.specs.study",
     "study_from_grids": "steplab.specs.study",
     "Store": "steplab.store.database",
+    "View": "steplab.views.view",
     "SteplabError": "steplab.errors",
     "UserError": "steplab.errors",
     "Unsupported": "steplab.errors",
@@ -44,6 +94,7 @@ _HOMES = {
 
 __all__ = [
     "ModelSpec",
+    "Record",
     "Run",
     "StepSpec",
     "SteplabError",
@@ -51,22 +102,68 @@ __all__ = [
     "StudySpec",
     "Unsupported",
     "UserError",
+    "View",
     "__version__",
+    "attention",
+    "comm",
+    "ddp",
+    "doctor",
+    "explain",
+    "import_files",
+    "import_snapshot",
+    "import_trace",
+    "list_records",
     "load",
     "load_study",
     "measure",
     "memory",
+    "note",
+    "plan",
+    "plan_accounting",
+    "plan_layout",
+    "plan_memory",
+    "plan_steps",
+    "plan_time",
+    "precision",
     "profile",
     "recorder",
+    "report",
+    "show",
+    "study",
     "study_from_grids",
     "sweep",
+    "tag",
 ]
+
+
+class _Package(ModuleType):
+    """This package, in which a function keeps its name beside a folder of that name.
+
+    Importing steplab.explain.api would else put the folder where steplab.explain, the function, is looked for.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'steplab' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(_HOMES[name]), name)
+    if record := sys.modules.get("steplab.records.record"):
+        record.Record._repr_html_ = _html_of
+    return value
+
+
+def _html_of(record: "Record") -> str:
+    """How notebooks show a record; loaded when one is shown."""
+    from steplab.views.showing import in_short
+
+    return in_short(record)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from tests.rendering import run_text
 from tests.runs import make_run, recorder_run
 
 from steplab.errors import SteplabError, UserError
-from steplab.lab.annotating import comment, tag
+from steplab.lab.annotating import note, tag
 from steplab.lab.listing import checked_keys, list_records
 from steplab.records.codec import decode, encode
 from steplab.records.run import Run
@@ -187,7 +187,7 @@ def test_last_is_the_newest_record_and_the_newest_study(path: Path) -> None:
 def test_tags_and_notes_are_part_of_the_record_and_found_in_lists(path: Path) -> None:
     tag(RUNS[0].id, ("baseline", "paper"), store=path)
     tag(RUNS[0].id, ("quiet", "baseline"), remove=("paper",), store=path)
-    comment(RUNS[0].id, "fan was off", store=path)
+    note(RUNS[0].id, "fan was off", store=path)
     with Store.open(path, write=False) as store:
         found = store.get(RUNS[0].id)
     assert found == dataclasses.replace(RUNS[0], tags=("baseline", "quiet"), comment="fan was off")
@@ -228,7 +228,7 @@ def test_a_tag_that_is_not_there_cannot_be_removed(path: Path) -> None:
     with pytest.raises(UserError, match="has no tag 'gone'; it has none"):
         tag(RUNS[0].id, remove=("gone",), store=path)
     with pytest.raises(UserError, match="a note must be one line"):
-        comment(RUNS[0].id, "two\nlines", store=path)
+        note(RUNS[0].id, "two\nlines", store=path)
 
 
 def test_a_run_without_annotations_says_nothing_of_them() -> None:
@@ -240,5 +240,5 @@ def test_words_for_a_record_make_no_store(tmp_path: Path) -> None:
     with pytest.raises(SteplabError, match="no store at"):
         tag("last", ["x"], store=absent)
     with pytest.raises(SteplabError, match="no store at"):
-        comment("last", "x", store=absent)
+        note("last", "x", store=absent)
     assert not absent.exists()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import steplab.report.kit
+import steplab
 
-CSS = (Path(next(iter(steplab.report.kit.__path__))) / "page.css").read_text(encoding="utf-8")
+CSS = (Path(steplab.__file__).parent / "report" / "kit" / "page.css").read_text(encoding="utf-8")
 
 
 def scheme(name: str) -> dict[str, str]:

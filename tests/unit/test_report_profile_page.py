@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.profiles import cpu_run, imported_run, launch_bound_run, profiled_run
 from tests.runs import make_run, out_of_memory
 
-import steplab.report
+import steplab
 from steplab import units
 from steplab.records.profile import CATEGORIES, OpStats, Profile, Timeline
 from steplab.records.run import Run
@@ -33,7 +33,7 @@ from steplab.report.run.cells import cells_of
 LARGE, SMALL, CPU, IMPORTED = profiled_run(), launch_bound_run(), cpu_run(), imported_run()
 ALL = [LARGE, SMALL, CPU, IMPORTED]
 NAMES = ["large", "small", "cpu", "imported"]
-CSS = (Path(steplab.report.__file__).parent / "kit" / "page.css").read_text(encoding="utf-8")
+CSS = ((Path(steplab.__file__).parent / "report") / "kit" / "page.css").read_text(encoding="utf-8")
 HOSTILE = "<script>alert(1)</script>\x1b[31m$&|{{7*7}}"
 
 

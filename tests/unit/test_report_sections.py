@@ -15,7 +15,7 @@ from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.runs import ENVIRONMENT, make_run
 
-import steplab.report
+import steplab
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import encode
 from steplab.records.numerics import Accumulation, Numerics
@@ -26,7 +26,7 @@ from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
 from steplab.report.sections import SECTIONS, Context
 
-REPORT = Path(steplab.report.__file__).parent
+REPORT = Path(steplab.__file__).parent / "report"
 SUMS = Accumulation(
     number=0.01, accumulator="float16", addend="float16", cast=False, addend_value=0.01, num_additions=1000,
     num_rounded=900, result=9.95, binades=(),

@@ -7,19 +7,7 @@ from pathlib import Path
 
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
-from steplab.lab.files import Destination, compressed, refuse_the_same
-
-_ENDINGS = {
-    ".json": "json",
-    ".jsonl": "jsonl",
-    ".csv": "csv",
-    ".md": "md",
-    ".tex": "latex",
-    ".html": "html",
-    ".htm": "html",
-    ".txt": "table",
-}
-
+from steplab.lab.files import Destination, compressed, format_of, refuse_the_same
 
 ROW_FORMATS = ("table", "json", "csv", "md", "latex")
 """The formats of a table of runs."""
@@ -34,7 +22,7 @@ def chosen_format(
     the output or one of those `beside` it, that must not be replaced; SteplabError for a file that cannot be created.
     """
     output = out.output
-    ending = _ENDINGS.get(output.suffix.lower()) if output else None
+    ending = format_of(output) if output else None
     if output and output.suffix and not ending and not format:
         raise UserError(
             f"the suffix {output.suffix} is not that of a format; choose one with --format: {', '.join(allowed)}"

@@ -1,5 +1,6 @@
 """Derive what a model takes at scale; this needs neither torch nor a GPU."""
 
+from steplab.lab.measuring import asked_step
 from steplab.plan.accounting import account, device_of, mesh_of
 from steplab.records.accounting import Accounting
 from steplab.specs.hardware import accelerator_named
@@ -9,7 +10,7 @@ from steplab.specs.step import StepSpec
 
 
 def plan_accounting(
-    spec: StepSpec,
+    spec: StepSpec | str | None = None,
     *,
     card: str = "TPU v5p",
     mesh: str = "fsdp=16,tp=4",
@@ -17,11 +18,14 @@ def plan_accounting(
     flops_per_s: float | None = None,
     axis_bytes_per_s: float | None = None,
     counted_in: str = "H100 SXM",
+    **fields: object,
 ) -> Accounting:
-    """What training the spec's model takes at scale, by formula; see plan.accounting.
+    """What training a model takes at scale, by formula; see plan.accounting.
+
+        steplab.plan_accounting("xxl", mesh="fsdp=16,tp=4").questions[0].answer
 
     Args:
-        spec: its model, batch and context are taken.
+        spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
         card: the device of the mesh, a name of the catalogue; `flops_per_s` and `axis_bytes_per_s` replace its figures.
         mesh: devices along each axis; `axes`: axes of the network for each, on a torus.
         counted_in: the card in whose memories weights, gradients and optimizer state are counted.
@@ -29,12 +33,13 @@ def plan_accounting(
     Raises UserError for an unknown card, and for a mesh that cannot be; Unsupported for a model whose parts are not
     known.
     """
-    shape = shape_of(spec.model, f"an accounting for {spec.model.label}")
+    asked = asked_step("plan_accounting", spec, fields)
+    shape = shape_of(asked.model, f"an accounting for {asked.model.label}")
     device = device_of(accelerator_named(card), flops_per_s=flops_per_s, axis_bytes_per_s=axis_bytes_per_s)
     return account(
         shape,
-        model=spec.model.label,
-        tokens=spec.tokens,
+        model=asked.model.label,
+        tokens=asked.tokens,
         mesh=mesh_of(device, parse_layout(mesh), None if axes is None else parse_layout(axes)),
         device=device,
         counted=device_of(accelerator_named(counted_in)),

@@ -30,7 +30,7 @@ def tag(
         return opened.get(record.id)
 
 
-def comment(record_id: str, text: str, *, store: Path | str | None = None) -> Record:
+def note(record_id: str, text: str, *, store: Path | str | None = None) -> Record:
     """Give a record this comment in place of an earlier one; an empty text removes it. Gives the record.
 
     Raises UserError if the text is not one line of printable text.

@@ -20,8 +20,40 @@ from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.device import check_device
 from steplab.specs.hardware import hardware_named
+from steplab.specs.study import as_grid
 
 DEFAULT_TIMEOUT_S = 600.0
+
+
+def attention(
+    grid: str | None = None,
+    *,
+    passes: Sequence[str] = PASSES,
+    device: str = "auto",
+    repeats: int | None = None,
+    errors: bool = True,
+    seed: int = 0,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    **fields: object,
+) -> AttentionRun:
+    """Benchmark attention by itself, as `steplab attention` does, and store the record.
+
+    `fields` are those of a cell (batch, heads, kv_heads, sequence, queries, keys, dim, causal, dtype, implementation,
+    compile), each a value or a list; every combination is a cell, and they replace those of the `grid`:
+
+        run = steplab.attention(sequence=[64, 128], dim=32, implementation=["plain", "sdpa"])
+        steplab.show(run)
+
+    Without either, the default grid for the device is measured. `timeout_s` is how long one cell may go without
+    progress. Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
+    """
+    study = attention_study(
+        grid, as_grid(fields), pass_=passes, device=device, repeats=repeats, errors=errors, seed=seed
+    )
+    return measure_attention(study, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
 def measure_attention(

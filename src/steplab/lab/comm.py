@@ -19,12 +19,38 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
 from steplab.specs.layout import process_count
+from steplab.specs.study import as_grid
 from steplab.units import format_time
 
 DEFAULT_TIMEOUT_S = 300.0
 _FEWEST = 2
 _SETTLED = 1.5
 """Largest ratio of a settled cell's median to the median of its quietest third."""
+
+
+def comm(
+    *,
+    gpus: int | None = None,
+    processes: int | None = None,
+    repeats: int | None = None,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    **fields: object,
+) -> CommRun:
+    """Benchmark collectives, as `steplab comm` does, and store the record.
+
+    `fields` are those of a cell (collective, size, world_size, backend, device, dtype), each a value or a list:
+
+        run = steplab.comm(processes=2, collective="all_reduce", size=["100kB", "1MB"])
+        run.profile  # the fitted line of each collective
+
+    Without `gpus` or `processes` all GPUs take part, or two processes on the CPU. `timeout_s` is how long one cell may
+    take. Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
+    """
+    study, device = comm_study(as_grid(fields), gpus=gpus, processes=processes, repeats=repeats)
+    return measure_comm(study, device=device, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
 def comm_study(

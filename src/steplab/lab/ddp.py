@@ -12,6 +12,7 @@ from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
 from steplab.lab.files import Destination, folder_for
 from steplab.lab.keeping import Place, checked_name
 from steplab.lab.machine import visible_gpus
+from steplab.lab.measuring import named_fields
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
@@ -35,6 +36,47 @@ OnCell = Callable[[int, DdpCell], None]
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_PROCESSES = 2
 _SMALL_STEP = {"context": 64, "batch": 2}
+
+
+def ddp(
+    model: str | None = None,
+    *,
+    gpus: int | None = None,
+    processes: int | None = None,
+    variants: Sequence[str] = KINDS,
+    bucket_sizes: Sequence[object] | None = None,
+    transport: Sequence[str] | None = None,
+    profiled_steps: int = 2,
+    name: str = "",
+    store: Path | str | None = None,
+    traces: Path | str | None = None,
+    force: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    **fields: object,
+) -> DdpRun:
+    """Compare variants of data parallelism on one step, as `steplab ddp` does, and store the record.
+
+    `fields` are those of the step of each rank, as in `measure`; `bucket_sizes` are in units of 1e6 bytes:
+
+        run = steplab.ddp("tiny", processes=2, variants=["bucketed:1", "sharded"], steps=5)
+        steplab.show(run)
+
+    A trace of each variant is kept in the folder `traces` if one is named. Raises UserError for a request that is not
+    supported, and SteplabError if the store cannot be written.
+    """
+    study = ddp_study(
+        named_fields(model, fields),
+        gpus=gpus,
+        processes=processes,
+        variants=variants,
+        bucket_sizes=bucket_sizes,
+        transport=transport,
+        profiled_steps=profiled_steps,
+    )
+    return measure_ddp(
+        study, name=name, store=store, traces=traces, force=force, timeout_s=timeout_s, on_progress=on_progress
+    )
 
 
 def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> tuple[StepSpec, int]:

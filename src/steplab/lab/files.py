@@ -283,6 +283,23 @@ def _described(name: str, beginning: bytes) -> str | None:
     return next((kind.what for kind in KINDS.values() if kind.is_like(name, beginning)), None)
 
 
+_FORMATS = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".csv": "csv",
+    ".md": "md",
+    ".tex": "latex",
+    ".html": "html",
+    ".htm": "html",
+    ".txt": "table",
+}
+
+
+def format_of(path: Path) -> str | None:
+    """The format that the suffix of a file's name stands for; None for another suffix."""
+    return _FORMATS.get(path.suffix.lower())
+
+
 def compressed(content: bytes) -> bytes:
     """The content compressed by gzip, with the same bytes each time."""
     return gzip.compress(content, mtime=0)

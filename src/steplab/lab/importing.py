@@ -18,16 +18,17 @@ LARGEST_UNPACKED_BYTES = 1 << 30
 _GZIP_MAGIC, _XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
 
-def import_files(files: Sequence[Path], store: Path | str | None = None) -> tuple[int, int]:
+def import_files(files: Sequence[Path | str] | Path | str, store: Path | str | None = None) -> tuple[int, int]:
     """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
 
     Returns how many were added and how many were already stored. Raises UserError for a file that cannot be read or if
     no file holds a record, and SteplabError, with file and line, for a line that is not a valid record or that has the
     id of another record.
     """
-    found = [foreign for file in files for foreign in _records(file)]
+    given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
+    found = [foreign for file in given for foreign in _records(file)]
     if not found:
-        raise UserError(f"nothing to import: no record in {', '.join(map(str, files))}")
+        raise UserError(f"nothing to import: no record in {', '.join(map(str, given))}")
     with open_store(store, write=True) as opened:
         return opened.import_records(found)
 

@@ -12,6 +12,7 @@ from steplab.records.codec import encode, new_id, now_utc
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.store.database import Store
+from steplab.store.location import default_path
 
 RecordType = TypeVar("RecordType", bound=Record)
 
@@ -19,6 +20,11 @@ RecordType = TypeVar("RecordType", bound=Record)
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
     """The store at `path`, or at the default path (store.location). Raises SteplabError as Store.open does."""
     return Store.open(path, write=write)
+
+
+def has_store(path: Path | str | None = None) -> bool:
+    """Whether there is a store at `path`, or at the default path."""
+    return (Path(path) if path else default_path()).exists()
 
 
 def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:

@@ -37,7 +37,7 @@ def plan_layout(
     `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
     `network=45`, in GB/s of one GPU; `profile` is a record of `steplab comm`, whose lines replace stated links.
 
-        plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
+        steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
     Raises UserError for an invalid request, Unsupported for a step whose time or memory cannot be predicted.
     """

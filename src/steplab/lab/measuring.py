@@ -58,6 +58,10 @@ def asked_step(caller: str, spec: StepSpec | str | None, fields: Mapping[str, ob
         if fields:
             raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")
         return spec
-    named = {"model": spec} if spec is not None else {}
-    given = {("pass" if name == "pass_name" else name): value for name, value in fields.items()}
-    return resolve_step({**named, **given})
+    return resolve_step(named_fields(spec, fields))
+
+
+def named_fields(model: str | None, fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a call of Python by the names of the command line, the model among them."""
+    named: dict[str, object] = {"model": model} if model is not None else {}
+    return named | {("pass" if name == "pass_name" else name): value for name, value in fields.items()}

@@ -20,6 +20,22 @@ from steplab.specs.step import StepSpec
 
 T = TypeVar("T")
 
+DEFAULT_GPU = "H200 SXM"
+"""The GPU that steps are predicted for if none is named: the one whose records are fitted."""
+
+
+def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **fields: object) -> PlannedStep:
+    """The predicted memory of a step, and its time on a GPU; what cannot be predicted has the reason in its place.
+
+    `spec` and `fields` are as in `measure`. Neither torch nor a GPU is needed:
+
+        planned = steplab.plan("2.7b", context=512, precision="bf16", gpu="H100 SXM")
+        planned.memory.peak_bytes, planned.time.central_s
+
+    `plan_memory`, `plan_time`, `plan_layout` and `plan_accounting` have the options of the commands of their names.
+    """
+    return plan_steps([asked_step("plan", spec, fields)], gpu=gpu)[0]
+
 
 def plan_memory(
     spec: StepSpec | str | None = None,
@@ -33,7 +49,7 @@ def plan_memory(
 
     `spec` and `fields` are as in `measure`:
 
-        plan_memory("2.7b", context=512, precision="bf16").peak_bytes
+        steplab.plan_memory("2.7b", context=512, precision="bf16").peak_bytes
 
     `gpu` is the one of the catalogue that is judged, by default each of them.
     `variant` is a way in which the ranks of a layout of dp alone share their state, as `steplab ddp` names it:
@@ -63,10 +79,6 @@ def asked_variant(spec: StepSpec, name: str | None) -> Variant | None:
     return found[0]
 
 
-DEFAULT_GPU = "H200 SXM"
-"""The GPU that steps are predicted for if none is named: the one whose records are fitted."""
-
-
 def plan_time(
     spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **fields: object
 ) -> StepTimePrediction:
@@ -75,7 +87,7 @@ def plan_time(
     `spec` and `fields` are as in `measure`; `gpu` is one of the catalogue, by its name, or one with other figures
     (plan.rates.gpu_named):
 
-        plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
+        steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
     Raises UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
     """

@@ -13,6 +13,7 @@ from typing import get_args
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.measuring import named_fields
 from steplab.lab.sweeping import DEFAULT_TIMEOUT_S, SweepProgress, sweep
 from steplab.measurement.processes.launch import numerics_in_child
 from steplab.measurement.progress import OnProgress
@@ -42,6 +43,38 @@ class PrecisionResult:
     """One timed step per precision, in order."""
     study_id: str | None = None
     """Id of the runs' study in the store; None: nothing was timed."""
+
+
+def precision(
+    model: str | None = None,
+    *,
+    precisions: Sequence[str] = (),
+    parts: Sequence[str] = PARTS,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress = lambda progress: None,
+    **fields: object,
+) -> PrecisionResult:
+    """Audit and time one step in several precisions, as `steplab precision` does, and store the records.
+
+    `fields` are those of the step, as in `measure`, without the precision; `parts` are some of audit, accumulation and
+    timings:
+
+        found = steplab.precision("toy", precisions=["bf16"], parts=["audit"])
+        steplab.show(found.numerics[0])
+
+    Without `precisions`, fp16 and bf16 are audited and all are timed. Raises as `compare_precisions` does.
+    """
+    return compare_precisions(
+        named_fields(model, fields),
+        precisions=precisions,
+        parts=parts,
+        name=name,
+        store=store,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+    )
 
 
 def compare_precisions(

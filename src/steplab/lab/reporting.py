@@ -32,18 +32,26 @@ class ReportedRecords:
 
 
 def records_to_report(
-    ids: Sequence[str] = (), *, study: str | None = None, name: str | None = None, store: Path | str | None = None
+    given: Sequence[Record | str] = (),
+    *,
+    study: str | None = None,
+    name: str | None = None,
+    store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The records with these ids; else those of a name; else the study's; else those of what was measured last.
+    """The records that are given, or have the given ids; else those of a name; else the study's; else those of what was
+    measured last.
 
     That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
     records of its kind that belong to none.
 
     Raises UserError where there is nothing to report.
     """
+    held = [record for record in given if isinstance(record, Record)]
+    if held and len(held) == len(given):
+        return _selected(held)  # they need not be in a store
     with open_store(store, write=False) as opened:
-        if ids:
-            return _selected(opened.records(ids))
+        if given:
+            return _selected(each if isinstance(each, Record) else opened.get(each) for each in given)
         if name is not None:
             found = list(opened.iterate(name=name))
             if not found:

@@ -1,7 +1,7 @@
 """The measurements of a study: each one job, with its key in the store and what it is called."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -32,7 +32,7 @@ from steplab.specs import attention_study as attention_fields
 from steplab.specs import comm as comm_fields
 from steplab.specs.ddp import CHOSEN_BY_THE_STUDY
 from steplab.specs.step import FIELDS, StepSpec
-from steplab.specs.study import Part, StudySpec, labels
+from steplab.specs.study import Part, StudySpec, as_grid, labels
 from steplab.store.cells import cell_key, part_key
 
 Measure = Callable[..., Record]
@@ -202,20 +202,16 @@ def _doctor(fields: Mapping[str, Any], **own: Any) -> Measure:
 
 
 def _attention(fields: Mapping[str, Any], *, grid: str | None = None, **own: Any) -> Measure:
-    return partial(measure_attention, attention_study(grid, _lists(fields), **own))
+    return partial(measure_attention, attention_study(grid, as_grid(fields), **own))
 
 
 def _comm(fields: Mapping[str, Any], **own: Any) -> Measure:
-    study, device = comm_study(_lists(fields), **own)
+    study, device = comm_study(as_grid(fields), **own)
     return partial(measure_comm, study, device=device)
 
 
 def _ddp(fields: Mapping[str, Any], *, traces: str | None = None, **own: Any) -> Measure:
     return partial(measure_ddp, ddp_study(fields, **own), traces=traces)
-
-
-def _lists(fields: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    return {name: value if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
 
 
 _BENCHMARKS = {

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import NotStored, Place, checked_name, open_store
 from steplab.lab.machine import visible_gpus
+from steplab.lab.measuring import named_fields
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.study_parts import jobs_of
 from steplab.measurement.progress import Progress
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.specs.study import StudySpec, fitted
+from steplab.specs.study import StudySpec, as_grid, fitted, load_study
 from steplab.store.cells import cell_key
 from steplab.store.database import Store
 
@@ -58,6 +59,35 @@ class SweepResult:
     """Measurements that could not be made, each with the reason."""
 
 
+def study(
+    study: StudySpec | Path | str,
+    *,
+    name: str | None = None,
+    store: Path | str | None = None,
+    resume: bool = False,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: Callable[[SweepProgress], None] = lambda progress: None,
+    **fields: object,
+) -> SweepResult:
+    """Run a preset or a TOML file of measurements, as `steplab study` does; every record is stored.
+
+    `fields` replace those of every step in it, each a value or a list, as the options of `steplab study` do:
+
+        result = steplab.study("quick")
+        steplab.report(study=result.study_id).save("page.html")
+
+    Otherwise as `sweep`. Raises UserError for an unknown preset or a file that is not a study.
+    """
+    if isinstance(study, StudySpec):
+        if fields:
+            raise UserError(f"study takes either a StudySpec or fields, not both; leave out {', '.join(fields)}")
+        asked = study
+    else:
+        asked = load_study(str(study), as_grid(named_fields(None, fields)))
+    asked = asked if name is None else dataclasses.replace(asked, name=name)
+    return sweep(asked, store=store, resume=resume, timeout_s=timeout_s, on_progress=on_progress)
+
+
 def sweep(
     study: StudySpec,
     *,
@@ -67,6 +97,9 @@ def sweep(
     on_progress: Callable[[SweepProgress], None] = lambda progress: None,
 ) -> SweepResult:
     """Make the study's measurements one after the other; each is in the store as soon as it has ended.
+
+        cells = steplab.study_from_grids("contexts", "", [{"model": ["tiny"], "context": [32, 64]}])
+        steplab.sweep(cells).runs
 
     `resume` continues the newest study over the same measurements: those that were made, ran out of memory or raised
     are not repeated; those whose process was killed or timed out are. A step that fails is stored as a record, and the

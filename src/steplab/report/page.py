@@ -1,6 +1,6 @@
 """Records as one self-contained web page, without scripts, further files or network access."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ def render_page(
     plans: Mapping[str, PlannedStep] | None = None,
     findings: Mapping[str, Findings] | None = None,
     attempts: Attempts | None = None,
+    write: Callable[[Document, Mapping[str, str]], str] = html.to_html,
 ) -> str:
     """The page for records of any kinds, as HTML.
 
@@ -55,7 +56,8 @@ def render_page(
     by the runs' ids, are the answer of those.
 
     A record from which a section cannot be drawn is left out of that section, and the page says so; `attempts` has the
-    records left out before. The same records always give the same page.
+    records left out before. `write` prints the page's document and the sections that are finished, by their anchors.
+    The same records always give the same page.
     """
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
@@ -96,7 +98,7 @@ def render_page(
             Section(title="Method", anchor="method", blocks=(Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))),)),
         ),
     )
-    return html.to_html(page, ready)
+    return write(page, ready)
 
 
 def _verdict(context: Context, records: Sequence[Record]) -> Verdict:

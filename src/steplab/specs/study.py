@@ -134,6 +134,11 @@ def labels(cells: Sequence[StepSpec]) -> list[str]:
     ]
 
 
+def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
+    """Fields that were given in Python as a grid: each with the list of its values, which may be one value."""
+    return {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
+
+
 def preset_names() -> tuple[str, ...]:
     """Names of the presets, the studies that come with steplab."""
     folder = files("steplab.specs") / "studies"

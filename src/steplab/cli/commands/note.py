@@ -18,7 +18,7 @@ def note(
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
-    from steplab.lab.annotating import comment
+    from steplab.lab.annotating import note as write
 
-    record = comment(id, text, store=store.store)
+    record = write(id, text, store=store.store)
     say(f"record {record.id}: {record.comment or 'no note'}")

@@ -1,6 +1,7 @@
 """A document as one web page that needs nothing else: no network, no script, no second file."""
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,10 +52,25 @@ def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
 
     `ready` has the HTML of sections that are drawn and written already, by their anchors.
     """
-    written = ready or {}
-    sections = (section if section.anchor in written else drawn(section) for section in page.sections)
+    return _written("page.html.j2", page, ready or {})
+
+
+def to_fragment(page: Document, ready: Mapping[str, str] | None = None) -> str:
+    """The document as one element for a page of another program, such as a notebook; its style concerns it alone."""
+    return _written("fragment.html.j2", page, ready or {}, style=_nested_style())
+
+
+def _written(template: str, page: Document, ready: Mapping[str, str], **further: str) -> str:
+    sections = (section if section.anchor in ready else drawn(section) for section in page.sections)
     whole = replace(page, sections=tuple(section for section in sections if section.blocks))
-    return environment().get_template("page.html.j2").render(page=whole, ready=written)
+    return environment().get_template(template).render(page=whole, ready=ready, **further)
+
+
+@functools.cache
+def _nested_style() -> str:
+    """The page's style for rules nested in the element's: what it says of the page, it says of the element."""
+    text, _, _ = environment().loader.get_source(environment(), "page.css")  # type: ignore[union-attr]
+    return re.sub(r"^(html|body) \{", "& {", re.sub(r":root\b", "&", text), flags=re.MULTILINE)
 
 
 @functools.cache

@@ -1,0 +1,120 @@
+"""The report of several records: as a page, or as tables."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from steplab.errors import SteplabError, UserError
+from steplab.lab.explaining import findings_of
+from steplab.lab.memory import predictions_of
+from steplab.lab.memory_references import memory_references
+from steplab.lab.planning import plans_of
+from steplab.lab.reporting import ReportedRecords, records_to_report
+from steplab.measurement.progress import OnProgress, Progress
+from steplab.records.record import Record
+from steplab.records.registry import KINDS
+from steplab.report.attempts import Attempts
+from steplab.report.kit.html import to_fragment, to_html
+from steplab.report.kit.rendering import render
+from steplab.report.memory.document import watched_in_full
+from steplab.report.page import render_page
+from steplab.report.run.cells import cells_of
+from steplab.report.sections import SECTIONS, Sections
+from steplab.views.view import View
+
+
+def report(
+    records: Sequence[Record | str] | Record | str = (),
+    *,
+    study: str | None = None,
+    name: str | None = None,
+    title: str | None = None,
+    store: Path | str | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> View:
+    """The report of several records, as `steplab report` writes it.
+
+        steplab.report()  # what was measured last, with its study
+        steplab.report([before, after]).save("page.html")
+
+    `records` are records, ids, beginnings of ids, or names that belong to a single record; without them the records of
+    a `study` or of a `name` are reported, or of what was measured last. Raises UserError where there is nothing to
+    report.
+    """
+    given = (records,) if isinstance(records, (Record, str)) else tuple(records)
+    found = records_to_report(given, study=study, name=name, store=store)
+    return report_of(found, title=title, named=bool(given), store=store, on_progress=on_progress)
+
+
+def report_of(
+    found: ReportedRecords,
+    *,
+    title: str | None = None,
+    named: bool = False,
+    store: Path | str | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> View:
+    """The report of a selection of records. `named`: the records themselves were given."""
+
+    def write(format: str, color: bool) -> str:
+        if format in ("html", "notebook"):
+            return _page(found, title or found.title, store, on_progress, in_notebook=format == "notebook")
+        return _tables(found, format, named=named, color=color)
+
+    return View(write, store)
+
+
+def _page(
+    found: ReportedRecords, title: str, store: Path | str | None, on_progress: OnProgress, *, in_notebook: bool
+) -> str:
+    attempts = Attempts()
+    runs = found.of("run")
+    watched = attempts.draw("memory", runs, lambda some: [cell.run for cell in watched_in_full(cells_of(some))])
+    predictions = attempts.draw("predictions", watched, lambda some: predictions_of(some, on_progress))
+    references = attempts.draw("comparisons", watched, lambda some: memory_references(some, store))
+    plans = attempts.draw("plans", runs, plans_of)
+    findings = attempts.draw("findings", runs, lambda some: findings_of(some, store))
+    on_progress(Progress(stage="draw", done=0, total=0))
+    return render_page(
+        found.records,
+        title=title,
+        description=found.description,
+        predictions=predictions,
+        references=references,
+        plans=plans,
+        findings=findings,
+        attempts=attempts,
+        write=to_fragment if in_notebook else to_html,
+    )
+
+
+def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) -> str:
+    """The records in a format other than a page.
+
+    Records of a kind that shares one table become that table, every other record a document of its own. Raises
+    UserError for several tables in a format for programs, which holds one: of audits beside runs it has the runs.
+    """
+    by_kind = {name: found.of(name) for name in KINDS}
+    if by_kind["run"] and not named and format in ("json", "csv"):
+        by_kind["numerics"] = ()
+    tables = sum(bool(records) if SECTIONS[name].together else len(records) for name, records in by_kind.items())
+    if format in ("json", "csv") and tables > 1:
+        raise UserError(
+            f"--format {format} holds one table, and these records have several; name the id of one record, or take "
+            "--format table, md, latex or html"
+        )
+    draw = Attempts().draw
+
+    def texts(kind: Sections, records: Sequence[Any]) -> list[str]:
+        documents = kind.documents(records) if records else []
+        return [render(document, format, color=color) for document in documents]
+
+    made = [
+        text
+        for name, records in by_kind.items()
+        for text in draw("the report", records, partial(texts, SECTIONS[name]))
+    ]
+    if not made:
+        raise SteplabError("none of these records can be reported; --debug shows why")
+    return "\n\n".join(text.rstrip("\n") for text in made)

@@ -1,0 +1,111 @@
+"""Show one record or one prediction in full, and a record in a notebook in short."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from steplab.errors import UserError
+from steplab.lab.explaining import findings_of, run_to_explain
+from steplab.lab.keeping import has_store, load
+from steplab.lab.memory_references import memory_references
+from steplab.records.codec import encode_with_summary
+from steplab.records.finding import Findings
+from steplab.records.layout_plan import LayoutPlan
+from steplab.records.planned_step import PlannedStep
+from steplab.records.prediction import MemoryPrediction
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.run import Run
+from steplab.records.step_time import StepTimePrediction
+from steplab.report.kit import html
+from steplab.report.kit.document import Bars, Block, Chart, Deferred, Document, Section, Table
+from steplab.report.kit.rendering import render
+from steplab.report.plan.document import plan_document
+from steplab.report.plan.layouts import layouts_document
+from steplab.report.plan.steps import planned_document
+from steplab.report.plan.time import time_document
+from steplab.report.run.findings import findings_document
+from steplab.report.run.words import annotations
+from steplab.report.sections import SECTIONS, Context
+from steplab.views.view import View
+
+Shown = Record | Findings | PlannedStep | MemoryPrediction | StepTimePrediction | LayoutPlan
+
+
+def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> View:
+    """Everything about one record, as `steplab show` says it; also about findings and predictions.
+
+        steplab.show(run)  # text at a prompt, tables and pictures in a notebook
+        steplab.show("last").save("run.html")
+        steplab.show(steplab.plan("small", context=512, gpu="H100 SXM"))
+
+    `shown` is a record, a result of `explain` or of a `plan` function, or the id of a stored record, the beginning of
+    one, or `last`. The store is asked for what a profile or a memory profile is compared with. Raises UserError where
+    there is no such record.
+    """
+    if isinstance(shown, str):
+        shown = load(shown, store=store)
+    if isinstance(shown, Record):
+        return View(partial(_record_text, shown, store), store)
+    return View(_writer(_document(shown, store), msgspec.json.format(msgspec.json.encode(shown)).decode()), store)
+
+
+def in_short(record: Record) -> str:
+    """A record for a notebook, as HTML: its answer, its first table and its first picture."""
+    document = SECTIONS[kind_of(record).name].document(record, Context())
+    blocks = [block for section in document.sections for block in _blocks(section)]
+    table = next((block for block in blocks if isinstance(block, Table)), None)
+    made = (block.draw() if isinstance(block, Deferred) else block for block in blocks)
+    picture = next((block for block in made if isinstance(block, (Chart, Bars))), None)
+    first = tuple(block for block in (picture, table) if block)
+    return html.to_fragment(replace(document, sections=(Section(title="", blocks=first),)))
+
+
+def _record_text(record: Record, store: Path | str | None, format: str, color: bool) -> str:
+    if format == "json":
+        return encode_with_summary(record).decode()
+    context = Context()
+    if isinstance(record, Run) and has_store(store):
+        context = Context(references=memory_references([record], store), findings=findings_of([record], store))
+    document = SECTIONS[kind_of(record).name].document(record, context)
+    document = replace(document, subtitle="\n".join((document.subtitle, *annotations(record))))
+    return _writer(document)(format, color)
+
+
+def _writer(document: Document, json: str | None = None) -> Callable[[str, bool], str]:
+    def write(format: str, color: bool) -> str:
+        if format == "html":
+            return html.to_html(document)
+        if format == "notebook":
+            return html.to_fragment(document)
+        return json if format == "json" and json else render(document, format, color=color)
+
+    return write
+
+
+def _document(shown: Any, store: Path | str | None) -> Document:
+    match shown:
+        case Findings():
+            return findings_document(run_to_explain(shown.run_id, store=store), shown)
+        case PlannedStep():
+            return planned_document([shown])
+        case LayoutPlan():
+            return layouts_document(shown)
+        case MemoryPrediction(spec=spec) if spec:
+            return plan_document(spec, shown)
+        case StepTimePrediction(spec=spec) if spec:
+            return time_document(spec, shown)
+    raise UserError(f"a {type(shown).__name__} is nothing to show; give a record, an id, findings or a prediction")
+
+
+def _blocks(section: Section) -> Iterator[Block]:
+    """The blocks of a section and of those within it, in the order they are read."""
+    for block in section.blocks:
+        if isinstance(block, Section):
+            yield from _blocks(block)
+        else:
+            yield block
