@@ -29,6 +29,11 @@ from steplab.specs.study import study_from_grids
             "tp=4 does not divide the 2 heads of keys and values of tiny; valid for tp: 1, 2",
         ),
         (
+            {"model": "tiny", "layout": "tp=2", "model.projections": "merged"},
+            "layout tp=2 with merged projections is not supported: tp splits queries, keys and values each by its "
+            "heads; use --model.projections separate",
+        ),
+        (
             {"model": "tiny", "layout": "fsdp=2", "model.head": "tied"},
             "model.head tied with layout fsdp=2 is not supported: the embedding and the head share a weight, and are "
             "split and gathered apart; use --model.head untied, or use dp=2",

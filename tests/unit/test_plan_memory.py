@@ -22,7 +22,7 @@ from steplab import units
 from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
-from steplab.model.transformer import FEED_FORWARD, SelfAttention, Transformer, rotary_table
+from steplab.model.transformer import SelfAttention, Transformer, feed_forward_of, rotary_table
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import OUTSIDE_BYTES
 from steplab.plan.dry_run.allocator import CachingAllocator
@@ -305,7 +305,7 @@ def test_a_block_keeps_what_autograd_keeps(
 ) -> None:
     shape = resolve_step(TINY | variant).model.shape
     assert shape is not None
-    module: torch.nn.Module = FEED_FORWARD[shape.feed_forward](d, f, bias=shape.biases == "all")
+    module: torch.nn.Module = feed_forward_of(shape)
     if part == "attention":
         module = SelfAttention(shape, attention_named(attention))
     module = module.to(torch.bfloat16 if precision == "bf16_pure" else torch.float32)
@@ -314,9 +314,10 @@ def test_a_block_keeps_what_autograd_keeps(
     assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(shape, part, precision, dry)
 
 
-def test_a_compiled_step_keeps_about_what_torchs_partitioner_chooses() -> None:
+@pytest.mark.parametrize("variant", [GPT_2 | {"model.num_kv_heads": 1}, {"model.projections": "merged"}], ids=named)
+def test_a_compiled_step_keeps_about_what_torchs_partitioner_chooses(variant: dict[str, object]) -> None:
     """The lists in dry_run/compiled.py are read off; scalars, and what a row has one number of, are not all in them."""
-    fields = TINY | GPT_2 | {"model.num_kv_heads": 1, "pass": "forward_backward", "model.num_layers": 1}
+    fields = TINY | variant | {"pass": "forward_backward", "model.num_layers": 1}
     shape = resolve_step(fields).model.shape
     assert shape is not None
     module = Transformer(shape, context=T, attention=attention_named("sdpa"))

@@ -1,5 +1,6 @@
 """The plain Transformer against transformers' Llama and GPT-2 with the same weights, in float64."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -355,3 +356,26 @@ def test_rotating_keeps_the_type_and_is_done_in_the_tables_precision(dtype: torc
     out = rotate(x, table)
     assert out.dtype == dtype
     assert torch.equal(out, rotate(x.float(), table).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, LIKE_GPT_2], ids=str)
+def test_merged_projections_compute_the_same(shape: TransformerShape) -> None:
+    separate, merged = plain(shape), plain(dataclasses.replace(shape, projections="merged"))
+    parts = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
+    of = dict(separate.named_parameters())
+
+    def parts_of(name: str) -> list[Tensor]:
+        layer = name.split(".")[-2]
+        return [of[name.replace(layer, part)] for part in parts.get(layer, (layer,))]
+
+    with torch.no_grad():
+        for name, parameter in merged.named_parameters():
+            parameter.copy_(torch.cat(parts_of(name)))
+    tokens = torch.randint(shape.vocab_size, (2, CONTEXT + 1))
+    losses = [module(tokens[:, :-1], tokens[:, 1:]) for module in (separate, merged)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for name, parameter in merged.named_parameters():
+        gradients = [part.grad for part in parts_of(name) if part.grad is not None]
+        torch.testing.assert_close(parameter.grad, torch.cat(gradients))

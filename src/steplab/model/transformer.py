@@ -1,9 +1,9 @@
 """The plain Transformer under test, to be read in one sitting.
 
 Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, as many
-heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, and an output head with its own weight or the
-embedding's. The functions that compute attention and loss and that call a block are passed in, so that the model stays
-the same while they are exchanged and compared.
+heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, linear layers of one input separate or merged,
+and an output head with its own weight or the embedding's. The functions that compute attention and loss and that call a
+block are passed in, so that the model stays the same while they are exchanged and compared.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
 dimension, 2 cosine and sine.
@@ -114,7 +114,7 @@ class Block(nn.Module):
         self.attention_norm = norm_of(shape)
         self.attention = SelfAttention(shape, attention)
         self.feed_forward_norm = norm_of(shape)
-        self.feed_forward = FEED_FORWARD[shape.feed_forward](shape.d_model, shape.d_ff, bias=shape.biases == "all")
+        self.feed_forward = feed_forward_of(shape)
 
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary_2TD)
@@ -130,16 +130,21 @@ class SelfAttention(nn.Module):
         self.head_dim = shape.head_dim
         self.attend = attention
         bias = shape.biases != "none"
-        self.query = nn.Linear(shape.d_model, shape.d_model, bias=bias)
-        self.key = nn.Linear(shape.d_model, shape.kv_width, bias=bias)
-        self.value = nn.Linear(shape.d_model, shape.kv_width, bias=bias)
+        self.widths = shape.query_key_value_widths
+        self.merged = shape.projections == "merged"
+        if self.merged:
+            self.query_key_value = nn.Linear(shape.d_model, sum(self.widths), bias=bias)
+        else:
+            self.query, self.key, self.value = (nn.Linear(shape.d_model, width, bias=bias) for width in self.widths)
         self.output = nn.Linear(shape.d_model, shape.d_model, bias=shape.biases == "all")
 
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-        q_BHTD, k_BNTD, v_BNTD = (
-            project(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+        projected = (
+            self.query_key_value(x_BTC).split(self.widths, -1)
+            if self.merged
+            else (project(x_BTC) for project in (self.query, self.key, self.value))
         )
+        q_BHTD, k_BNTD, v_BNTD = (x_BTD.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x_BTD in projected)
         o_BHTD = self.attend(rotate(q_BHTD, rotary_2TD), rotate(k_BNTD, rotary_2TD), v_BNTD, causal=True)
         return self.output(o_BHTD.transpose(1, 2).flatten(2))
 
@@ -157,6 +162,19 @@ class SwiGLU(nn.Module):
         return self.down(silu(self.gate(x_BTC)) * self.up(x_BTC))
 
 
+class MergedSwiGLU(nn.Module):
+    """The same, with gate and up in one linear layer."""
+
+    def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self.gate_up(x_BTC).chunk(2, -1)
+        return self.down(silu(gate_BTF) * up_BTF)
+
+
 class GELU(nn.Module):
     """down(gelu(up(x))), as in GPT-2, but for its approximation of gelu (Hendrycks and Gimpel 2016)."""
 
@@ -169,7 +187,12 @@ class GELU(nn.Module):
         return self.down(gelu(self.up(x_BTC)))
 
 
-FEED_FORWARD: dict[str, type[SwiGLU | GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
+def feed_forward_of(shape: TransformerShape) -> nn.Module:
+    """The feed-forward part of a block."""
+    kind: type[SwiGLU | MergedSwiGLU | GELU] = GELU
+    if shape.feed_forward == "swiglu":
+        kind = MergedSwiGLU if shape.projections == "merged" else SwiGLU
+    return kind(shape.d_model, shape.d_ff, bias=shape.biases == "all")
 
 
 def rotary_table(context: int, head_dim: int) -> Tensor:

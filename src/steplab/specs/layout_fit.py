@@ -59,7 +59,14 @@ def refuse_unserved_triton_optimizer(layout: Layout, *, precision: str) -> None:
 
 
 def refuse_uneven_split(layout: Layout, shape: TransformerShape, *, model_name: str, context: int) -> None:
-    """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp."""
+    """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp. Raise
+    Unsupported where it would split queries from keys."""
+    if shape.projections == "merged":
+        raise Unsupported(
+            f"layout {layout} with merged projections",
+            "tp splits queries, keys and values each by its heads",
+            "use --model.projections separate",
+        )
     split = {
         f"{shape.num_heads} heads": shape.num_heads,
         **({f"{shape.kv_heads} heads of keys and values": shape.kv_heads} if shape.num_kv_heads else {}),

@@ -16,6 +16,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 FeedForward = Literal["swiglu", "gelu"]
 Biases = Literal["none", "qkv", "all"]
 Head = Literal["untied", "tied"]
+Projections = Literal["separate", "merged"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,17 @@ class TransformerShape:
         Head,
         Declared(help="Output head", meanings={"tied": "its weight is the token embedding's"}, group="sizes"),
     ] = "untied"
+    projections: Annotated[
+        Projections,
+        Declared(
+            help="Linear layers of a block that read the same tensor",
+            meanings={
+                "separate": "one each",
+                "merged": "one for queries, keys and values, one for gate and up",
+            },
+            group="sizes",
+        ),
+    ] = "separate"
 
     def __post_init__(self) -> None:
         for field in SIZE_FIELDS:
@@ -124,6 +136,11 @@ class TransformerShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def query_key_value_widths(self) -> tuple[int, int, int]:
+        """Widths of the queries, keys and values of all heads together."""
+        return self.d_model, self.kv_width, self.kv_width
+
+    @property
     def feed_forward_layers(self) -> tuple[str, ...]:
         """Names of a feed-forward block's linear layers; the last leads back to the residual stream."""
         return ("gate", "up", "down") if self.feed_forward == "swiglu" else ("up", "down")
@@ -134,7 +151,7 @@ class TransformerShape:
         return self.norm == "layernorm" and self.biases == "all"
 
 
-_PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", "head")
+_PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", "head", "projections")
 """Fields without an effect on a model of feed-forward blocks alone."""
 
 SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)

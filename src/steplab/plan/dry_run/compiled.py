@@ -123,6 +123,7 @@ class CompiledTransformer:
             _Kind(sizes.rows_of_stream, FP32, "reciprocal root mean squares", 2),
             _Kind(sizes.gathered, compute, "norms", 2),
             *self._attended(keys, "query, key, value", num_others=1),
+            *self._around_values(in_memory),
             _Kind(sizes.residual, compute, "attention output"),
             _Kind(sizes.inner, compute, self._inner_words, len(inner) + 1),
             *(self._of_scores() if in_memory else self._of_fused_attention()),
@@ -137,6 +138,14 @@ class CompiledTransformer:
         if keys is sizes.residual:
             return [_Kind(keys, compute, what, 2 + num_others)]
         return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", 2)]
+
+    def _around_values(self, in_memory: bool) -> list[_Kind]:
+        """Columns of a merged projection beside the values, which a fused kernel keeps as a view of all of it. Queries
+        and keys are needed no more once they are rotated."""
+        sizes, compute = self._machine.sizes, self._machine.product_dtype
+        if sizes.shape.projections == "separate" or in_memory or sizes.shape.learned_positions:
+            return []
+        return [_Kind(count, compute, "queries and keys, not rotated") for count in (sizes.residual, sizes.keys)]
 
     @property
     def _inner_words(self) -> str:

@@ -90,6 +90,18 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
     return output
 
 
+def columns(m: Machine, x: Tensor, *counts: Count) -> tuple[Tensor, ...]:
+    """Views of neighbouring columns. Backward their gradients are joined."""
+    views = tuple(Tensor(count, x.dtype, x.storage) for count in counts)
+    like, named = (x.count, x.dtype), x.what
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], *gradients: Tensor) -> tuple[Tensor]:
+        return (m.run("cat", gradients, *like, f"gradient of {named}", strided=True),)
+
+    m.node((x.slot,), (), backward).gives(*views)
+    return views
+
+
 def _linear_with_bias(
     m: Machine, x: Tensor, w: Tensor, b: Tensor, out: Count, what: str, names: tuple[str, str]
 ) -> Tensor:

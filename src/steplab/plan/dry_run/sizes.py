@@ -46,6 +46,11 @@ class Count:
         return f"{dtype.num_bytes} {self.symbols}".rstrip()
 
 
+def together(*counts: Count) -> Count:
+    """As many elements as all have together."""
+    return Count(sum(count.value for count in counts), f"({' + '.join(count.symbols for count in counts)})")
+
+
 def half(count: Count) -> Count:
     """Half as many elements."""
     return Count(count.value // 2, f"{count.symbols} / 2")

@@ -1,12 +1,13 @@
 """model/transformer.py in the operators of the dry run, line by line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.operators import (
     add,
     add_positions,
+    columns,
     cross_entropy,
     embedding,
     gelu,
@@ -17,7 +18,7 @@ from steplab.plan.dry_run.operators import (
     rms_norm,
     silu,
 )
-from steplab.plan.dry_run.sizes import FP32, Count, Sizes
+from steplab.plan.dry_run.sizes import FP32, Count, Sizes, together
 from steplab.plan.dry_run.split import gather, scatter
 from steplab.plan.dry_run.tensors import Tensor
 from steplab.specs.checkpointing import is_recomputed
@@ -66,13 +67,19 @@ def _of_block(sizes: Sizes) -> dict[str, Count]:
         return {f"{name}.weight": weight} | ({f"{name}.bias": bias} if biased else {})
 
     found = _of_norm(sizes, "attention_norm")
-    found |= linear("query", sizes.projection, sizes.query_width, shape.biases != "none")
-    for name in ("key", "value"):
-        found |= linear(name, sizes.key_projection, sizes.key_width, shape.biases != "none")
+    weights, biases = (sizes.projection, *[sizes.key_projection] * 2), (sizes.query_width, *[sizes.key_width] * 2)
+    if shape.projections == "merged":
+        found |= linear("query_key_value", together(*weights), together(*biases), shape.biases != "none")
+    else:
+        for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
+            found |= linear(name, weight, bias, shape.biases != "none")
     found |= linear("output", sizes.projection, sizes.width)
     found |= _of_norm(sizes, "feed_forward_norm")
-    for name in wide:
-        found |= linear(name, sizes.feed_forward, sizes.inner_width)
+    if shape.projections == "merged" and len(wide) > 1:
+        found |= linear("gate_up", together(*[sizes.feed_forward] * 2), together(*[sizes.inner_width] * 2))
+    else:
+        for name in wide:
+            found |= linear(name, sizes.feed_forward, sizes.inner_width)
     return found | linear(last, sizes.feed_forward, sizes.width)
 
 
@@ -147,13 +154,17 @@ class Block:
         return linear(self._machine, x, weight, out, what, bias)
 
     def _attention(self, x: Tensor) -> Tensor:
-        m, sizes = self._machine, self._machine.sizes
-        q, k, v = (
-            split_heads(m, self._linear(name, x, out, name))
-            for name, out in (("query", sizes.residual), ("key", sizes.keys), ("value", sizes.keys))
-        )
+        m = self._machine
+        q, k, v = (split_heads(m, projected) for projected in self._projected(x))
         o = self._attend(m, rotate(m, q, "query"), rotate(m, k, "key"), v)
-        return scatter(m, self._linear("output", merge_heads(m, o), sizes.gathered, "attention branch"))
+        return scatter(m, self._linear("output", merge_heads(m, o), m.sizes.gathered, "attention branch"))
+
+    def _projected(self, x: Tensor) -> Iterable[Tensor]:
+        m, sizes = self._machine, self._machine.sizes
+        widths = sizes.residual, sizes.keys, sizes.keys
+        if sizes.shape.projections == "merged":
+            return columns(m, self._linear("query_key_value", x, together(*widths), "query, key and value"), *widths)
+        return (self._linear(name, x, out, name) for name, out in zip(("query", "key", "value"), widths, strict=True))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         m, inner, whole = self._machine, self._machine.sizes.inner, self._machine.sizes.gathered
@@ -162,6 +173,10 @@ class Block:
         if m.sizes.shape.feed_forward == "gelu":
             raised = gelu(m, self._linear("up", x, inner, "up"))
             return scatter(m, self._linear("down", raised, whole, "feed-forward branch"))
+        if m.sizes.shape.projections == "merged":
+            gate, up = columns(m, self._linear("gate_up", x, together(inner, inner), "gate and up"), inner, inner)
+            product = multiply(m, silu(m, gate), up, "gated product")
+            return scatter(m, self._linear("down", product, whole, "feed-forward branch"))
         product = multiply(
             m, silu(m, self._linear("gate", x, inner, "gate")), self._linear("up", x, inner, "up"), "gated product"
         )

@@ -48,13 +48,16 @@ def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight
         return (*_norm(shape, "norm"), *(() if shape.head == "tied" else (Weight("head.weight", v // tp, d),)))
     of_inputs, of_all = shape.biases != "none", shape.biases == "all"
     *wide, last = shape.feed_forward_layers
-    widths = {"query": d, "key": shape.kv_width, "value": shape.kv_width}
+    widths = dict(zip(("query", "key", "value"), shape.query_key_value_widths, strict=True))
+    inner = dict.fromkeys(wide, f)
+    if shape.projections == "merged":
+        widths, inner = {"query_key_value": sum(widths.values())}, {"gate_up": 2 * f} if len(wide) > 1 else inner
     return (
         *_norm(shape, "attention_norm"),
         *(w for name, width in widths.items() for w in _linear(f"attention.{name}", width // tp, d, of_inputs)),
         *_linear("attention.output", d, d // tp, of_all),
         *_norm(shape, "feed_forward_norm"),
-        *(weight for name in wide for weight in _linear(f"feed_forward.{name}", f // tp, d, of_all)),
+        *(w for name, width in inner.items() for w in _linear(f"feed_forward.{name}", width // tp, d, of_all)),
         *_linear(f"feed_forward.{last}", d, f // tp, of_all),
     )
 

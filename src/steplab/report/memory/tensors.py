@@ -83,10 +83,11 @@ def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
     }[made.category]
     of = {
         "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
-        "a feed-forward weight": {(sizes.d_ff, sizes.d_model), (sizes.d_model, sizes.d_ff)},
-        "an attention projection": (
-            {(sizes.d_model, sizes.d_model), (sizes.kv_width, sizes.d_model)} if sizes.num_heads else set()
-        ),
+        "a feed-forward weight": {
+            *((width, sizes.d_model) for width in _inner_widths(sizes)),
+            (sizes.d_model, sizes.d_ff),
+        },
+        "an attention projection": {(width, sizes.d_model) for width in _projected_widths(sizes)},
     }
     fitting = [name for name, shapes in of.items() if made.shape in shapes]
     return whose.format(fitting[0]) if len(fitting) == 1 else None
@@ -154,6 +155,20 @@ def is_compiled(tensors: SavedTensors) -> bool:
     return node_name(tensors.op) == "CompiledFunction"
 
 
+def _projected_widths(sizes: TransformerShape) -> set[int]:
+    """Widths of what attention's linear layers give."""
+    if not sizes.num_heads:
+        return set()
+    widths = sizes.query_key_value_widths
+    return {sizes.d_model, sum(widths)} if sizes.projections == "merged" else set(widths)
+
+
+def _inner_widths(sizes: TransformerShape) -> set[int]:
+    """Widths of what a feed-forward block's first linear layers give."""
+    *wide, _ = sizes.feed_forward_layers
+    return {len(wide) * sizes.d_ff if sizes.projections == "merged" else sizes.d_ff}
+
+
 def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
     """Whether a tensor has the shape of one of the model's weights or of its transpose.
 
@@ -162,8 +177,8 @@ def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None:
         return None
-    keys = (sizes.kv_width,) if sizes.num_heads else ()
-    weights = [{sizes.d_model, other} for other in (sizes.d_ff, sizes.d_model, sizes.vocab_size, *keys)]
+    others = {sizes.d_model, sizes.vocab_size, sizes.d_ff} | _inner_widths(sizes) | _projected_widths(sizes)
+    weights = [{sizes.d_model, other} for other in others]
     if len(shape) != 2 or set(shape) not in weights:
         return False
     return None if spec.tokens in shape else True
