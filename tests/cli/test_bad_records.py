@@ -18,7 +18,7 @@ from tests.runs import make_run
 from tests.unit.allocator_model import MIB, CachingAllocator
 
 from steplab.cli.app import main
-from steplab.lab import importing
+from steplab.limits import Limits
 from steplab.records.codec import encode
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -100,11 +100,16 @@ def test_import_takes_compressed_files(
 def test_a_file_that_unpacks_without_end_is_refused(
     pack: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importing, "LARGEST_UNPACKED_BYTES", 1 << 20)
-    for content in (b" " * (2 << 20), b"\n" * (2 << 20)):
+    monkeypatch.setattr("steplab.cli.options.Limits", lambda: Limits(import_bytes=1 << 20, record_bytes=1 << 19))
+    bombs = {"line 1 has more than 512": b" " * (2 << 20), "it has more than 1.00 MiB": b"\n" * (2 << 20)}
+    for why, content in bombs.items():
         (tmp_path / "bomb").write_bytes(pack(content))
         assert main(["import", "bomb"]) == 2
-        assert "bomb unpacks to more than 1.00 MiB" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"bomb: {why}" in told
+        assert "--raise-limits 4 reads up to four times as much" in told
+    (tmp_path / "many").write_bytes(pack((encode(GOOD) + b"\n") + b"\n" * (2 << 20)))
+    assert main(["import", "many", "--raise-limits", "3"]) == 0
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress])
@@ -131,7 +136,7 @@ def test_import_snapshot_takes_compressed_files(
     assert str(tmp_path / "mine.marks.json") in capsys.readouterr().err
     file.write_bytes(packed[: len(packed) // 2])
     assert main(["import-snapshot", str(file)]) == 2
-    assert "damaged or ends early" in capsys.readouterr().err
+    assert "stream ends early" in capsys.readouterr().err
 
 
 # What is in the store already

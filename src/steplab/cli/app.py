@@ -1,6 +1,7 @@
 """The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
 import contextlib
+import io
 import os
 import sys
 import traceback
@@ -16,7 +17,10 @@ from steplab.cli import commands
 from steplab.cli.ending import Ending
 from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, SteplabError, UserError
-from steplab.report.kit.text import plain
+from steplab.printing import plain
+
+_LONGEST_MESSAGE = 1500
+"""Characters of an error: one may quote a whole argument or a line of a file."""
 
 app = App(
     name="steplab",
@@ -38,6 +42,8 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
 
 def console() -> None:
     """Entry point of the installed program."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
     sys.exit(main())
 
 
@@ -49,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         for argument in given:
-            if not argument.isprintable() and any("\ud800" <= character <= "\udfff" for character in argument):
+            if not argument.isprintable() and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in argument):
                 raise UserError(f"the argument {argument!r} is not valid text; give arguments in UTF-8")
         with _left_out_on_stderr(given):
             code = app(given, exit_on_error=False, print_error=False)
@@ -77,7 +83,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
         # The error's text says what the user should know, such as what has been stored.
         if not _is_told_elsewhere():
             with contextlib.suppress(OSError):  # after a hang-up
-                print(f"steplab: {ending.words}" + (f"; {error}" if str(error) else ""), file=sys.stderr)
+                print(_in_one_line(ending.words + (f"; {error}" if str(error) else "")), file=sys.stderr)
         return ending.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
@@ -140,4 +146,6 @@ def _fail(message: str, code: int, arguments: list[str]) -> int:
 
 def _in_one_line(message: str) -> str:
     """What an error or a warning prints; it may quote a file, which must not steer the terminal."""
-    return f"steplab: {plain(' '.join(message.split()))}"
+    text = plain(" ".join(message.split()))
+    shown = text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 300]} … {text[-300:]}"
+    return f"steplab: {shown}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
+from steplab.limits import OPTION, Limits
 from steplab.specs.step import FIELDS
 from steplab.specs.step_fields import StepField, option_name
 
@@ -115,6 +116,24 @@ class ProcessOptions:
         if self.gpus is not None:
             return f"--layout dp={self.gpus}"
         return f"--layout dp={self.processes} --device cpu" if self.processes is not None else None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions:
+    """How much is read of a file from outside."""
+
+    raise_limits: Annotated[
+        float,
+        Parameter(
+            name=OPTION,
+            help="Read up to this many times as much of a file as usual, in as many times the memory",
+        ),
+    ] = 1.0
+
+    def limits(self) -> Limits:
+        """The limits. Raises UserError for a factor out of range."""
+        return Limits().times(self.raise_limits)
 
 
 @Parameter(name="*")

@@ -8,7 +8,10 @@ from pathlib import Path
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, compressed, format_of, refuse_the_same
+from steplab.printing import plain, plain_json, plain_with_colors
 
+_JSON = ("json", "jsonl", "perfetto")
+"""The kinds of output that are JSON, in which control characters are written as JSON's escapes."""
 ROW_FORMATS = ("table", "json", "csv", "md", "latex")
 """The formats of a table of runs."""
 
@@ -40,11 +43,14 @@ def chosen_format(
 def emit(text: str, out: FileOptions | None = None, kind: str = "table") -> None:
     """Print the text, or write it to the file that the options name, either whole or not at all.
 
-    A file whose name ends in .gz is compressed. `kind` is one of lab.files.KINDS. Raises what `chosen_format` raises,
-    and SteplabError where writing fails.
+    Control characters are written out (steplab.printing). A file whose name ends in .gz is compressed. `kind` is one of
+    lab.files.KINDS. Raises what `chosen_format` raises, and SteplabError where writing fails.
     """
     if not text.endswith("\n"):
         text += "\n"
+    to_stdout = out is None or out.output is None
+    clean = plain_json if kind in _JSON else plain_with_colors if to_stdout and stdout_color() else plain
+    text = clean(text)
     if out is None or out.output is None:
         try:
             sys.stdout.write(text)
@@ -69,8 +75,8 @@ def _destination(path: Path, out: FileOptions, kind: str) -> Destination:
 
 
 def say(text: str) -> None:
-    """Print a remark for the user on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """Print a remark for the user on standard error; it may quote a file, which must not steer the terminal."""
+    print(plain(text), file=sys.stderr, flush=True)
 
 
 def stdout_color() -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Self
 from steplab.cli.output import say
 from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
+from steplab.printing import plain
 from steplab.records.record import Benchmark
 from steplab.records.rows import run_row
 from steplab.records.run import Run
@@ -71,11 +72,11 @@ class ProgressLine:
 
             self._bar = Progress(
                 SpinnerColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[counted]}"),
+                TextColumn("{task.fields[counted]}", markup=False),
                 TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
+                TextColumn("{task.fields[left]}", markup=False),
                 console=Console(stderr=True),
                 transient=True,
             )
@@ -94,7 +95,7 @@ class ProgressLine:
         self._foretell(progress)
         if self._bar:
             total = progress.total or None
-            self._bar.update(self._task, description=_words(progress), total=total, completed=progress.done)
+            self._bar.update(self._task, description=plain(_words(progress)), total=total, completed=progress.done)
         elif progress.stage != self._stage and progress.stage != "starting":
             self._stage = progress.stage
             say(f"{_STAGES.get(progress.stage, progress.stage)} …")
@@ -115,7 +116,7 @@ class ProgressLine:
 
     def _line(self, text: str) -> None:
         if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(plain(text), markup=False, highlight=False)
         else:
             say(text)
 
@@ -143,7 +144,7 @@ class ProgressLine:
         if self._bar and progress.within:
             self._bar.update(
                 self._task,
-                description=f"{progress.what}: {_words(progress.within)}",
+                description=plain(f"{progress.what}: {_words(progress.within)}"),
                 total=progress.to_run,
                 completed=number,
                 counted=f"{progress.index + 1}/{progress.to_run}",

@@ -139,17 +139,17 @@ class Destination:
 
         Links are followed once: another user may change one in a shared folder after the check.
         """
-        if self.path.is_dir():
-            raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
-        self._refuse_the_store()
-        if self.is_written_to:
-            return None
-        target = _real(self.path)
-        folder = target.parent
-        if not os.access(folder, os.W_OK):
-            why = "its folder is not writable" if folder.is_dir() else f"there is no folder {self.path.parent}"
-            raise SteplabError(f"cannot write {self.path}: {why}")
         with self._errors():
+            if self.path.is_dir():
+                raise UserError(f"cannot write to {self.path}: it is a folder; name a file in it")
+            self._refuse_the_store()
+            if self.is_written_to:
+                return None
+            target = _real(self.path)
+            folder = target.parent
+            if not os.access(folder, os.W_OK):
+                why = "its folder is not writable" if folder.is_dir() else f"there is no folder {self.path.parent}"
+                raise SteplabError(f"cannot write {self.path}: {why}")
             self._refuse_another_store(target)
             self._refuse_another_kind(target)
         return target
@@ -159,7 +159,7 @@ class Destination:
         try:
             yield
         except OSError as error:
-            raise SteplabError(f"cannot write {self.path}: {error.strerror}") from error
+            raise SteplabError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def _refuse_the_store(self) -> None:
         try:

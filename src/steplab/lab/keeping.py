@@ -11,10 +11,12 @@ from steplab.lab.files import write_whole
 from steplab.records.codec import encode, new_id, now_utc
 from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.records.validation import check, cleaned
 from steplab.store.database import Store
 from steplab.store.location import default_path
 
 RecordType = TypeVar("RecordType", bound=Record)
+_LONGEST_NAME = 255
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
@@ -47,7 +49,9 @@ def checked_line(what: str, text: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """The name of a record, checked. Raises UserError if it is not one line of printable text."""
+    """The name of a record, checked. Raises UserError if it is not one line of printable text, or is too long."""
+    if len(name) > _LONGEST_NAME:
+        raise UserError(f"a name must have at most {_LONGEST_NAME} characters, not {len(name):,}")
     return checked_line("a name", name)
 
 
@@ -62,6 +66,16 @@ def imported_run(path: Path, name: str | None) -> Run:
         steplab_version=__version__,
         name=Path(path.name.removesuffix(".gz").removesuffix(".xz")).stem if name is None else checked_name(name),
     )
+
+
+def checked_import(path: Path, run: Run) -> Run:
+    """The record of an imported file with its texts cleaned. Raises UserError if a value in it cannot be right."""
+    run = cleaned(run)
+    try:
+        check(run)
+    except SteplabError as error:
+        raise UserError(f"{path} holds what cannot be right: {error}") from error
+    return run
 
 
 class NotStored(SteplabError):

@@ -1,8 +1,10 @@
 """Read a memory snapshot and its marks from their files, and summarise them."""
 
+import os.path
 from pathlib import Path
 
 from steplab.errors import SteplabError
+from steplab.limits import Limits
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.memory_marks import Marks
 from steplab.records.memory_profile import MemoryProfile
@@ -14,9 +16,15 @@ def marks_beside(snapshot: Path) -> Path:
 
 
 def read_memory(
-    snapshot: Path, on_progress: OnProgress, *, file: str | None = None, unwatched_peak_bytes: int | None = None
+    snapshot: Path,
+    on_progress: OnProgress,
+    *,
+    file: str | None = None,
+    unwatched_peak_bytes: int | None = None,
+    limits: Limits | None = None,
 ) -> MemoryProfile:
-    """The profile of a snapshot, by owner if its marks exist; the other arguments are those of `digest`.
+    """The profile of a snapshot, by owner if its marks exist; the other arguments are those of `digest`
+    and of `read_snapshot`.
 
     Raises UserError for a file that cannot be read or is invalid, and for marks of another snapshot; SteplabError for a
     snapshot without any allocation.
@@ -29,8 +37,8 @@ def read_memory(
         on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
 
     beside = marks_beside(snapshot)
-    marks: Marks | None = read_marks(beside) if beside.exists() else None  # first: it is read in no time
-    history = read_snapshot(snapshot, on_progress=tell)
+    marks: Marks | None = read_marks(beside) if os.path.exists(beside) else None  # first: it is read in no time
+    history = read_snapshot(snapshot, on_progress=tell, limits=limits)
     if marks:
         check_same_history(marks, history, beside)
     try:

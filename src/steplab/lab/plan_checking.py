@@ -1,7 +1,5 @@
 """Check predictions of time and memory against the runs of a store and against published steps."""
 
-import gzip
-import lzma
 from pathlib import Path
 
 from steplab.errors import UserError
@@ -10,8 +8,7 @@ from steplab.plan.check import check_rows, check_runs
 from steplab.plan.public import PublicRow, read_rows
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
-
-_OPENERS = {".xz": lzma.decompress, ".gz": gzip.decompress}
+from steplab.unpacking import small_file
 
 
 def check_plan(store: Path | None = None, table: Path | None = None) -> list[TimeCheck]:
@@ -33,9 +30,6 @@ def check_plan(store: Path | None = None, table: Path | None = None) -> list[Tim
 def read_table(path: Path) -> list[PublicRow]:
     """The rows of a table of published steps. Raises UserError for a file that is none."""
     try:
-        content = path.read_bytes()
-        opener = _OPENERS.get(path.suffix)
-        return read_rows(opener(content) if opener else content, str(path))
-    except (OSError, lzma.LZMAError, EOFError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"cannot read {path}: {why}") from error
+        return read_rows(small_file(path), str(path))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error

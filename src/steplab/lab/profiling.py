@@ -5,10 +5,11 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.files import Destination, folder_for, rescue, unread
-from steplab.lab.keeping import Place, checked_name, imported_run, keep, open_store
+from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
+from steplab.limits import Limits
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
 from steplab.measurement.progress import OnProgress, Progress
@@ -81,22 +82,23 @@ def import_trace(
     *,
     name: str | None = None,
     store: Path | str | None = None,
+    limits: Limits | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store the profile of a trace: a Kineto trace (.json, .json.gz) or an nsys SQLite export of any program.
+    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export of any program.
 
     `name` is the file's by default. The record has a profile and nothing else, because a trace contains neither the
-    spec nor step times without a profiler. Raises UserError for a file that cannot be read or is not a trace.
+    spec nor step times without a profiler. Raises UserError for a file that cannot be read, is not a trace, or
+    has more than the limits allow; `limits` None are the usual ones.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
         run = dataclasses.replace(
             imported_run(path, name),
-            profile=read_profile(path, None, on_progress, file=path.name),
+            profile=read_profile(path, None, on_progress, file=path.name, limits=limits),
             notes=("timing, memory: an imported trace has only profiled steps",),
         )
-        keep(opened, run)
-        return run
+        return keep(opened, checked_import(path, run))
 
 
 def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None, force: bool) -> Destination | None:
@@ -116,11 +118,15 @@ def is_recorded_elsewhere(run: Run) -> bool:
 
 
 def read_profile(
-    path: Path, source: str | None, on_progress: OnProgress = lambda progress: None, file: str | None = None
+    path: Path,
+    source: str | None,
+    on_progress: OnProgress = lambda progress: None,
+    file: str | None = None,
+    limits: Limits | None = None,
 ) -> Profile:
     """The profile of a trace; `source` is the program that wrote it, None where the trace says so.
 
-    Raises UserError for a file that is not a trace.
+    Raises UserError for a file that is not a trace, or has more than the limits allow.
     """
     from steplab.traces.digest import digest
     from steplab.traces.reading import read_trace
@@ -128,7 +134,7 @@ def read_profile(
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
-    return digest(read_trace(path, on_progress=tell), source=source, file=file)
+    return digest(read_trace(path, on_progress=tell, limits=limits), source=source, file=file)
 
 
 def _with_notes_on_nsys(run: Run, written: Path) -> Run:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os.path
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -12,6 +13,7 @@ from steplab.measurement.processes.launch import tuning_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning, ChosenTiles
 from steplab.specs.attention_tuning import KERNELS, TunedKernel, TuningStudy
+from steplab.unpacking import small_file
 
 SHORT_UP_TO = 2048
 """Longest sequence in tokens that uses the choice for short sequences, where the two choices differ: about the
@@ -61,9 +63,9 @@ def table_before(path: Path) -> str:
     Raises UserError if the file is not a table of tiles.
     """
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else packaged_table().read_text(encoding="utf-8")
+        text = small_file(path if os.path.exists(path) else packaged_table()).decode()
         rows = tomllib.loads(text).get("tiles")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a table of tiles: {error}; name a file that does not exist yet") from error
     named = {"kernel", "gpu", "box"}
     if not isinstance(rows, list) or not all(isinstance(row, dict) and named <= set(row) for row in rows):

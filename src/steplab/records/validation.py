@@ -10,12 +10,14 @@ the field, and those for values that must agree with each other, which the class
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from steplab.errors import SteplabError
+from steplab.printing import STEERING, plain
 from steplab.records.problems import Problem
 from steplab.records.record import Record
 from steplab.specs.model import TransformerShape
@@ -42,8 +44,6 @@ _MOST_LAYERS = 10_000
 
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
-_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except the tab, other line breaks, marks of writing direction, and surrogates."""
 
 
 def check(record: Record) -> None:
@@ -51,6 +51,23 @@ def check(record: Record) -> None:
     shown = record.id if _ID.fullmatch(record.id) else ascii(record.id[:64])
     for path, why in _problems(record, ""):
         raise SteplabError(f"record {shown}: {path.removeprefix('.')} {why}")
+
+
+def cleaned(value: Any) -> Any:
+    """A record, or a value in one, whose texts come from another program's file: each in one line, and without control
+    characters."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = {name: cleaned(content) for name, content in fields.items()}
+        return dataclasses.replace(value, **{name: new for name, new in changed.items() if new is not fields[name]})
+    if isinstance(value, str):
+        return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
+    if isinstance(value, Mapping):
+        return {cleaned(key): cleaned(content) for key, content in value.items()}
+    if isinstance(value, tuple):
+        items = tuple(map(cleaned, value))
+        return value if all(map(operator.is_, items, value)) else items
+    return value
 
 
 def _problems(value: Any, name: str) -> Iterator[Problem]:
@@ -88,7 +105,7 @@ def _text_problems(text: str, name: str) -> Iterator[Problem]:
         yield "", f"must be up to 64 letters, digits, '-' and '_', not {text[:64]!a}"
     if name == "created_utc" and not _is_time(text):
         yield "", f"must be a time such as 2026-11-21T07:30:00Z, not {text[:64]!a}"
-    if found := _UNPRINTABLE.search(text):
+    if found := STEERING.search(text):
         yield "", f"has the control character {found[0]!a} at position {found.start()}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from steplab.errors import LeftOut
-from steplab.report.kit.text import plain
+from steplab.printing import plain
 
 _MOST_LETTERS = 200
 

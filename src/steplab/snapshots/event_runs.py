@@ -19,13 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from steplab.limits import LimitReached, Limits
 from steplab.snapshots.event_window import EventWindow, Shape
 from steplab.snapshots.history import ACTIONS, NONE, OTHER, Events, Integers, Numbers
-from steplab.snapshots.refusal import Refused
 from steplab.snapshots.stacks import Stacks
-
-MOST_EVENTS = 40_000_000
-"""The most events that are read; a snapshot of 1 GB has 7 million."""
 
 _MOST_SHAPES = 32
 _MOST_AT_ONCE = 512
@@ -60,7 +57,9 @@ class Run:
 class EventRuns:
     """Knows the shapes of events, and where events lie in the window."""
 
-    def __init__(self, stacks: Stacks) -> None:
+    def __init__(self, stacks: Stacks, limits: Limits | None = None) -> None:
+        """`limits` None: the usual ones."""
+        self._most_events = (limits or Limits()).num_allocations
         self._stacks = stacks
         self._shapes: list[Shape] = []
         self._tried = set[tuple[tuple[int, type], ...]]()
@@ -112,8 +111,8 @@ class EventRuns:
             self._window.forget(first)
         else:
             self._num_events += len(run.events)
-            if self._num_events > MOST_EVENTS:
-                raise Refused(f"it holds more than {MOST_EVENTS:,} events: refused")
+            if self._num_events > self._most_events:
+                raise LimitReached(f"it has more than {self._most_events:,} events")
         return run
 
     def recall(self, place: int) -> StackRef | Skipped:

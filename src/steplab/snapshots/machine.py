@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+from steplab.limits import LimitReached, Limits
 from steplab.snapshots.event_runs import EventRuns
 from steplab.snapshots.refusal import Refused
 from steplab.snapshots.window import Window
@@ -26,8 +27,6 @@ DEEPEST = 64
 MOST_ON_STACK = 1 << 20
 """The most objects on the stack. Python's pickle writes a thousand before an instruction takes them, torch's own all
 events at once: as dicts so many would need more memory than is allowed."""
-MOST_OBJECT_BYTES = 3 << 29
-"""The approximate limit on the memory of all objects together: 1.5 GiB."""
 
 _CONTAINER_BYTES, _MEMO_BYTES, _ITEM_BYTES, _NUMBER_BYTES, _TEXT_BYTES = 100, 128, 16, 40, 64
 _DAMAGED = "it is no whole pickle: it is damaged, or ends early"
@@ -59,8 +58,9 @@ _REFUSED = {
 class Machine:
     """Runs the pickle that begins in the window; `runs` reads events in bulk."""
 
-    def __init__(self, window: Window, runs: EventRuns) -> None:
-        self._window, self._runs = window, runs
+    def __init__(self, window: Window, runs: EventRuns, limits: Limits | None = None) -> None:
+        """`limits` None: the usual ones."""
+        self._window, self._runs, self._limits = window, runs, limits or Limits()
         self._stack: list[object] = []
         self._marked: list[list[object]] = []
         """The stacks below the marks."""
@@ -76,7 +76,7 @@ class Machine:
         """The object that the pickle builds. Raises Refused if the pickle asks for anything else."""
         instructions = self._instructions
         try:
-            while True:
+            for _ in range(self._limits.num_instructions):
                 if self._position > self._move_at:
                     self._move()
                 code = self._bytes[self._position]
@@ -84,6 +84,7 @@ class Machine:
                 if code == 0x2E:  # STOP
                     return self._stack.pop()
                 instructions[code]()
+            raise LimitReached(f"its pickle has more than {self._limits.num_instructions:,} instructions")
         except (IndexError, struct.error, UnicodeDecodeError) as error:
             raise Refused(_DAMAGED) from error
 
@@ -175,9 +176,9 @@ class Machine:
     def _count(self, size_bytes: int) -> None:
         """Count memory for new objects. Raises Refused above the limit."""
         self._object_bytes += size_bytes
-        if self._object_bytes > MOST_OBJECT_BYTES:
-            raise Refused(
-                f"its objects would take more than {format_bytes(MOST_OBJECT_BYTES)} of memory: refused (events as "
+        if self._object_bytes > self._limits.object_bytes:
+            raise LimitReached(
+                f"its objects would take more than {format_bytes(self._limits.object_bytes)} of memory (events as "
                 "torch writes them, in pickle protocol 4 or 5, would not)"
             )
 

@@ -10,6 +10,7 @@ from steplab.errors import UserError
 from steplab.records.memory_marks import MARKS_SCHEMA, Made, Marks, Owned, Saved, history_digest
 from steplab.records.memory_profile import MEASURED_CATEGORIES
 from steplab.snapshots.history import ALLOC, FREE_COMPLETED, DeviceHistory, Events, Flags, History
+from steplab.unpacking import small_file
 
 _BELOW = 2**63
 
@@ -21,14 +22,14 @@ class _Head(msgspec.Struct):
 def read_marks(path: Path) -> Marks:
     """The marks in a file of JSON. Raises UserError, in one line, if it cannot be read or contains none."""
     try:
-        content = path.read_bytes()
+        content = small_file(path)
         schema = msgspec.json.decode(content, type=_Head).schema
         if schema != MARKS_SCHEMA:
             raise UserError(f"{path}: it has format {schema!r}, and this version reads {MARKS_SCHEMA}")
         marks = msgspec.json.decode(content, type=Marks)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: it holds no marks of a memory snapshot: {error}") from error
     for what, number in _numbers(marks):
         if not 0 <= number < _BELOW:

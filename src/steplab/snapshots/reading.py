@@ -6,6 +6,7 @@ Reading executes nothing in the file, whoever made it (see machine).
 from pathlib import Path
 
 from steplab.errors import UserError
+from steplab.limits import LimitReached, Limits
 from steplab.snapshots.building import build_history
 from steplab.snapshots.event_runs import EventRuns
 from steplab.snapshots.history import History
@@ -13,7 +14,8 @@ from steplab.snapshots.machine import Machine
 from steplab.snapshots.plausible import refuse_impossible
 from steplab.snapshots.refusal import Refused
 from steplab.snapshots.stacks import Stacks
-from steplab.snapshots.window import WINDOW_BYTES, OnProgress, Window
+from steplab.snapshots.window import WINDOW_BYTES, Window
+from steplab.unpacking import OnProgress, Unpacked
 
 _WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip or xz"
 _PROTO = b"\x80"
@@ -24,23 +26,35 @@ def _unwatched(done_bytes: int, size_bytes: int) -> None:
     """The progress of reading is ignored."""
 
 
-def read_snapshot(path: Path, on_progress: OnProgress = _unwatched, *, window_bytes: int = WINDOW_BYTES) -> History:
+def read_snapshot(
+    path: Path,
+    on_progress: OnProgress = _unwatched,
+    *,
+    limits: Limits | None = None,
+    window_bytes: int = WINDOW_BYTES,
+) -> History:
     """The memory snapshot in a file.
 
-    `on_progress` is called with the bytes read of the file, and its size. `window_bytes` of the pickle, at least 4 MiB,
-    are in memory at a time. Raises UserError, in one line, if the file cannot be read, is not a snapshot, or asks for
-    anything to be executed.
+    `on_progress` is called with the bytes read of the file, and its size. `limits` None are the usual ones.
+    `window_bytes` of the pickle, at least 4 MiB, are in memory at a time. Raises UserError, in one line, if the file
+    cannot be read, is not a snapshot, asks for anything to be executed, or has more than the limits allow.
     """
+    limits = limits or Limits()
     try:
         size_bytes = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            window = Window(file, size_bytes, on_progress, window_bytes=window_bytes)
+            window = Window(
+                Unpacked(file, limits, on_progress, size_bytes=size_bytes),
+                window_bytes=window_bytes,
+            )
             window.move(0)
             _check_head(window.bytes)
-            stacks = Stacks()
-            history = build_history(Machine(window, EventRuns(stacks)).run(), stacks)
+            stacks = Stacks(limits)
+            history = build_history(Machine(window, EventRuns(stacks, limits), limits).run(), stacks)
             refuse_impossible(history)
             return history
+    except LimitReached as error:
+        raise UserError(f"{path}: {error}") from error
     except Refused as error:
         raise UserError(f"{path}: {error}; {_WHAT_IS_READ}") from error
     except OSError as error:

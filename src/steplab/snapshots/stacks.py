@@ -1,16 +1,15 @@
 """The stacks of a snapshot, each different one once."""
 
+from steplab.limits import LimitReached, Limits
 from steplab.snapshots.history import Frame
-from steplab.snapshots.refusal import Refused
-
-MOST_FRAMES = 30_000_000
-"""The most frames of all different stacks together: a snapshot of 1 GB written by torch has a tenth of that."""
 
 
 class Stacks:
     """Numbers stacks in the order in which they are first seen, and stores their frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
+        """`limits` None: the usual ones."""
+        self._most_frames = (limits or Limits()).num_frames
         self._numbers: dict[tuple[int, ...], int] = {}
         self._num_frames = 0
         self._frames: dict[Frame, int] = {}
@@ -26,8 +25,8 @@ class Stacks:
         if number is None:
             number = self._numbers[key] = len(self._numbers)
             self._num_frames += len(key)
-            if self._num_frames > MOST_FRAMES:
-                raise Refused(f"its stacks have more than {MOST_FRAMES:,} frames: refused")
+            if self._num_frames > self._most_frames:
+                raise LimitReached(f"its stacks have more than {self._most_frames:,} frames")
         return number
 
     def all(self) -> tuple[tuple[Frame, ...], ...]:

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from steplab.errors import UserError
 from steplab.specs.attention import PASSES, SIZES, AttentionPass, AttentionSpec
+from steplab.unpacking import small_file
 
 Grid = Mapping[str, Sequence[object]]
 FIELDS = (
@@ -98,14 +99,14 @@ def cells_of_grid(
         text = (files("steplab.specs") / "attention_grids" / f"{source}.toml").read_text(encoding="utf-8")
     else:
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = small_file(Path(source)).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"no grid '{source}': choose one of {', '.join(grid_names())}, or give the path of a TOML file"
             ) from error
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"grid {source} is not valid TOML: {error}") from error
     grids = content.get("grid", [])
     unknown = sorted(set(content) - {"description", "grid"})

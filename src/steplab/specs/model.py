@@ -1,6 +1,7 @@
 """The model under test: a built-in size, a transformers configuration, or the user's own factory."""
 
 import dataclasses
+import os.path
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -10,6 +11,7 @@ import msgspec
 
 from steplab.errors import Unsupported, UserError
 from steplab.specs.step_fields import Declared, StepField, declared_fields
+from steplab.unpacking import small_file
 
 ModelKind = Literal["transformer", "hf", "factory"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -281,12 +283,12 @@ def refuse_planning_only(model: ModelSpec) -> None:
 
 
 def _read_hf_config(path: Path) -> dict[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        config = msgspec.json.decode(small_file(path), type=dict[str, Any])
     except OSError as error:
         raise UserError(f"cannot read the model configuration {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a transformers configuration: {error}") from error
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{path} is not a transformers configuration: it names no model_type")

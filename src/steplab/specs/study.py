@@ -27,6 +27,7 @@ from steplab.errors import UserError
 from steplab.specs.resolve import resolve_grid
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
 from steplab.units import counted
+from steplab.unpacking import small_file
 
 Grid = Mapping[str, Sequence[object]]
 
@@ -154,14 +155,14 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
         text = (files("steplab.specs") / "studies" / f"{source}.toml").read_text(encoding="utf-8")
     else:
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text = small_file(Path(source)).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"no study '{source}': choose one of {', '.join(preset_names())}, or give the path of a TOML file"
             ) from error
     try:
         content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         hint = '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
         raise UserError(f"study {source} is not valid TOML: {error}{hint}") from error
     return _study(source, content, overrides)

@@ -30,8 +30,11 @@ class ForeignRecord:
     """Its name in messages, such as "runs.jsonl, line 3"."""
     body: bytes
     """Its JSON as it came, including fields that only a later version knows."""
-    record: Record
-    """The decoded record."""
+
+    @property
+    def record(self) -> Record:
+        """The record, decoded again: of thousands that wait for their transaction the JSON alone is kept."""
+        return decode(self.body)
 
 
 def read_foreign(where: str, line: bytes) -> ForeignRecord:
@@ -40,11 +43,10 @@ def read_foreign(where: str, line: bytes) -> ForeignRecord:
     Raises SteplabError, beginning with `where`, if it is not a record, or not one that steplab can have written.
     """
     try:
-        record = decode(line)
-        check(record)
+        check(decode(line))
     except SteplabError as error:
         raise SteplabError(f"{where}: {error}; nothing was imported") from error
-    return ForeignRecord(where=where, body=line.strip(), record=record)
+    return ForeignRecord(where=where, body=line.strip())
 
 
 def add(connection: Connection, record: Record, cell: str | None) -> None:

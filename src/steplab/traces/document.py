@@ -4,10 +4,10 @@ import json
 import re
 from collections.abc import Collection
 
+from steplab.limits import Limits
 from steplab.traces.scanning import Scanner
-from steplab.traces.sources import Source
 from steplab.traces.splitting import EventSink, Splitter
-from steplab.traces.window import Window
+from steplab.traces.window import Source, Window
 
 CHUNK_BYTES = 1 << 19
 """The bytes decoded at a time, few enough to stay in the processor's cache."""
@@ -30,7 +30,14 @@ class NotATrace(Exception):
 class Document:
     """Reads a document once: events go to a sink, and chosen small members are stored."""
 
-    def __init__(self, source: Source, *, keep: Collection[str] = (), chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        source: Source,
+        limits: Limits | None = None,
+        *,
+        keep: Collection[str] = (),
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self.members: dict[str, bytes] = {}
         """JSON text of the members named in `keep`, if they were found and are not huge."""
         self.has_events = False
@@ -41,7 +48,7 @@ class Document:
         """Events left out because they are not valid JSON."""
         self.num_oversized = 0
         """Events left out because of their length."""
-        self._keep, self._chunk_bytes = keep, chunk_bytes
+        self._limits, self._keep, self._chunk_bytes = limits or Limits(), keep, chunk_bytes
         self._window = Window(source)
         self._num_lists = 0
 
@@ -93,7 +100,8 @@ class Document:
     def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
         self.has_events = True
         self._num_lists += 1
-        splitter = Splitter(self._window, sink, self._chunk_bytes)
+        most_unreadable = self._limits.num_unreadable - self.num_unreadable
+        splitter = Splitter(self._window, sink, self._chunk_bytes, most_unreadable)
         closed = splitter.run()
         self.num_unreadable += splitter.num_unreadable
         self.num_oversized += splitter.num_oversized

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from steplab.costs.attention_operators import FUSED_ATTENTION
+from steplab.limits import LimitReached, Limits
 from steplab.traces.document import CHUNK_BYTES, Document, NotATrace
 from steplab.traces.events import (
     NO_DIMS,
@@ -28,10 +29,10 @@ from steplab.traces.events import (
 )
 from steplab.traces.inputs import InputNumbers
 from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, float_nanoseconds, text_nanoseconds
-from steplab.traces.sources import Source
 from steplab.traces.splitting import LONGEST_EVENT_BYTES
-from steplab.traces.trace import NONE, Trace, TraceBuilder
+from steplab.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Trace, TraceBuilder
 from steplab.units import format_bytes
+from steplab.unpacking import Unpacked
 
 _CATEGORIES = (
     ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"),
@@ -50,13 +51,15 @@ _WANTED = frozenset(category for names in _CATEGORIES for category in names)
 SomeEvent = TypeVar("SomeEvent", Event, ExactEvent)
 
 
-def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
+def read_kineto(source: Unpacked, *, limits: Limits | None = None, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
     """The trace in a JSON document; None if it contains no list of events.
 
-    Raises NotATrace if it is not such a document, or if nothing in its list is an event.
+    Raises NotATrace if it is not such a document, or if nothing in its list is an event, and LimitReached if it has
+    more events than the limits allow, None being the usual ones.
     """
-    document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
-    collector = Collector()
+    limits = limits or Limits()
+    document = Document(source, limits, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
+    collector = Collector(limits)
     document.read(collector)
     if not document.has_events:
         return None
@@ -97,8 +100,8 @@ def read_kineto(source: Source, *, chunk_bytes: int = CHUNK_BYTES) -> Trace | No
 class Collector:
     """Puts decoded events into a builder's columns, many at a time."""
 
-    def __init__(self) -> None:
-        self.builder = TraceBuilder("kineto")
+    def __init__(self, limits: Limits) -> None:
+        self.builder = TraceBuilder("kineto", limits)
         self.devices = Counter[int]()
         """The number of pieces of work on each device."""
         self.num_events = 0
@@ -109,6 +112,7 @@ class Collector:
         """Events left out because their duration is negative."""
         self.num_repaired = 0
         """Events that were read although they are not valid JSON."""
+        self._limits = limits
         self._exact = False
         """Whether starts are read digit by digit."""
         self._is_passing_over = False
@@ -120,7 +124,7 @@ class Collector:
         if self._is_passing_over:
             categories = decode_categories(array)
             if categories is not None and _WANTED.isdisjoint(categories):
-                self.num_events += len(categories)
+                self._count(len(categories))
                 return True
         num_kept = self.num_kept
         taken = self._take_exactly(array) if self._exact else self._take(array)
@@ -169,12 +173,19 @@ class Collector:
         groups = _grouped(events)
         self._add(len(events), groups, text_nanoseconds([event.ts for group in groups for event in group]))
 
-    def _add(self, num_events: int, groups: Sequence[Sequence[AnyEvent]], start_ns: Integers) -> None:
+    def _count(self, num_events: int) -> None:
         self.num_events += num_events
+        most = self._limits.num_skipped
+        if self.num_events - self.num_kept > most:
+            raise LimitReached(f"it has more than {most:,} events of kinds that are not read")
+
+    def _add(self, num_events: int, groups: Sequence[Sequence[AnyEvent]], start_ns: Integers) -> None:
+        self._count(num_events)
         kept = [event for group in groups for event in group]
         sizes = [len(group) for group in groups]
         duration_ns = duration_nanoseconds([event.dur for event in kept])
-        untimed = (start_ns == MISSING) | (duration_ns == MISSING)
+        impossible = (start_ns < EARLIEST_NS) | (start_ns > LATEST_NS) | (duration_ns > LONGEST_NS)  # MISSING is early
+        untimed = impossible | (duration_ns == MISSING)
         dropped = untimed | (duration_ns < 0)
         if dropped.any():
             self.num_untimed += int(untimed.sum())

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
-from steplab.traces.sources import OnProgress
-from steplab.traces.trace import NONE, Numbering, Trace, TraceBuilder
+from steplab.limits import Limits
+from steplab.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Numbering, Trace, TraceBuilder
+from steplab.units import MIB
+from steplab.unpacking import OnProgress
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 
@@ -38,18 +40,24 @@ _THREAD_BITS = 24
 """The number of lowest bits of a global id that are the thread's; those above are its process's."""
 _CORRELATION_BITS = 32
 _ROWS = 20_000
+_LONGEST_VALUE_BYTES = MIB
+"""The longest text or blob that SQLite makes of a value; a name has some kilobytes at most."""
+_MOST_GPUS = 1024
 
 Integers = NDArray[np.int64]
 
 
-def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
-    """The trace in an export, which is only read. Raises UserError if the file is not an export."""
+def read_nsys(path: Path, on_progress: OnProgress, limits: Limits | None = None) -> Trace:
+    """The trace in an export, which is only read. Raises UserError if the file is not an export, and LimitReached if it
+    has more rows than the limits allow, None being the usual ones."""
     size_bytes = path.stat().st_size
     # Immutable, so that SQLite does not put files of its own beside it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE_BYTES)
+        connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
-            export = _Export(connection)
+            export = _Export(connection, limits)
         except sqlite3.DatabaseError as error:
             raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
         if not export.is_export:
@@ -62,9 +70,9 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
 class _Export:
     """An open export, and the trace made of it."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, limits: Limits | None) -> None:
         self._connection = connection
-        self._builder = TraceBuilder("nsys")
+        self._builder = TraceBuilder("nsys", limits)
         self._texts = dict[int, str]()
         self._processes = Numbering[int]()
         self._devices = Counter[int]()
@@ -169,26 +177,38 @@ class _Export:
     ) -> Iterator[Sequence[Sequence[Any]]]:
         """Start, duration and the given columns, many rows at a time.
 
-        If a column has several names, the first with a value counts; an absent value or null is NONE.
+        If a column has several names, the first with a value counts; an absent value, null or a value of another type
+        than whole numbers, or text where a name may be text, is NONE. SQLite stores values of any type in any column.
         """
         table = self._tables[base]
         known = {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
-        chosen = []
+        chosen, unusable = [], []
         for names in columns:
+            types = "('integer')" if isinstance(names, str) else "('integer', 'text')"
             present = [f'"{name}"' for name in ((names,) if isinstance(names, str) else names) if name in known]
-            chosen.append(f"COALESCE({', '.join(present)}, {NONE})" if present else str(NONE))
-        timed = '"start" IS NOT NULL AND "end" IS NOT NULL AND "end" >= "start"'
+            usable = [f"CASE WHEN typeof({name}) IN {types} THEN {name} END" for name in present]
+            chosen.append(f"COALESCE({', '.join(usable)}, {NONE})" if present else str(NONE))
+            unusable += [f"typeof({name}) NOT IN ('null', {types[1:]}" for name in present]
+        timed = " AND ".join(
+            (
+                "typeof(\"start\") = 'integer' AND typeof(\"end\") = 'integer'",
+                f'"start" BETWEEN {EARLIEST_NS} AND {LATEST_NS} AND "end" BETWEEN "start" AND "start" + {LONGEST_NS}',
+            )
+        )
         cursor = self._connection.execute(
             f'SELECT "start", "end" - "start", {", ".join(chosen)} FROM "{table}" WHERE {condition} AND {timed}'
         )
         while rows := cursor.fetchmany(_ROWS):
             self._num_rows[base] += len(rows)
             yield list(zip(*rows, strict=True))
-        query = f'SELECT COUNT(*) FROM "{table}" WHERE {condition} AND NOT ({timed})'
-        if dropped := self._connection.execute(query).fetchone()[0]:
-            self._builder.notes.append(
-                f"rows of {table} left out because they do not end, or end before they begin: {dropped}"
-            )
+        notes = {
+            "left out because they do not end, or end before they begin": f"NOT ({timed})",
+            "with values of the wrong type, which are left out": " OR ".join(unusable) or "0",
+        }
+        for what, which in notes.items():
+            query = f'SELECT COUNT(*) FROM "{table}" WHERE {condition} AND ({which})'
+            if count := self._connection.execute(query).fetchone()[0]:
+                self._builder.notes.append(f"rows of {table} {what}: {count}")
 
     def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
         """Correlation ids that are unique in the file, although every process counts its own."""
@@ -205,7 +225,7 @@ class _Export:
             if value != NONE and "StringIds" in self._tables:
                 query = f'SELECT value FROM "{self._tables["StringIds"]}" WHERE id = ?'
                 found = self._connection.execute(query, (value,)).fetchone()
-            self._texts[value] = str(found[0]) if found else "(unnamed)"
+            self._texts[value] = found[0] if found and isinstance(found[0], str) else "(unnamed)"
         return self._texts[value]
 
     def _device_name(self) -> str | None:
@@ -213,9 +233,10 @@ class _Export:
         if _GPUS not in self._tables:
             return None
         try:
-            cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}"')
+            cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}" LIMIT {_MOST_GPUS}')
             rows = [dict(zip((column[0] for column in cursor.description), row, strict=True)) for row in cursor]
         except sqlite3.DatabaseError:
             return None
         names = {row.get("cuDevice", row.get("id")): row.get("name") for row in rows}
-        return next((names[device] for device, _ in self._devices.most_common() if names.get(device)), None)
+        found = (names.get(device) for device, _ in self._devices.most_common())
+        return next((name for name in found if name and isinstance(name, str)), None)

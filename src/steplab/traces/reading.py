@@ -3,25 +3,34 @@
 from pathlib import Path
 
 from steplab.errors import UserError
+from steplab.limits import LimitReached, Limits
 from steplab.traces.document import CHUNK_BYTES, NotATrace
 from steplab.traces.kineto import read_kineto
 from steplab.traces.nsys import SQLITE_MAGIC, read_nsys
-from steplab.traces.sources import GZIP_MAGIC, GzipSource, OnProgress, PlainSource, Source
 from steplab.traces.trace import Trace
+from steplab.unpacking import OnProgress, Unpacked
 
-_WHAT_IS_READ = "steplab reads Kineto traces (.json, .json.gz) and Nsight Systems exports (nsys export --type sqlite)"
+_WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight Systems exports (nsys export --type sqlite)"
 
 
 def _unwatched(done_bytes: int, size_bytes: int) -> None:
     """The progress of reading is ignored."""
 
 
-def read_trace(path: Path, on_progress: OnProgress = _unwatched, *, chunk_bytes: int = CHUNK_BYTES) -> Trace:
+def read_trace(
+    path: Path,
+    on_progress: OnProgress = _unwatched,
+    *,
+    limits: Limits | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Trace:
     """The trace in a file, as far as it can be read: its notes say what is missing.
 
-    `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
-    Raises UserError if the file cannot be opened or contains no trace.
+    `on_progress` is called with the bytes read of the file, and its size. `limits` None are the usual ones.
+    `chunk_bytes` of JSON are decoded at a time. Raises UserError if the file cannot be opened, contains no trace, or
+    has more than the limits allow.
     """
+    limits = limits or Limits()
     try:
         size_bytes = path.stat().st_size
         with path.open("rb", buffering=0) as file:
@@ -29,17 +38,18 @@ def read_trace(path: Path, on_progress: OnProgress = _unwatched, *, chunk_bytes:
             if not head:
                 raise UserError(f"{path} is empty")
             if head == SQLITE_MAGIC:
-                return read_nsys(path, on_progress)
+                return read_nsys(path, on_progress, limits)
             file.seek(0)
-            make = GzipSource if head.startswith(GZIP_MAGIC) else PlainSource
-            return _read_json(path, make(file, size_bytes, on_progress), chunk_bytes)
+            return _read_json(path, Unpacked(file, limits, on_progress, size_bytes=size_bytes), limits, chunk_bytes)
+    except LimitReached as error:
+        raise UserError(f"{path}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _read_json(path: Path, source: Source, chunk_bytes: int) -> Trace:
+def _read_json(path: Path, source: Unpacked, limits: Limits, chunk_bytes: int) -> Trace:
     try:
-        trace = read_kineto(source, chunk_bytes=chunk_bytes)
+        trace = read_kineto(source, limits=limits, chunk_bytes=chunk_bytes)
     except NotATrace as error:
         why = source.damage or str(error) or "it is neither JSON nor SQLite"
         raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error

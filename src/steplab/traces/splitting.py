@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
+from steplab.limits import LimitReached
 from steplab.traces.scanning import Scanner
 from steplab.traces.window import Window
 
@@ -49,7 +50,8 @@ class EventSink(Protocol):
 class Splitter:
     """Passes the elements of one array to a sink, from behind its opening bracket to behind the closing one."""
 
-    def __init__(self, window: Window, sink: EventSink, chunk_bytes: int) -> None:
+    def __init__(self, window: Window, sink: EventSink, chunk_bytes: int, most_unreadable: int) -> None:
+        """Raises LimitReached from `run` where more than `most_unreadable` elements are no events."""
         self.num_unreadable = 0
         """Events left out because they are not valid JSON."""
         self.num_oversized = 0
@@ -57,6 +59,7 @@ class Splitter:
         self.is_cut = False
         """Whether the document ended in the middle of an event."""
         self._window, self._sink, self._chunk_bytes = window, sink, chunk_bytes
+        self._most_unreadable = most_unreadable
         self._seam = b""
         """The text between the last two divided events, from the brace to the first key."""
         self._gone_back_bytes = 0
@@ -141,6 +144,8 @@ class Splitter:
 
         def goes_on(number: int) -> bool:
             self.num_unreadable += 1
+            if self.num_unreadable > self._most_unreadable:
+                raise LimitReached(f"more than {self._most_unreadable:,} elements of its list are no events")
             return not self._resume(starts[number], last_seam)
 
         elements = (window.view(begin, start + stop) for begin, stop in zip(starts, stops, strict=False))

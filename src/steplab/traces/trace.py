@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from steplab.limits import LimitReached, Limits
+
 Column = NDArray[np.signedinteger[Any]]
+
+LONGEST_NS = 2**50
+"""The longest event that is read: 13 days. Sums of millions of them fit 64 bits."""
+EARLIEST_NS, LATEST_NS = -(2**53), 2**53 * 1000
+"""The first and the last start that are read: 104 days before the zero of the trace's clock to 285 years after it. All
+differences of such times fit 64 bits."""
 
 NONE = -1
 """The value in a column for what the trace does not contain."""
@@ -127,7 +135,9 @@ class Numbering(dict[Key, int]):
 class TraceBuilder:
     """Collects events compactly, one or many at a time, and makes the Trace."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, limits: Limits | None = None) -> None:
+        """`limits` None: the usual ones. What adds an event raises LimitReached beyond them."""
+        self._num_left = self._most = (limits or Limits()).num_events
         self.source = source
         self.device_name: str | None = None
         self.notes: list[str] = []
@@ -140,6 +150,11 @@ class TraceBuilder:
         """The numbers of threads, by whatever the file tells them apart by."""
         self._work, self._calls, self._ops, self._ranges = (_Table(t) for t in (DeviceWork, HostCalls, Ops, Ranges))
 
+    def _count(self, start_ns: Values) -> None:
+        self._num_left -= 1 if isinstance(start_ns, int) else len(start_ns)
+        if self._num_left < 0:
+            raise LimitReached(f"it has more than {self._most:,} kernels, copies, calls, operators and ranges")
+
     def add_work(
         self,
         name: Values,
@@ -150,19 +165,23 @@ class TraceBuilder:
         correlation: Values,
         size_bytes: Values,
     ) -> None:
+        self._count(start_ns)
         self._work.extend(name, start_ns, duration_ns, device, stream, correlation, size_bytes)
 
     def add_call(
         self, name: Values, start_ns: Values, duration_ns: Values, thread: Values, correlation: Values
     ) -> None:
+        self._count(start_ns)
         self._calls.extend(name, start_ns, duration_ns, thread, correlation)
 
     def add_op(
         self, name: Values, start_ns: Values, duration_ns: Values, thread: Values, sequence: Values, inputs: Values
     ) -> None:
+        self._count(start_ns)
         self._ops.extend(name, start_ns, duration_ns, thread, sequence, inputs)
 
     def add_range(self, name: Values, start_ns: Values, duration_ns: Values, thread: Values) -> None:
+        self._count(start_ns)
         self._ranges.extend(name, start_ns, duration_ns, thread)
 
     def build(self) -> Trace:

@@ -1,10 +1,16 @@
 """A stretch of a document in memory that moves along it."""
 
 import re
-
-from steplab.traces.sources import Source
+from typing import Protocol
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
+
+
+class Source(Protocol):
+    """A source of a document's bytes."""
+
+    def readinto(self, view: memoryview, /) -> int:
+        """Fill `view` from the left; returns the number of bytes, 0 only at the end."""
 
 
 class Window:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import ReadingOptions, StoreOptions
 
 
 def import_(
@@ -21,11 +21,12 @@ def import_(
     ],
     /,
     *,
+    reading: ReadingOptions = ReadingOptions(),
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
     from steplab.lab.importing import import_files
     from steplab.units import counted
 
-    added, already = import_files(files, store.store)
+    added, already = import_files(files, store.store, limits=reading.limits())
     say(f"{counted(added, 'record')} added, {already} {'was' if already == 1 else 'were'} already in the store")

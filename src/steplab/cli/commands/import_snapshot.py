@@ -6,12 +6,13 @@ that `memory --snapshot` writes lie beside the file (snapshot.marks.json), they 
 For example: steplab import-snapshot snapshot.pickle
 """
 
+import os.path
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions
+from steplab.cli.options import OutputOptions, ReadingOptions
 
 
 def import_snapshot(
@@ -22,6 +23,7 @@ def import_snapshot(
     /,
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
+    reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
     from steplab.cli.commands.memory import next_step, show_memory
@@ -32,11 +34,11 @@ def import_snapshot(
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        record = take(file, name=name, store=out.store, on_progress=line.within)
+        record = take(file, name=name, store=out.store, limits=reading.limits(), on_progress=line.within)
     show_memory(record, chosen, out)
     say(next_step(record))
     marks = marks_beside(file)
-    if not marks.exists():
+    if not os.path.exists(marks):
         say(
             f"steplab: the categories of memory are not known; if `memory --snapshot` wrote this file, put its marks "
             f"at {marks}"

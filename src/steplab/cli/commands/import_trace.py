@@ -8,14 +8,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions
+from steplab.cli.options import OutputOptions, ReadingOptions
 
 
 def import_trace(
-    file: Annotated[Path, Parameter(help="Kineto trace (.json, .json.gz) or SQLite export of Nsight Systems")],
+    file: Annotated[Path, Parameter(help="Kineto trace (.json, also .gz or .xz) or SQLite export of Nsight Systems")],
     /,
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
+    reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
     from steplab.cli.commands.profile import show_profile
@@ -25,5 +26,5 @@ def import_trace(
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        record = take(file, name=name, store=out.store, on_progress=line.within)
+        record = take(file, name=name, store=out.store, limits=reading.limits(), on_progress=line.within)
     show_profile(record, chosen, out)

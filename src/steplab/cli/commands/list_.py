@@ -44,8 +44,8 @@ def list_(
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.errors import UserError
     from steplab.lab.listing import STUDY, checked_keys, list_records
+    from steplab.printing import plain
     from steplab.report.kit.rendering import render
-    from steplab.report.kit.text import plain
     from steplab.report.run.columns import rows_document
     from steplab.report.run.listing import list_document
     from steplab.units import counted

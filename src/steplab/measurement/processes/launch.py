@@ -28,7 +28,7 @@ from steplab.measurement.processes.hub import command_line_of
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Order, Request
 from steplab.measurement.processes.ranks_launch import converse_with_ranks, environment_of
-from steplab.measurement.processes.started import Watchdog, crash, end, end_group_with, named, tail
+from steplab.measurement.processes.started import Watchdog, crash, end, end_group_with, named, start, tail
 from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning
 from steplab.records.ceilings import Ceilings
@@ -227,14 +227,13 @@ def _converse_with_child(
 ) -> Failure | None:
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
-        child = subprocess.Popen(
+        child = start(
             [*wrapper, sys.executable, "-m", module, str(write_fd)],
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
             env=environment,
             pass_fds=[write_fd],
-            start_new_session=True,
         )
         os.close(write_fd)
         watchdog = Watchdog(child, timeout_s)

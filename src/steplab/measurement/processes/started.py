@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from steplab.errors import SteplabError
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
 
@@ -33,6 +34,15 @@ def named(failure: Failure, rank: int, host: str | None) -> Failure:
     """The failure of one of several processes, with its rank in the message."""
     name = f"rank {rank} on {host}" if host else f"rank {rank}"
     return dataclasses.replace(failure, rank=rank, message=f"{name}: {failure.message}")
+
+
+def start(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that leads its session. Raises SteplabError if the system does not let it start."""
+    try:
+        return subprocess.Popen(words, start_new_session=True, **options)
+    except OSError as error:
+        why = error.strerror or error
+        raise SteplabError(f"cannot start a process to measure in: {why}; end other programs and try again") from error
 
 
 def end_group_with(child: subprocess.Popen[Any]) -> None:
@@ -75,15 +85,17 @@ class Started:
         with tempfile.TemporaryFile() as given:  # with a pipe this process would wait until it is read
             given.write(encode(told) + b"\n")
             given.seek(0)
-            self._process = subprocess.Popen(
-                words,
-                stdin=given,
-                stdout=self._written,
-                stderr=self._written,
-                env=environment,
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
+            with contextlib.ExitStack() as undone:
+                undone.callback(self._written.close)
+                self._process = start(
+                    words,
+                    stdin=given,
+                    stdout=self._written,
+                    stderr=self._written,
+                    env=environment,
+                    pass_fds=pass_fds,
+                )
+                undone.pop_all()
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
         """The exit code, after waiting for at most `wait_s`; negative for a signal, None if the process still runs."""

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from steplab.printing import plain
 from steplab.report.kit.labels import num_shared
-from steplab.report.kit.text import plain
 
 _LONGEST = 4096  # characters looked at; a template can expand to megabytes
 _ENABLE_IF = re.compile(r"^(?:std::)?enable_if<.*?>::type\s+")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from steplab.printing import plain
 from steplab.report.kit.document import (
     Block,
     Document,
@@ -14,7 +15,6 @@ from steplab.report.kit.document import (
     verdict_blocks,
 )
 from steplab.report.kit.table import sheet
-from steplab.report.kit.text import plain
 
 MARK = "<!-- written by steplab -->"
 """Invisible line under the title of a Markdown document. A file with it is an earlier output and may be replaced."""

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from steplab.printing import plain
 from steplab.records.rows import Scalar
 from steplab.report.kit.document import RESULT, Column, Row, Table
-from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, plain, reason
+from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, reason
 
 _T = TypeVar("_T")
 

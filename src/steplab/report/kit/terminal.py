@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import IO
 
 from steplab import units
+from steplab.printing import plain
 from steplab.report.kit.document import (
     Block,
     Document,
@@ -18,7 +19,7 @@ from steplab.report.kit.document import (
     verdict_blocks,
 )
 from steplab.report.kit.table import drawn, sheet
-from steplab.report.kit.text import flowed, plain
+from steplab.report.kit.text import flowed
 
 _PIPED_WIDTH = 120
 _LONGEST_LINE = 120  # of sentences: longer ones are hard to read
@@ -127,7 +128,7 @@ def _sentences(block: Sentences, width: int, style: Style) -> Iterator[str]:
 
 def _table(table: Table, width: int, style: Style) -> Iterator[str]:
     if not table.rows:
-        yield table.empty
+        yield plain(table.empty)
         return
     shown = sheet(table)
     seen = drawn(shown, width)

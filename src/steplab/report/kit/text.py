@@ -8,16 +8,10 @@ ABSENT = "–"
 """Shown where a value was not measured."""
 
 _REASON_LENGTH = 90
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNITS = r"[%×µ°]|[mn]?s\b|[KMGTPE]?i?B\b|[kMGT]?(?:FLOP|B/s|Hz\b|tokens)|[kMGT] tokens|W\b"
 """What follows a figure and stays on its line."""
 _FIXED = "\u00a0"
 """A space that does not break."""
-
-
-def plain(text: str) -> str:
-    """Text from a record without what would steer the terminal: escape sequences and control characters."""
-    return _CONTROL.sub("", text)
 
 
 def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:

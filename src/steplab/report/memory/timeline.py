@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from steplab import units
+from steplab.printing import plain
 from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTimeline
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
-from steplab.report.kit.text import plain
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324

@@ -8,10 +8,10 @@ that would crowd one chart, further fields split it into panels.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from steplab.printing import plain
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.axes import Layout
-from steplab.report.kit.text import plain
 from steplab.specs.step import STEP_FIELDS
 
 _STEP = {field.column: field for field in STEP_FIELDS}

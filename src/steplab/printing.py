@@ -1,0 +1,40 @@
+"""Text from outside without what steers its reader: whatever leaves goes through `plain` or `plain_json`.
+
+Records, traces, snapshots and names of files may hold escape sequences, which a terminal would obey, marks of writing
+direction, which turn a line around in an editor, and other control characters. The command line calls these functions
+in the two places by which text leaves (`cli.output`), whatever the format.
+"""
+
+import re
+
+_STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
+"""Control characters (C0 without tab and line feed, DEL, C1), marks of writing direction, line and paragraph
+separators, marks of annotations, and halves of surrogate pairs, in the syntax of a regular expression's set."""
+STEERING = re.compile(f"[\n{_STEERING}]")
+"""Characters that no text of one line has."""
+_CONTROL = re.compile(f"[{_STEERING}]")
+_SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\\\|\x9c)")
+"""Escape sequences that terminals obey: control sequences (colours, the cursor) and commands (setting the title)."""
+_COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTROL.pattern}")
+
+
+def plain(text: str) -> str:
+    r"""The text without escape sequences, and with other control characters in writing: \x07, \u202e."""
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(_written, _SEQUENCE.sub("", text))
+
+
+def plain_with_colors(text: str) -> str:
+    """The text as `plain` makes it, but with the colours and weights that steplab itself sets."""
+    return _COLORED.sub(lambda found: found[1] or (_written(found) if len(found[0]) == 1 else ""), text)
+
+
+def plain_json(text: str) -> str:
+    """The same JSON, with control characters in its texts as JSON's own escapes."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _written(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

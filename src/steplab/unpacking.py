@@ -1,0 +1,215 @@
+"""The bytes of a file, plain or compressed by gzip or xz, recognised by its content and counted against the limits."""
+
+import dataclasses
+import errno
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from steplab.limits import LimitReached, Limits
+from steplab.units import format_bytes
+
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes read of the file, and its size."""
+
+GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
+_INPUT_BYTES = 1 << 18
+
+
+def _unwatched(done_bytes: int, size_bytes: int) -> None:
+    """The progress of reading is ignored."""
+
+
+class Unpacked(io.RawIOBase):
+    """A raw stream of what a file contains, up to its end or to the first damage.
+
+    Reading raises LimitReached where more comes out than the limits allow, and OSError as the file itself does.
+    """
+
+    def __init__(
+        self,
+        file: IO[bytes],
+        limits: Limits | None = None,
+        on_progress: OnProgress = _unwatched,
+        *,
+        size_bytes: int = 0,
+    ) -> None:
+        """`file` is read from where it stands; it is not closed here."""
+        super().__init__()
+        self.damage: str | None = None
+        """Why a compressed stream ended early, in words; None if it did not."""
+        self._file, self._limits = file, limits or Limits()
+        self._on_progress, self._size_bytes = on_progress, size_bytes
+        self._num_in = self._num_out = 0
+        head = file.read(len(XZ_MAGIC))
+        while 0 < len(head) < len(XZ_MAGIC) and (more := file.read(len(XZ_MAGIC) - len(head))):
+            head += more  # a pipe gives what it has
+        self._input = head
+        self._num_in += len(head)
+        self._packing = next((known for known in (_Gzip, _Xz) if head.startswith(known.magic)), None)
+        self._member: _Member | None = None
+        self._ended = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill `buffer` from the left; returns the number of bytes, 0 only at the end."""
+        view = memoryview(buffer).cast("B")
+        count = self._copy(view) if self._packing is None else self._unpack(view)
+        self._num_out += count
+        self._check()
+        self._on_progress(self._num_in, self._size_bytes)
+        return count
+
+    def _copy(self, view: memoryview) -> int:
+        """Bytes of a plain file."""
+        if self._input:
+            count = min(len(self._input), len(view))
+            view[:count], self._input = self._input[:count], self._input[count:]
+            return count
+        count = self._file.readinto(view) or 0  # type: ignore[attr-defined]
+        self._num_in += count
+        return int(count)
+
+    def _unpack(self, view: memoryview) -> int:
+        filled = 0
+        while filled < len(view) and not self._ended:
+            data = self._some(len(view) - filled)
+            view[filled : filled + len(data)] = data
+            filled += len(data)
+        return filled
+
+    def _some(self, most: int) -> bytes:
+        assert self._packing is not None
+        if self._member is None or self._member.eof:
+            # A member is followed by another one or by padding; what else follows is ignored.
+            rest = self._member.rest if self._member else self._input
+            self._input = (rest or self._more()).lstrip(b"\0")
+            if not self._input.startswith(self._packing.magic[: len(self._input) or 1]):
+                self._ended = True
+                return b""
+            self._member = self._packing(self._limits.unpacker_bytes)
+        member, name = self._member, self._packing.name
+        if not self._input and member.needs_input:
+            self._input = self._more()
+            if not self._input:
+                self._end(f"the {name} stream ends early")
+                return b""
+        try:
+            data, self._input = member.unpack(self._input, most)
+        except lzma.LZMAError as error:
+            if "emory" in str(error):
+                allowed = format_bytes(self._limits.unpacker_bytes)
+                raise LimitReached(f"its xz stream takes more than {allowed} of memory to unpack") from error
+            self._end(f"the {name} stream is damaged ({error})")
+            return b""
+        except (zlib.error, EOFError) as error:
+            self._end(f"the {name} stream is damaged ({error})")
+            return b""
+        return data
+
+    def _more(self) -> bytes:
+        data = self._file.read(_INPUT_BYTES)
+        self._num_in += len(data)
+        return data
+
+    def _end(self, damage: str) -> None:
+        self.damage, self._ended = damage, True
+
+    def _check(self) -> None:
+        limits, out = self._limits, self._num_out
+        if out > limits.num_bytes:
+            raise LimitReached(f"it has more than {format_bytes(limits.num_bytes)}")
+        if self._packing and out > limits.free_growth_bytes and out > limits.growth * self._num_in:
+            raise LimitReached(
+                f"it unpacks to more than {limits.growth} times its size: {format_bytes(out)} came out of the first "
+                f"{format_bytes(self._num_in)}"
+            )
+
+
+def small_file(path: Path) -> bytes:
+    """The content, unpacked, of a file that is read as a whole: a study, a grid, a configuration, a table, marks.
+
+    Raises OSError as any file does, and for one that is damaged or beyond Limits.small_file_bytes, which is no such
+    file.
+    """
+    limits = Limits()
+    try:
+        with path.open("rb", buffering=0) as file:
+            unpacked = Unpacked(file, dataclasses.replace(limits, num_bytes=limits.small_file_bytes))
+            content = b"".join(iter(lambda: unpacked.read(_INPUT_BYTES), b""))
+    except LimitReached as error:
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(limits.small_file_bytes)}") from error
+    except ValueError as error:  # a null character in the name
+        raise OSError(errno.EINVAL, str(error)) from error
+    if unpacked.damage:
+        raise OSError(errno.EIO, unpacked.damage)
+    return content
+
+
+class _Member(Protocol):
+    """One of the streams that a compressed file consists of."""
+
+    name: str
+    magic: bytes
+
+    def __init__(self, most_bytes: int) -> None: ...
+
+    @property
+    def eof(self) -> bool: ...
+
+    @property
+    def rest(self) -> bytes:
+        """What follows the end of the stream."""
+
+    @property
+    def needs_input(self) -> bool: ...
+
+    def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
+        """At most `most` bytes, and what is left of the input."""
+
+
+class _Gzip:
+    name, magic = "gzip", GZIP_MAGIC
+
+    def __init__(self, most_bytes: int) -> None:
+        self._stream = zlib.decompressobj(wbits=31)  # its window is 32 KiB
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def rest(self) -> bytes:
+        return self._stream.unused_data
+
+    needs_input = True
+
+    def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
+        return self._stream.decompress(data, most), self._stream.unconsumed_tail
+
+
+class _Xz:
+    name, magic = "xz", XZ_MAGIC
+
+    def __init__(self, most_bytes: int) -> None:
+        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=most_bytes)
+
+    @property
+    def eof(self) -> bool:
+        return self._stream.eof
+
+    @property
+    def rest(self) -> bytes:
+        return self._stream.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return self._stream.needs_input
+
+    def unpack(self, data: bytes, most: int) -> tuple[bytes, bytes]:
+        return self._stream.decompress(data, most), b""  # it keeps what is left of the input

@@ -1,0 +1,144 @@
+"""Runs a command in this process and judges how it ends: whatever the input, an internal error is no accepted end."""
+
+import errno
+import io
+import re
+import signal
+import sys
+import time
+import unicodedata
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+from unittest import mock
+
+from steplab.cli.app import main
+
+LIMIT_S = 30.0
+"""Seconds of the processor's time after which a command counts as hanging."""
+_WAITS_S = 300.0
+"""Seconds after which it does though it computes nothing."""
+_CODES = (0, 1, 2, 3, 4)
+_LONGEST_LINE = 2000
+_WARNING = re.compile(r"\w+Warning: .*")
+_ALLOWED = "\n\t"
+_STEERING = ("Cc", "Cf", "Zl", "Zp", "Cs")
+"""Unicode's categories of characters that steer a terminal or a page: controls, marks of direction, line breaks."""
+_HARMLESS_FORMAT = "\u00ad\u200b\u200c\u200d\u2060\ufeff"
+"""Characters of the category Cf that only join or part letters."""
+
+
+class TooLong(BaseException):
+    """A command ran longer than it may; no `except Exception` of the program's catches it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    """Of the processor's time."""
+    faults: tuple[str, ...]
+    """What is not accepted about the end; empty for a good one."""
+
+
+def run(*arguments: str, stdin: bytes = b"", limit_s: float = LIMIT_S) -> End:
+    """Run one command of the command line, and judge its end. Nothing is measured: no process can be started."""
+    began_s = time.process_time()
+    out, err = _stream(), _stream()
+    given = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
+    faults = list[str]()
+    code = -1
+    with (
+        mock.patch.multiple(sys, stdout=out, stderr=err, stdin=given),
+        mock.patch("subprocess.Popen", _not_started),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("always")
+        warnings.showwarning = _show
+        try:
+            with _limited(limit_s):
+                code = main(list(arguments))
+        except TooLong:
+            faults.append(f"ran for more than {limit_s:.0f} s")
+        except BaseException as error:
+            faults.append(f"{type(error).__name__} escaped: {error}"[:300])
+    stdout, stderr = _text(out), _text(err)
+    faults += judged(code, stdout, stderr)
+    return End(code=code, stdout=stdout, stderr=stderr, seconds=time.process_time() - began_s, faults=tuple(faults))
+
+
+def judged(code: int, stdout: str, stderr: str) -> Iterator[str]:
+    """What is not accepted about an exit code and what was written."""
+    lines = stderr.splitlines()
+    if code not in (*_CODES, -1):
+        yield f"exit code {code}"
+    yield from (line[:300] for line in lines if "internal error" in line or line.startswith("Traceback"))
+    yield from (found[0][:300] for found in _WARNING.finditer(stderr))
+    if code in (1, 2) and not any(line.startswith("steplab: ") for line in lines):
+        yield f"exit code {code} without a line that says why"
+    if any(len(line) > _LONGEST_LINE for line in lines):
+        yield f"a line of {max(map(len, lines))} characters on standard error"
+    for name, text in (("standard output", stdout), ("standard error", stderr)):
+        if found := steering(text):
+            yield f"{name} has the control character {found!a}"
+
+
+def steering(text: str) -> str | None:
+    """The first character of a text that steers whatever shows it; None if it has none."""
+    if text.isascii() and text.translate(_NO_BREAKS).isprintable():
+        return None
+    for character in text:
+        if character not in _ALLOWED + _HARMLESS_FORMAT and unicodedata.category(character) in _STEERING:
+            return character
+    return None
+
+
+_NO_BREAKS = {ord(character): None for character in _ALLOWED}
+
+
+def _stream() -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    buffer = stream.detach()
+    assert isinstance(buffer, io.BytesIO)
+    return buffer.getvalue().decode("utf-8", "surrogateescape")
+
+
+def _not_started(*arguments: object, **options: object) -> NoReturn:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def _show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+@contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise TooLong
+
+    limits = ((signal.ITIMER_PROF, signal.SIGPROF, limit_s), (signal.ITIMER_REAL, signal.SIGALRM, _WAITS_S))
+    before = {number: signal.signal(number, end) for _, number, _ in limits}
+    try:
+        for timer, _, seconds in limits:
+            signal.setitimer(timer, seconds)
+        yield
+    finally:
+        for timer, number, _ in limits:
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
+
+
+def described(arguments: Sequence[str]) -> str:
+    """A command as one line."""
+    return " ".join(ascii(argument) if not argument.isprintable() or " " in argument else argument[:80]
+                    for argument in arguments)  # fmt: skip

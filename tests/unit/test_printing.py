@@ -1,0 +1,109 @@
+"""No record, file or name steers the terminal, the editor or the browser of its reader, in any format."""
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fuzz.ending import run, steering
+from tests.fuzz.mutations import CONTROLS
+from tests.unit.test_report_sections import EXAMPLES
+
+from steplab.cli import output
+from steplab.cli.output import ROW_FORMATS
+from steplab.errors import SteplabError
+from steplab.printing import plain, plain_json, plain_with_colors
+from steplab.records.codec import decode, encode
+from steplab.records.record import Record
+from steplab.records.validation import check, cleaned
+from steplab.store.database import Store
+
+HOSTILE = "".join(text for text in CONTROLS if "\n" not in text)
+FREE_TEXTS = ("name", "comment", "tags", "notes", "message", "hostname", "host", "cpu", "steplab_version",
+              "gpu_names", "last_lines", "peak_source", "torch", "python")  # fmt: skip
+"""Fields whose texts a record may have from anywhere."""
+
+
+def test_the_functions() -> None:
+    assert plain("a\x1b[31mb\x1b[0m\tc\nd") == "ab\tc\nd"
+    assert plain("\x1b]0;title\x07x\x9d0;title\x9cy\x9b1mz") == "xyz"
+    assert plain("\x1bc\x07\r\x7f\x85\u202e\u2028\ud800") == r"\x1bc\x07\x0d\x7f\x85\u202e\u2028\ud800"
+    assert plain("µ – 漢字 é") == "µ – 漢字 é"
+    assert plain_with_colors("\x1b[1mbold\x1b[0m \x1b[32mgreen\x1b[0m") == "\x1b[1mbold\x1b[0m \x1b[32mgreen\x1b[0m"
+    assert plain_with_colors("\x1b[2J\x1b[31;5mx\x1b[1000C\x9b0m\x1b]8;;http://a\x07y\r") == r"xy\x0d"
+    assert json.loads(plain_json(json.dumps({"a": HOSTILE}, ensure_ascii=False))) == {"a": HOSTILE}
+    for clean in (plain, plain_json):
+        assert steering(clean(HOSTILE)) is None
+
+
+def hostile(value: Any, key: str = "") -> Any:
+    """Plain data whose free texts hold everything that steers."""
+    if isinstance(value, dict):
+        return {name: hostile(content, name) for name, content in value.items()}
+    if isinstance(value, list):
+        return [hostile(content, key) for content in value]
+    return f"{value}{HOSTILE}" if isinstance(value, str) and key in FREE_TEXTS else value
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with a hostile record of every kind, past the checks of imports."""
+    path = tmp_path / "store.db"
+    with Store.open(path, write=True) as opened:
+        for record in EXAMPLES.values():
+            opened.add(hostile_record(record))
+    return path
+
+
+def hostile_record(record: Record) -> Record:
+    fields = json.loads(encode(record))
+    changed = decode(json.dumps(hostile(fields)))
+    with pytest.raises(SteplabError, match="control character"):
+        check(changed)
+    assert steering(encode(cleaned(changed)).decode()) is None
+    assert HOSTILE in changed.name or HOSTILE in changed.steplab_version
+    return changed
+
+
+def test_nothing_that_steers_leaves_the_command_line_in_any_format(store: Path) -> None:
+    commands = [["list", "--format", chosen] for chosen in ROW_FORMATS]
+    commands += [["show", record.id, "--format", chosen] for record in EXAMPLES.values() for chosen in ROW_FORMATS]
+    commands += [["show", EXAMPLES["run"].id, "--format", "html"]]
+    commands += [["export"], ["explain", EXAMPLES["run"].id], ["show", HOSTILE], ["import", HOSTILE]]
+    commands += [["run", f"--model={HOSTILE}"], ["list", "--where", HOSTILE], [HOSTILE], ["list", "--name", HOSTILE]]
+    shown = 0
+    for words in commands:
+        end = run(*words, "--store", str(store))
+        assert not end.faults, (words, end.faults)
+        shown += r"\x7f" in end.stdout or r"\u007f" in end.stdout
+    assert shown > 20  # the texts were there, written out
+
+
+def test_colours_are_steplabs_own(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    from steplab.cli.app import main
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for words in (["list"], ["show", EXAMPLES["run"].id], ["show", EXAMPLES["ddp"].id]):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stdout", screen)
+        assert main([*words, "--store", str(store)]) == 0
+        text = screen.getvalue()
+        assert "\x1b[0m" in text
+        for code in ("0", "1", "2", "31", "32", "36"):
+            text = text.replace(f"\x1b[{code}m", "")
+        assert steering(text) is None
+
+
+def test_a_remark_does_not_steer_either(capsys: pytest.CaptureFixture[str]) -> None:
+    output.say(f"wrote {HOSTILE}")
+    output.emit(f'{{"name": "{HOSTILE}"}}'.replace("\r", ""), kind="json")
+    shown = capsys.readouterr()
+    assert steering(shown.err) is None
+    assert steering(shown.out) is None
