@@ -14,7 +14,7 @@ from steplab.records.memory_profile import Allocation, MemoryProfile, MemoryTime
 from steplab.records.run import Run
 from steplab.report.kit.document import Chart, Section, Sentences
 from steplab.report.kit.html import drawn
-from steplab.report.memory.document import memory_chapter
+from steplab.report.memory.document import memory_chapter, watched_in_full
 from steplab.report.memory.facts import memory_facts
 from steplab.report.page import render_page
 from steplab.report.run.cells import cells_of
@@ -94,7 +94,7 @@ def test_a_page_with_watched_memory_is_whole_and_needs_nothing_else(runs: list[R
     assert page == render_page(runs, title="Memory")
     assert_whole(page)
     assert page.count('<a href="#memory">') == 1
-    section, watched = section_of(page), [run for run in runs if run.memory_profile]
+    section, watched = section_of(page), [cell.run for cell in watched_in_full(cells_of(runs))]
     assert len(re.findall("Memory over time</h[34]>", section)) == len(watched)
     assert len(re.findall("Peak by category</h[34]>", section)) == len(watched)
     for run in watched:
@@ -118,7 +118,7 @@ def test_contexts_of_one_cell_stand_side_by_side() -> None:
 
 def test_each_run_is_compared_with_its_own_counterpart() -> None:
     by_title = {}
-    for part in parts_of([*CONTEXTS, *SETTINGS]):
+    for part in [*parts_of([*CONTEXTS]), *parts_of([CONTEXTS[0], *SETTINGS])]:
         sentences = [
             text
             for section in part.blocks
@@ -130,11 +130,11 @@ def test_each_run_is_compared_with_its_own_counterpart() -> None:
         by_title[part.title] = " ".join(sentences)
     for fp32, bf16 in zip(CONTEXTS[::2], CONTEXTS[1::2], strict=True):
         assert fp32.spec is not None
-        told = by_title[f"context {fp32.spec.context} · bf16 · no checkpointing"]
+        told = by_title[f"context {fp32.spec.context} · bf16"]
         before, after = (units.format_bytes(profile_of(run).peak_bytes) for run in (fp32, bf16))
         assert f": {after}, against {before} with fp32." in told
-        assert "with fp32" not in by_title[f"context {fp32.spec.context} · fp32 · no checkpointing"]
-    assert "With checkpointing (selective) the peak is" in by_title["context 128 · fp32 · checkpointing selective"]
+        assert "with fp32" not in by_title[f"context {fp32.spec.context} · fp32"]
+    assert "With checkpointing (selective) the peak is" in by_title["checkpointing selective"]
 
 
 def test_predictions_stand_beside_what_was_measured() -> None:
@@ -160,10 +160,10 @@ def test_without_watched_memory_the_page_does_not_speak_of_it() -> None:
     assert not any(isinstance(block, Section) for block in drawn(chapter).blocks)
 
 
-def test_after_six_runs_the_rest_starts_closed_and_long_tables_go_on_closed() -> None:
+def test_six_runs_are_shown_in_full_and_long_tables_go_on_closed() -> None:
     runs = [replace(IMPORTED, id=f"{index:012x}", name=f"rank{index}") for index in range(8)]
     parts = [part for part in parts_of(runs) if part.title.startswith("rank")]
-    assert [part.folded for part in parts] == [False] * 6 + [True] * 2
+    assert [part.title for part in parts] == [f"rank{index}" for index in (0, 1, 3, 4, 6, 7)]
     page = render_page([IMPORTED], title="x")
     num_alive = sum(made.at_peak for made in profile_of(IMPORTED).largest)
     assert f"<summary>{num_alive - 10} more rows</summary>" in page

@@ -26,6 +26,7 @@ from steplab.report.run.cells import cells_of
 FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
 ALL = {"fp32": FP32, "bf16": BF16, "checkpointed": CHECKPOINTED, "imported": imported_snapshot(), "cpu": cpu_run()}
+HALF_A_STEP = 0.35  # pixels: edges are drawn at half pixels, the rules that the scale is read off at tenths
 SMALLEST = 210  # pixels of the bytes' axis in a picture beside others
 Point = tuple[float, float]
 
@@ -119,10 +120,10 @@ def test_stacked_areas_are_the_records_bytes_at_every_moment(case: str | int, be
             if name in there and moment is not None:
                 below += sizes[moment]
                 height = height_at(edges[css_color(color_of(name))], x)
-                assert height * per_px == pytest.approx(below, abs=0.15 * per_px)
+                assert height * per_px == pytest.approx(below, abs=HALF_A_STEP * per_px)
                 drawn = height
         total = sum(sizes[moment] for sizes in timeline.allocated_bytes) if moment is not None else 0
-        assert drawn * per_px == pytest.approx(total, abs=0.15 * per_px)
+        assert drawn * per_px == pytest.approx(total, abs=HALF_A_STEP * per_px)
 
 
 def _column_px(svg: str, width: int) -> float:

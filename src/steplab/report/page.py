@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from steplab import units
@@ -90,7 +91,7 @@ def render_page(
     page = Document(
         title=title,
         subtitle="\n".join(filter(None, (description, subtitle, shared))),
-        verdict=tries.draw("the verdict", drawn, partial(_verdict, context)),
+        verdict=tries.draw("the verdict", drawn, partial(page_verdict, context=context)),
         sections=(
             *filter(None, [chapter("Left out", "left-out", left_out)]),
             *sections,
@@ -101,19 +102,22 @@ def render_page(
     return write(page, ready)
 
 
-def _verdict(context: Context, records: Sequence[Record]) -> Verdict:
-    """The answer of the records of each kind; of several kinds, the first sentence of each."""
+def page_verdict(records: Sequence[Record], context: Context | None = None) -> Verdict:
+    """The answer of the records of each kind; of several kinds, all of the runs' and the first of each other's."""
+    if context is None:
+        context = Context(cells=cells_of([record for record in records if isinstance(record, Run)]))
     ids = {record.id for record in records}
     by_kind: dict[str, Sequence[Any]] = {
         name: [record for record in records if kind_of(record).name == name] for name in KINDS
     }
     by_kind["run"] = [cell for cell in context.cells if cell.id in ids]
-    found = [SECTIONS[name].verdict(some, context) for name, some in by_kind.items() if some]
+    found = {name: SECTIONS[name].verdict(some, context) for name, some in by_kind.items() if some}
     if len(found) == 1:
-        return found[0]
+        return next(iter(found.values()))
+    told = (answer.sentences if name == "run" else answer.sentences[:1] for name, answer in found.items())
     return Verdict(
-        sentences=tuple(answer.sentences[0] for answer in found if answer.sentences),
-        cautions=tuple(answer.cautions[0] for answer in found if answer.cautions),
+        sentences=tuple(chain.from_iterable(told)),
+        cautions=tuple(answer.cautions[0] for answer in found.values() if answer.cautions),
     )
 
 

@@ -155,12 +155,12 @@ _MOST_ANSWERS = 3
 
 
 def _of_each(make: Callable[[Any], Verdict], name: Callable[[Any], str]) -> Callable[[Sequence[Any], Context], Verdict]:
-    """The answer of a record; of several, the first sentence of each of the newest after its name."""
+    """The answer of a record; of several, the first sentence of each, the newest first, after its name."""
 
     def verdict(records: Sequence[Any], context: Context) -> Verdict:
         if len(records) == 1:
             return make(records[0])
-        told = [(name(record), make(record)) for record in records[-_MOST_ANSWERS:]]
+        told = [(name(record), make(record)) for record in records[-_MOST_ANSWERS:][::-1]]
         cautions = sum(bool(answer.cautions) for _, answer in told)
         return Verdict(
             sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in told if answer.sentences),

@@ -67,7 +67,7 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Sect
                 heading, answer, _sections(run, peer, alone=len(runs) == 1), title=title if len(runs) > 1 else ""
             )
         )
-    shown = records_in_full(records, [run.id for run in reversed(runs)])
+    shown = records_in_full(records, [run.id for run in reversed(runs[:-MOST_IN_FULL])])
     return chapter("Attention", "attention", *parts, *shown)
 
 

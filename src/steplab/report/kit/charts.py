@@ -60,6 +60,7 @@ _STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "grid.color": GRID,
     "grid.linewidth": 1.0,
+    "lines.solid_capstyle": "butt",
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.major.size": 0,
@@ -137,8 +138,10 @@ class Drawing:
         """The elements of a group, those of its nameless groups in their place, and hover texts of named ones."""
         for part in group:
             name = part.get("id", "")
-            if part.tag == "metadata" or (part.tag == "path" and part.attrib.get("style") == "fill: none"):
+            if part.tag == "metadata" or (part.tag == "path" and part.get("style") == "fill: none"):
                 continue
+            if part.tag == "path" and not part.get("id") and not re.search("[LCQ]", part.get("d", "")):
+                continue  # the line of a single mark
             if part.tag == "defs" and part.find("style") is not None:  # page.css has it
                 continue
             if part.tag != "g":

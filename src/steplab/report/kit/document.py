@@ -5,7 +5,7 @@ A section of a report says here once what it has to say. The renderers beside th
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -321,15 +321,14 @@ def record_section(heading: str, verdict: Verdict, sections: Iterable[Section], 
     return named_section(title, Sentences(texts=(heading,), role="note"), *verdict_blocks(verdict), *sections)
 
 
-MOST_OPEN, MOST_IN_FULL = 6, 10
-"""Numbers of records of one chapter that start open, and that are shown in full."""
+MOST_IN_FULL = 6
+"""Number of records of one chapter that are shown in full."""
 
 
-def records_in_full(parts: Sequence[Section], ids: Sequence[str]) -> Iterator[Block]:
-    """The sections of several records: the first start open, the next closed, and a note names the others' ids."""
-    for index, part in enumerate(parts[:MOST_IN_FULL]):
-        yield replace(part, folded=index >= MOST_OPEN)
-    if others := ids[MOST_IN_FULL:]:
+def records_in_full(parts: Sequence[Section], others: Sequence[str]) -> Iterator[Block]:
+    """The sections of the records that are shown in full, and a note with the ids of all others."""
+    yield from parts
+    if others:
         told = f"{len(others)} more are not shown in full; `steplab show ID` shows each: {', '.join(others)}."
         yield Sentences(texts=(told,), role="note")
 

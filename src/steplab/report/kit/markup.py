@@ -133,7 +133,7 @@ def markdown_table(table: Table) -> str:
     lines = [line([escape_markdown(column.header) for column in shown.columns])]
     lines.append(line(["---:" if column.quantity.numeric else "---" for column in shown.columns]))
     lines += [line([escape_markdown(cell) for cell in cells]) for cells in shown.rows]
-    return "\n".join(lines + (["", escape_markdown(shown.caption)] if shown.caption else []))
+    return "\n".join(lines + (["", escape_markdown(shown.below)] if shown.below else []))
 
 
 def _latex(block: Block) -> str:
@@ -175,4 +175,4 @@ def _latex_table(table: Table) -> str:
         r"\bottomrule",
         r"\end{tabular}",
     ]
-    return "\n".join(lines + ([r"\par\smallskip " + escape_latex(shown.caption)] if shown.caption else []))
+    return "\n".join(lines + ([r"\par\smallskip " + escape_latex(shown.below)] if shown.below else []))

@@ -1,5 +1,6 @@
 """A table's values as texts, fitted to the width of a terminal."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -12,6 +13,8 @@ from steplab.report.kit.text import ABSENT, columns, flowed, longest_piece, reas
 _T = TypeVar("_T")
 
 _GAP = "  "
+_FOOTNOTE_FROM = 80
+"""Characters from which a text that several rows repeat stands below the table once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,13 +24,20 @@ class Sheet:
     columns: tuple[Column, ...]
     """The columns in which rows differ."""
     rows: tuple[tuple[str, ...], ...]
-    """Texts."""
+    """Texts; of a long one that several rows repeat, the number of its footnote."""
     said: tuple[tuple[str, ...], ...]
     """The words for the value of each row and column; empty for a column that does not fold, and a value not to say."""
     caption: str
     """The values that all rows share, then the table's caption."""
+    footnotes: tuple[str, ...]
+    """Long texts that several rows repeat."""
     failures: frozenset[int]
     """Indices of the rows of failures."""
+
+    @property
+    def below(self) -> str:
+        """What stands below the table: its caption and its footnotes."""
+        return " ".join(filter(None, (self.caption, *self.footnotes)))
 
 
 def sheet(table: Table) -> Sheet:
@@ -44,11 +54,19 @@ def sheet(table: Table) -> Sheet:
         else:
             kept.append(column)
     parts = [" · ".join(filter(None, shared)), table.caption]
+    footnotes: list[str] = []
+    cells = [[_text(column, row) for row in table.rows] for column in kept]
+    for column, texts in zip(kept, cells, strict=True):
+        notes = [text for text, count in Counter(texts).items() if len(text) >= _FOOTNOTE_FROM and count > 1]
+        if notes and column.shared and not column.quantity.numeric:
+            texts[:] = [f"note {notes.index(text) + 1}" if text in notes else text for text in texts]
+            footnotes += [f"{column.header}, note {number}: {text}." for number, text in enumerate(notes, start=1)]
     return Sheet(
         columns=tuple(kept),
-        rows=tuple(tuple(_text(column, row) for column in kept) for row in table.rows),
+        rows=tuple(zip(*cells, strict=True)) if kept else ((),) * len(table.rows),
         said=tuple(tuple(_said(column, row) for column in kept) for row in table.rows),
         caption=". ".join(plain(part) for part in parts if part),
+        footnotes=tuple(footnotes),
         failures=failures,
     )
 

@@ -135,7 +135,7 @@ def _table(table: Table, width: int, style: Style) -> Iterator[str]:
     yield from seen.header
     for index, lines in enumerate(seen.rows[: table.first]):
         yield from (style(line, "red") if index in shown.failures else line for line in lines)
-    notes = [shown.caption] if shown.caption else []
+    notes = [shown.below] if shown.below else []
     if table.first is not None and len(table.rows) > table.first:
         notes.append(f"{units.counted(len(table.rows) - table.first, 'more row')}; --format md has all.")
     if seen.left_out:

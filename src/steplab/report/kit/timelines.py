@@ -1,6 +1,6 @@
 """Draws the timeline of one step, with one row per stream and shaded phases.
 
-The step is divided into columns about one pixel wide. In each column the categories are stacked, each as high as its
+The step is divided into columns a few pixels wide. In each column the categories are stacked, each as high as its
 share of the column's time, so that an area is a time and empty space is idle time."""
 
 import html
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 WIDTH, _LEFT, _RIGHT = 1040, 76, 10
 _TOP, BOTTOM, _GAP = 20, 24, 8
-_COLUMNS_PX = (1.0, 2.0, 3.0)
-_MOST_CHARACTERS = 24_000
+_COLUMNS_PX = (2.0, 3.0, 4.0)
+_MOST_CHARACTERS = 12_000
 LETTER_PX = 6.2
 
 

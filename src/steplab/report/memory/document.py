@@ -86,16 +86,18 @@ def memory_chapter(
         blocks += memory_blocks(cells[0].run)  # an imported trace has neither
     blocks += _across(cells, predictions)
     parts = []
-    for cell in watched_in_full(cells):
+    in_full = watched_in_full(cells)
+    for cell in in_full:
         title = label(cell, fields) if len(cells) > 1 else ""
         parts.append(_record(cell, cells, predictions.get(cell.run.id), references, title=title))
-    blocks += records_in_full(parts, [cell.run.id for cell in watched(cells)])
+    ids = [cell.id for cell in in_full]
+    blocks += records_in_full(parts, [cell.id for cell in watched(cells) if cell.id not in ids])
     return chapter("Memory", "memory", *blocks)
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
     """The watched cells that are shown in full, for which predictions and references are wanted."""
-    return watched(cells)[:MOST_IN_FULL]
+    return spread(watched(cells), MOST_IN_FULL)
 
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:

@@ -220,7 +220,7 @@ def _upper_edge(heights: Sequence[int], frame: Frame, width: float) -> Iterator[
     yield f"M{LEFT} {frame.bottom:g}"
     drawn = f"{frame.bottom:g}"
     for column, height in enumerate(heights):
-        y = f"{round(frame.y(height), 1):g}"
+        y = f"{round(2 * frame.y(height)) / 2:g}"
         if y != drawn:
             yield f"{f'H{LEFT + column * width:.4g}' if column else ''}V{y}"
             drawn = y

@@ -37,7 +37,7 @@ from steplab.report.profile.tables import (
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
-from steplab.report.run.figures import step_samples
+from steplab.report.run.figures import spread, step_samples
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import interval_words, run_subtitle, run_title
 from steplab.stats import summarize
@@ -82,13 +82,15 @@ def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] |
     """The profiled runs, in the cells' order, with the `findings` by their ids."""
     profiled = [(cell, cell.run.profile) for cell in cells if cell.run.profile]
     fields, found = varying(cells), findings or {}
+    in_full = spread(profiled, MOST_IN_FULL)
     parts = [
         _record(cell.run, profile, label(cell, fields) if len(cells) > 1 else "", found.get(cell.run.id))
-        for cell, profile in profiled[:MOST_IN_FULL]
+        for cell, profile in in_full
     ]
     cautions = tuple(dict.fromkeys(words.caution(cell.run) for cell, _ in profiled))
     note = Sentences(texts=cautions, role="note")
-    shown = records_in_full(parts, [cell.run.id for cell, _ in profiled])
+    ids = [cell.id for cell, _ in in_full]
+    shown = records_in_full(parts, [cell.id for cell, _ in profiled if cell.id not in ids])
     return chapter(TITLE, "profiles", note, *shown) if parts else None
 
 

@@ -37,7 +37,7 @@ def timeline_chart(profile: Profile) -> Chart | None:
     pictures = [step_picture(timeline, names)]
     pictures += [_close_picture(timeline, window, names) for window in close_ups(timeline)]
     shown = [category for category in CATEGORIES if category in timeline.categories]
-    note = "The last of the profiled steps. Each pixel's column is filled by the categories that ran in it, as high as "
+    note = "The last of the profiled steps. Each column is filled by the categories that ran in it, as high as "
     note += "their share of its time; empty is idle."
     if len(pictures) > 1:
         note += " Below, one block in the middle of the model, with every kernel and the range it belongs to."

@@ -5,7 +5,7 @@ vary become the x axis (model, and context within it), the other fields that var
 that would crowd one chart, further fields split it into panels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from steplab.printing import plain
@@ -36,6 +36,11 @@ COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
 """Fields in which cells must agree for another field to be compared."""
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
 """Order in which fields split a crowded chart into panels, the lowest number first."""
+_MAIN = (*AXES, "pass", "precision", "compile", "attention")
+_USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN} | {"repeat": "1"}
+"""Values that a long label leaves out: the defaults of all fields but the main ones."""
+_MOST_SAID = 4
+"""Fields up to which a label has usual values too."""
 _MOST_SERIES = 6
 _MOST_MARKS = 48
 
@@ -135,8 +140,16 @@ def axis_name(field: str) -> str:
 
 def label(cell: RunCell, fields: Sequence[str]) -> str:
     """Label of a cell by the fields that distinguish it, or by its model where none does."""
-    telling = [field for field in fields if cell.values[field] is not None and field not in cell.unsaid]
+    telling = _telling([field for field in fields if field not in cell.unsaid], cell.values)
     return " · ".join(said(field, cell.values[field]) for field in telling or ("model",))
+
+
+def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
+    """The fields that have a value; where they are many, those with an unusual value and the main ones."""
+    known = [field for field in fields if values[field] is not None]
+    if len(known) <= _MOST_SAID:
+        return known
+    return [field for field in known if field not in _USUAL or str(values[field]) != _USUAL[field]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,8 +209,8 @@ def _distinct(cells: Sequence[RunCell], fields: Sequence[str]) -> list[tuple[Sca
 
 
 def _series_label(fields: Sequence[str], key: tuple[Scalar, ...]) -> str:
-    words = [said(field, value) for field, value in zip(fields, key, strict=True) if value is not None]
-    return " · ".join(words) or "other"
+    values = dict(zip(fields, key, strict=True))
+    return " · ".join(said(field, values[field]) for field in _telling(fields, values)) or "other"
 
 
 def _position_label(cells: Sequence[RunCell], axes: Sequence[str], key: tuple[Scalar, ...]) -> tuple[str, str]:

@@ -77,9 +77,11 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
-    """The effects that the answer tells: precision and compilation first, then those with most pairs."""
-    effects = [effect for effect in effects_of(cells) if not effect.is_negligible]
-    return sorted(effects, key=_interest)[:_MOST_EFFECTS]
+    """The effects that the answer tells, one a field: precision and compilation first, then those with most pairs."""
+    of_field: dict[str, Effect] = {}
+    for effect in sorted((effect for effect in effects_of(cells) if not effect.is_negligible), key=_interest):
+        of_field.setdefault(effect.field, effect)
+    return list(of_field.values())[:_MOST_EFFECTS]
 
 
 def _interest(effect: Effect) -> tuple[int, int]:

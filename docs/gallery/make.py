@@ -1,0 +1,128 @@
+"""Makes the pages of the gallery from the records of H200s that the repository has.
+
+    python docs/gallery/make.py [PAGE ...]
+
+Each page is what `steplab report ID ... --output PAGE.html` makes of the records in `PAGES`. The largest, `full`, is
+committed; `make docs` makes all of them.
+"""
+
+import gzip
+import json
+import lzma
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steplab.cli.app import main
+from steplab.records.codec import decode
+from steplab.records.record import Record
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+GOLDEN, RESULTS = REPOSITORY / "tests" / "golden", REPOSITORY / "benchmarks" / "results"
+STEPS = GOLDEN / "step_h200_202611.jsonl.gz"
+PROFILES = GOLDEN / "profile_h200_202611.jsonl.gz"
+MEMORY = GOLDEN / "memory_h200_202611.jsonl.xz"
+PRECISION = GOLDEN / "precision_h200_202611.jsonl.xz"
+ATTENTION = RESULTS / "attention_h200_202611.jsonl.gz"
+COLLECTIVES = RESULTS / "comm_h200_202611.jsonl.gz"
+DATA_PARALLEL = RESULTS / "ddp_h200_202611.jsonl.gz"
+LAYOUTS = RESULTS / "layout_h200_202611.jsonl.gz"
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+Head = Mapping[str, Any]
+"""A record as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """One page of the gallery."""
+
+    title: str
+    """Its heading."""
+    files: Mapping[Path, Callable[[Head], bool]]
+    """Where its records are, and which of a file's they are."""
+
+    def lines(self) -> list[str]:
+        """The records, one JSON document each, in the order they were measured."""
+        found: list[tuple[str, str]] = []
+        for path, belongs in self.files.items():
+            with _OPEN[path.suffix](path, "rt", encoding="utf-8") as file:
+                found += [(head["created_utc"], line) for line in file if belongs(head := json.loads(line))]
+        return [line for _, line in sorted(found)]
+
+    def records(self) -> list[Record]:
+        """The records, decoded."""
+        return [decode(line) for line in self.lines()]
+
+
+def _every(head: Head) -> bool:
+    return True
+
+
+def _named(*names: str) -> Callable[[Head], bool]:
+    return lambda head: head["name"] in names
+
+
+def _ids(*ids: str) -> Callable[[Head], bool]:
+    return lambda head: head["id"] in ids
+
+
+def _profiled(head: Head) -> bool:
+    """The profiles of bf16 steps of the built-in sizes."""
+    return head["name"] == "profiles" and head["spec"]["precision"] == "bf16"
+
+
+def _attention(head: Head) -> bool:
+    """The newest comparison with peers, the study, and the long sequences of two head dimensions."""
+    return head["id"] in ("dc2337899c21", "9c03359db301", "cbb0072f24b7", "5f69823e9286", "ae34ac94a844") or (
+        head["name"].startswith("study-")
+    )
+
+
+PAGES = {
+    "full": Page(
+        title="A full study on H200s",
+        files={
+            STEPS: _named("sizes", "compiled", "warmup"),
+            PROFILES: _profiled,
+            MEMORY: _every,
+            PRECISION: _every,
+            ATTENTION: _attention,
+            COLLECTIVES: _every,
+            DATA_PARALLEL: _every,
+            LAYOUTS: _every,
+        },
+    ),
+    "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
+    "sizes": Page(title="Step time by size", files={STEPS: _named("sizes")}),
+    "memory": Page(title="Memory of a step", files={MEMORY: _ids("aa06916a8789")}),
+    "attention": Page(title="Attention against its peers", files={ATTENTION: _ids("dc2337899c21")}),
+    "comm": Page(title="Collectives on four GPUs", files={COLLECTIVES: _named("comm 4 GPUs")}),
+    "ddp": Page(title="Data parallelism on two GPUs", files={DATA_PARALLEL: _named("compiled-2")}),
+}
+"""The pages by their names, which are those of their files."""
+
+
+def make(name: str, folder: Path = HERE) -> Path:
+    """Write a page, and return where it is. Raises SystemExit where that fails."""
+    page, target = PAGES[name], folder / f"{name}.html"
+    with tempfile.TemporaryDirectory() as work:
+        lines, store = page.lines(), f"{work}/store.db"
+        (Path(work) / "records.jsonl").write_text("".join(lines), encoding="utf-8")
+        ids = [json.loads(line)["id"] for line in lines]
+        for words in (
+            ["import", f"{work}/records.jsonl", "--store", store],
+            ["report", *ids, "--title", page.title, "--store", store, "--output", str(target)],
+        ):
+            if code := main(words):
+                raise SystemExit(code)
+    return target
+
+
+if __name__ == "__main__":
+    for asked in sys.argv[1:] or PAGES:
+        make(asked)
