@@ -8,7 +8,7 @@ export STEPLAB_STORE := steplab-run/store.db
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format clean
+.PHONY: help run test check format docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,8 +29,12 @@ format: .venv/tested ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean: ## Remove the environment and what `make run` made
-	rm -rf .venv steplab-run
+docs: .venv/documented ## Build the documentation as a site: site/index.html
+	$(BIN)/python docs/gallery/make.py
+	$(BIN)/mkdocs build --strict --quiet
+
+clean: ## Remove the environment and what `make run` and `make docs` made
+	rm -rf .venv steplab-run site
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -45,3 +49,7 @@ clean: ## Remove the environment and what `make run` made
 .venv/tested: .venv/made pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]' --constraint constraints.txt
 	touch .venv/installed $@
+
+.venv/documented: .venv/installed
+	$(INSTALL) --editable '.[docs]' --constraint constraints.txt
+	touch $@
