@@ -34,6 +34,7 @@ ARROWS = {
     "traces": {"costs", "records", "stats", "limits", "unpacking", "units", "errors"},
     "snapshots": {"records", "limits", "unpacking", "units", "errors"},
     "plan": {"costs", "records", "specs", "stats", "units", "errors"},
+    "fake_step": {"costs", "measurement", "model", "plan", "specs", "errors"},
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "comparison": {"records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
@@ -41,7 +42,7 @@ ARROWS = {
     "store": {"records", "specs", "units", "errors"},
     "report": {"costs", "records", "specs", "stats", "printing", "units", "errors"},
     "lab": {
-        *("measurement", "comparison", "costs", "explain", "traces", "snapshots", "plan", "store"),
+        *("measurement", "comparison", "costs", "explain", "traces", "snapshots", "plan", "fake_step", "store"),
         *("records", "specs", "limits", "unpacking", "printing", "units", "errors"),
     },
     "views": {"lab", "report", "records", "printing", "measurement", "errors"},

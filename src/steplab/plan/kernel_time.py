@@ -59,7 +59,8 @@ def streaming_name(kernel: Kernel) -> str:
 def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
     """Seconds of a kernel that memory bandwidth bounds."""
     rates = gpu.rates.streaming
-    share = rates.shares.get(name, rates.shares["default"])
+    known = (each for each in (name, name.removesuffix(" strided"), "default") if each in rates.shares)
+    share = rates.shares[next(known)]
     gain = 1 + rates.cached_gain * math.exp(-moved_bytes / rates.cached_bytes)
     return rates.fixed_s + moved_bytes / (gpu.bandwidth_bytes_per_s * share * gain)
 

@@ -14,9 +14,9 @@ from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.ops.cross_entropy.implementations import implementation as loss_implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
-from steplab.plan.dry_run.memory import Peak
+from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.sizes import Count
-from steplab.plan.dry_run.step import memory_of
+from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.prediction import by_category, predict_layout_memory
 from steplab.records.memory_profile import MEMORY_CATEGORIES
@@ -45,17 +45,23 @@ def predict_memory(
     device: str | None = None,
     variant: Variant | None = None,
     sequence_parallel: bool = True,
+    open_step: OpenStep = dry_step,
 ) -> MemoryPrediction:
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it; None: a Hopper, such as the H200. Raises Unsupported for a step that
     does not run on CUDA, and for a model whose parts are not known: a factory's, and most configurations of
-    transformers. Of a configuration that is known, of a size for planning only, and with CUDA graphs, it is a lower
-    bound: `kind` says so. On a layout the prediction is of the ranks that need most, with all others beside it;
+    transformers. Of a configuration that is known, eager, of a size for planning only, and with CUDA graphs, it is a
+    lower bound: `kind` says so. On a layout the prediction is of the ranks that need most, with all others beside it;
     `variant` says how the ranks of a layout of dp alone share their state, where that is none of `spec.data_parallel`.
     Without `sequence_parallel` ranks of tp have all tokens between the products, as steplab does not run it.
+    `open_step` runs the step of any model by other means than the dry run (fake_step).
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"
+    if open_step is not dry_step:
+        refuse_untraced(spec, what)
+        ledger = memory_of(spec, workspace=workspace_of(device), open_step=open_step)
+        return _prediction(asked, ledger, "traced", _notes(spec, workspace_of(device).value, device, traced=True))
     shape = shape_of(spec.model, what)
     _refuse_what_is_not_known(spec, shape, what)
     spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
@@ -66,9 +72,14 @@ def predict_memory(
     if spec.layout.world_size > 1:
         notes = _notes(spec, workspace.value, device)
         return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
-    ledger = memory_of(spec, workspace=workspace)
+    ledger, foreign = memory_of(spec, workspace=workspace), asked.model.kind == "hf"
+    notes = _notes(spec, workspace.value, device, foreign=foreign)
+    return _prediction(asked, ledger, _kind(spec, foreign=foreign), notes)
+
+
+def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: list[str]) -> MemoryPrediction:
     peak = ledger.peak()
-    terms, kind = _terms(peak), _kind(spec, foreign=asked.model.kind == "hf")
+    terms = _terms(peak)
     least = least_device_bytes(peak.num_bytes)
     safe = None if kind == "at_least" else safe_device_bytes(ledger.reserved_bytes)
     return MemoryPrediction(
@@ -78,13 +89,13 @@ def predict_memory(
         peak_where=f"{peak.piece.where}: {peak.piece.what}",
         terms=terms,
         phase_peaks=dict(ledger.phase_peaks),
-        notes=tuple(_notes(spec, workspace.value, device, foreign=asked.model.kind == "hf")),
+        notes=tuple(notes),
         kind=kind,
         reserved_bytes=ledger.reserved_bytes,
         least_device_bytes=least,
         safe_device_bytes=safe,
         cards=fits_of(kind, least, safe),
-        spec=asked,
+        spec=spec,
     )
 
 
@@ -95,10 +106,10 @@ def workspace_of(device: str | None) -> Count:
 
 def _kind(spec: StepSpec, *, foreign: bool) -> PredictionKind:
     """foreign: the operators are another library's, which keeps more."""
-    if foreign or spec.compile in _CUDA_GRAPHS:
+    if spec.compile in _CUDA_GRAPHS or (foreign and spec.compile == "off"):
         return "at_least"
-    estimated = spec.compile != "off" or implementation(spec.attention).memory_estimate or _rows_estimate(spec)
-    return "estimate" if estimated else "dry_run"
+    estimated = implementation(spec.attention).memory_estimate or _rows_estimate(spec)
+    return "estimate" if foreign or spec.compile != "off" or estimated else "dry_run"
 
 
 def _rows_estimate(spec: StepSpec) -> str | None:
@@ -139,6 +150,20 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
     if shape.num_heads and shape.num_layers > _MOST_LAYERS:
         why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
         raise Unsupported(what, why, f"take --model.num-layers {_MOST_LAYERS} or fewer; each further one adds the same")
+
+
+def refuse_untraced(spec: StepSpec, what: str) -> None:
+    """Raise Unsupported for a step that cannot be run on tensors without content."""
+    if spec.layout.world_size > 1:
+        why = "what its ranks share is known of steplab's own Transformer alone"
+        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
+    if spec.device in ("cpu", "mps"):
+        raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
+    if spec.compile != "off":
+        why = "what a compiler keeps for backward is known of steplab's own Transformer alone"
+        raise Unsupported(f"{what} with compile {spec.compile}", why, "use --compile off")
+    if spec.optimizer == "adamw_triton":
+        raise Unsupported(f"{what} with optimizer adamw_triton", "it has a kernel of its own", "use adamw_fused")
 
 
 def _refuse_what_transformers_has_not(spec: StepSpec, what: str) -> None:
@@ -212,19 +237,32 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     )
 
 
-def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, foreign: bool = False) -> list[str]:
+def _notes(
+    spec: StepSpec, workspace_bytes: int, device: str | None, *, foreign: bool = False, traced: bool = False
+) -> list[str]:
     """What is assumed, and what is left out."""
     card = device or "a Hopper (H100, H200)"
     notes = [
         f"on {card}: cuBLAS takes {format_bytes(workspace_bytes)} for each thread that multiplies matrices",
         "outside of the allocator, and not in it: the CUDA context, the kernels' code, NCCL",
     ]
-    if foreign:
+    if foreign and spec.compile != "off":
+        notes.append(
+            "parameters, gradients and optimizer state are those of the configuration; activations are estimated as "
+            "those of steplab's Transformer with the same parts"
+        )
+    elif foreign:
         notes.append(
             "at least this: parameters, gradients and optimizer state are those of the configuration; activations are "
             "those of steplab's Transformer with the same parts, and the norms, the loss, the gelu and the dropout of "
             "transformers keep more"
         )
+    if traced:
+        notes.append(
+            "traced: torch ran the model on tensors without content; what a kernel takes for itself is known of "
+            "softmax and fused attention alone"
+        )
+        return notes
     if spec.compile != "off":
         notes.append(
             "compiled: an estimate, from what the compiler of torch 2.13 chose to keep of these blocks; what passes "

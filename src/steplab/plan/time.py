@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.errors import Unsupported
+from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
@@ -19,20 +20,29 @@ from steplab.plan.rates import Gpu, StepRates
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.hf_shape import shape_of
+from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 
 _PHASES = ("forward", "backward", "optimizer")
 _CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
-def predict_step_time(spec: StepSpec, gpu: Gpu) -> StepTimePrediction:
+def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> StepTimePrediction:
     """The time of a step of `spec` by one process on one `gpu`, with a 90 % interval, by phase and by kind of kernel.
 
     Raises Unsupported for a step whose operators are not known, does not run on CUDA, or spans several processes, and
-    for a number format that the GPU has no peak in.
+    for a number format that the GPU has no peak in. `operators`: those of an eager step of the spec, where they are
+    known by other means than the dry run (fake_step). A configuration of transformers without them is predicted as
+    steplab's Transformer with the same parts.
     """
-    refuse_unknown_step(spec, gpu)
-    parts = throttled(parts_of(spec, gpu), gpu)
+    asked = spec
+    if operators is None and spec.model.kind == "hf":
+        shape = shape_of(spec.model, f"predicting the time of {spec.model.label}")
+        spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
+    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
+    parts = parts_of(spec, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu))
+    parts = throttled(parts, gpu)
     spread = step_spread(spec, gpu)
     phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
     phases = [phase for phase in phases if phase.device_s > 0]
@@ -52,8 +62,8 @@ def predict_step_time(spec: StepSpec, gpu: Gpu) -> StepTimePrediction:
         parts=tuple(parts),
         is_fitted=has_own_rates(spec.precision, gpu),
         sources=gpu.sources,
-        notes=tuple(_notes(spec, gpu)),
-        spec=spec,
+        notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
+        spec=asked,
     )
 
 
@@ -156,8 +166,11 @@ def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
 
 def kernels_of(spec: StepSpec) -> list[Kernel]:
     """The kernels of a step, in order: of an eager one its operators, of a compiled one those joined."""
-    operators = operators_of(spec)
-    if spec.compile != "off":
+    return _kernels(operators_of(spec), spec.compile)
+
+
+def _kernels(operators: Sequence[Operator], compile: str) -> list[Kernel]:
+    if compile != "off":
         return fused_kernels(operators)
     return [Kernel(op, op.read_bytes + op.written_bytes) for op in operators]
 
@@ -229,10 +242,10 @@ def step_spread(spec: StepSpec, gpu: Gpu) -> float:
     return known["eager" if spec.compile == "off" else "compiled"]
 
 
-def refuse_unknown_step(spec: StepSpec, gpu: Gpu) -> None:
+def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool = False) -> None:
     """Raise Unsupported for a step whose time `predict_step_time` does not know."""
     what, shape = f"predicting the time of {spec.model.label}", spec.model.shape
-    if shape is None or shape.num_heads == 0:
+    if not operators_are_known and (shape is None or shape.num_heads == 0):
         why = "the operators are known of steplab's own Transformer alone"
         if shape is not None:
             raise Unsupported(what, f"{why}, with attention", "`steplab plan accounting` accounts for it")
@@ -246,7 +259,19 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu) -> None:
     if dtype not in gpu.peaks:
         why = f"no peak of {gpu.name} is stated in {dtype}"
         raise Unsupported(f"{what} in {spec.precision}", why, f"give one with --peak {dtype}=FLOP/s")
-    refuse_unserved_attention(spec)
+    if not operators_are_known:
+        refuse_unserved_attention(spec)
+
+
+def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> list[str]:
+    if operators is not None:
+        return ["traced: the operators are those that torch ran on tensors without content"]
+    if spec.model.kind == "hf":
+        return [
+            "predicted as steplab's Transformer with the same parts: where torch and transformers are installed, the "
+            "operators of transformers are traced"
+        ]
+    return []
 
 
 def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:

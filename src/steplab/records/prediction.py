@@ -7,8 +7,9 @@ from steplab.specs.step import StepSpec
 
 PREDICTION_SCHEMA = "steplab.memory_prediction/1"
 
-PredictionKind = Literal["dry_run", "estimate", "at_least"]
-"""How a prediction was made. dry_run: the operators of the step were followed one by one. estimate: some of them are
+PredictionKind = Literal["dry_run", "traced", "estimate", "at_least"]
+"""How a prediction was made. dry_run: the operators of the step were followed one by one. traced: so were those that
+torch ran on tensors without content; what a kernel takes for itself is known of few of them. estimate: some of them are
 not known, and usual ones were assumed. at_least: some are left out, so that the peak is a lower bound."""
 
 Verdict = Literal["fits", "too tight to promise", "does not fit", "not known"]

@@ -28,8 +28,7 @@ def shape_of(model: ModelSpec, doing: str) -> TransformerShape:
         raise Unsupported(doing, why, "measure it with `steplab memory`, or replace the sizes of a built-in model")
     config = model.hf_config
     family = str(config.get("model_type"))
-    if any(config.get(key) for key in _EXPERTS):
-        raise _unknown(doing, f"{model.name} is a mixture of experts")
+    refuse_experts(model, doing)
     if family not in _FAMILIES:
         raise _unknown(doing, f"of transformers only {', '.join(_FAMILIES)} have known parts, and this is {family}")
     reader = _Reader(config, doing, model.name)
@@ -39,6 +38,12 @@ def shape_of(model: ModelSpec, doing: str) -> TransformerShape:
         if isinstance(error, Unsupported):
             raise
         raise UserError(f"{model.name}: {error}") from error
+
+
+def refuse_experts(model: ModelSpec, doing: str) -> None:
+    """Raise Unsupported for a configuration of a mixture of experts."""
+    if any((model.hf_config or {}).get(key) for key in _EXPERTS):
+        raise _unknown(doing, f"{model.name} is a mixture of experts")
 
 
 class _Reader:

@@ -92,6 +92,9 @@ def time(
     measured is taken to reach the same shares of its stated figures, and the
     interval is wider.
 
+    A transformers configuration or a function of your own is traced: torch
+    runs its step on tensors without content, which needs no GPU.
+
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
     import msgspec

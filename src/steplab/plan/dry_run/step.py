@@ -1,6 +1,8 @@
 """A step's phases, run dry as measurement.step.step runs them."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from steplab.ops.cross_entropy.implementations import implementation
@@ -22,14 +24,24 @@ _STEPS = 3
 _BATCHES = 2
 
 
-def memory_of(spec: StepSpec, *, workspace: Count) -> Ledger:
+OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable[[], None]]]
+"""(spec, bytes of a cuBLAS handle, listener) -> a context in which the step is built, and a function that runs it"""
+
+
+@contextmanager
+def dry_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
+    """A step of the plain Transformer."""
+    yield _Step(spec, workspace, listen).run
+
+
+def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_step) -> Ledger:
     """The ledger of a step after some others, its peak among them; workspace: the bytes of a cuBLAS handle."""
     ledger = Ledger()
-    step = _Step(spec, workspace, ledger.listen)
-    for number in range(_STEPS):
-        if number == _STEPS - 1:
-            ledger.watch()
-        step.run()
+    with open_step(spec, workspace, ledger.listen) as run:
+        for number in range(_STEPS):
+            if number == _STEPS - 1:
+                ledger.watch()
+            run()
     return ledger
 
 

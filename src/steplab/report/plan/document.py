@@ -30,7 +30,7 @@ _ANSWERS = {
     "not known": "cannot be judged on {}, because the prediction is a lower bound",
 }
 """The verdicts on a GPU (records.prediction.CardFit), and how they are said of several."""
-_ABOUT = {"dry_run": "", "estimate": "about ", "at_least": "at least "}
+_ABOUT = {"dry_run": "", "traced": "about ", "estimate": "about ", "at_least": "at least "}
 
 
 def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
@@ -140,7 +140,8 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
     """The summands of the peak, with the small ones last."""
     large = [term for term in prediction.terms if _total_bytes(term) >= _SMALL * prediction.peak_bytes]
     small = [term for term in prediction.terms if _total_bytes(term) < _SMALL * prediction.peak_bytes]
-    caption = f"A formula gives the bytes of one tensor, with {_symbols(spec)}."
+    symbols = "its sizes as numbers" if prediction.kind == "traced" else _symbols(spec)
+    caption = f"A formula gives the bytes of one tensor, with {symbols}."
     if small:
         size = units.format_bytes(sum(map(_total_bytes, small)))
         caption += f" The last {units.counted(len(small), 'row')}, each below {100 * _SMALL:g} % of the peak, "

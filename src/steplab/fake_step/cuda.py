@@ -1,0 +1,180 @@
+"""What torch does otherwise on CUDA than on a CPU, for tensors of a CPU that have no content.
+
+A build of torch without CUDA cannot fake its tensors, so the step runs on tensors of the CPU. On CUDA autocast has
+other rules, and some functions of torch run one fused kernel where a CPU composes operators; both are put in place
+here.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+_CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_PREFIX = "aten::"
+_LOWER = frozenset(
+    {
+        *("_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose"),
+        *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv", "_scaled_dot_product_flash_attention"),
+    }
+)
+"""Operators that autocast computes in the low precision; those with a like rule on the CPU are left out."""
+_PROMOTED = frozenset(
+    ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"]
+)
+"""Operators whose inputs autocast brings to the widest format among them, which torch does by itself in most cases."""
+_CELLS = ("cell", "_thnn_")
+"""Parts of the names of recurrent cells, which Transformers do not have."""
+_LEFT_ALONE = ("cross_entropy_loss",)
+"""Operators that autocast casts on a CPU and not on CUDA."""
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within it, torch treats tensors of the CPU as it does those of CUDA."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
+            stem = name.partition(".")[0]
+            if stem in _PROMOTED or any(part in stem for part in _CELLS):
+                continue
+            cast = _to_low if stem in _LOWER else _to_fp32
+            library.impl(name, partial(_cast_first, _overload(name), cast), "AutocastCPU")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that rules of the CPU are replaced is meant
+            for name in _LEFT_ALONE:
+                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+        for name, kernel in _OWN.items():
+            library.impl(name, kernel, "AutogradCPU")
+        yield
+
+
+def _rules_of(key: str) -> set[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
+
+
+def _overload(name: str) -> Any:
+    stem, _, overload = name.partition(".")
+    return getattr(getattr(_aten, stem), overload or "default")
+
+
+def _cast_first(op: Any, cast: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+    """The operator without autocast, of inputs that are cast; as they are, where the caller names a format."""
+    with torch._C._ExcludeDispatchKeyGuard(_CPU_KEY):
+        if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+            return op(*args, **kwargs)
+        return op(*tree_map_only(Tensor, cast, args), **tree_map_only(Tensor, cast, kwargs))
+
+
+def _to_fp32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _to_low(x: Tensor) -> Tensor:
+    return x.to(torch.get_autocast_dtype("cpu")) if x.dtype is torch.float32 else x
+
+
+def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One kernel, if weight and input are in one format; else the operators that torch composes it of."""
+    if weight is not None and weight.dtype is not x.dtype:
+        exponent = torch.finfo(x.dtype).eps if eps is None else eps
+        wide = x.float()
+        reciprocal = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + exponent)
+        return (wide * reciprocal).to(x.dtype) * weight
+    fused: Any = _FusedRmsNorm.apply
+    output: Tensor = fused(x, normalized_shape, weight, eps)
+    return output
+
+
+_below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """An operator with a backward pass of its own on CUDA, and composed of others on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        # Gradients are on for it, as they are for operators of torch: that tells a recomputation from a backward pass.
+        with torch.set_grad_enabled(ctx.needs_input_grad[0] or ctx.needs_input_grad[2]), _below_autograd():
+            output, reciprocal = _aten._fused_rms_norm(x, normalized_shape, weight, eps)
+        ctx.save_for_backward(x, reciprocal, weight)
+        ctx.normalized_shape = normalized_shape
+        made: Tensor = output
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, reciprocal, weight = ctx.saved_tensors
+        wanted = [True, weight is not None]
+        of_x, of_weight = _aten._fused_rms_norm_backward(gradient, x, ctx.normalized_shape, reciprocal, weight, wanted)
+        return of_x, None, of_weight, None
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel, which keeps a mask of one byte an element."""
+    if not train or p == 0:
+        return x
+    output: Tensor = _aten.native_dropout(x, p, True)[0]
+    return output
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The first kernel that takes the inputs and is not switched off, in torch's order
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    width, on = query.shape[-1], torch.backends.cuda
+    grouped, half = query.shape[-3] != key.shape[-3], query.dtype in (torch.bfloat16, torch.float16)
+    given = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": width**-0.5 if scale is None else scale}
+    if on.flash_sdp_enabled() and half and attn_mask is None and width <= _WIDEST_OF_FLASH:
+        wider = (-width) % _ELEMENTS_OF_FLASH
+        padded = [torch.nn.functional.pad(x, (0, wider)) if wider else x for x in (query, key, value)]
+        output: Tensor = _aten._scaled_dot_product_flash_attention(*padded, **given)[0]
+        return output[..., :width] if wider else output
+    bias = _numbers(attn_mask, query.dtype)
+    kept = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if on.mem_efficient_sdp_enabled() and not grouped:
+        if bias is not None:
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        efficient: Tensor = _aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, **given)[0]
+        return efficient
+    if on.cudnn_sdp_enabled() and half:
+        of_cudnn: Tensor = _aten._scaled_dot_product_cudnn_attention(query, key, value, bias, kept, **given)[0]
+        return of_cudnn
+    composed: Tensor = _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, enable_gqa=enable_gqa, **given
+    )[0]
+    return composed
+
+
+_WIDEST_OF_FLASH, _ELEMENTS_OF_FLASH = 256, 8
+"""Largest head dimension, and what it is padded to a multiple of."""
+
+
+def _numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask of truth values as numbers that are added."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+_OWN: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _attention,
+    "rms_norm": _rms_norm,
+    "dropout": _dropout,
+}
+"""Operators that torch composes of others on a CPU -> what they do on CUDA."""

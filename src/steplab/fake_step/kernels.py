@@ -1,0 +1,103 @@
+"""What is to be known of single operators: sizes of products, fused attention, memory within kernels."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from steplab.costs.attention_operators import BACKWARD_FLOPS
+from steplab.errors import Unsupported
+from steplab.ops.attention.implementations import implementation
+from steplab.plan.dry_run.events import Product
+from steplab.plan.dry_run.sizes import Count
+
+_FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
+"""Products -> position of the first factor."""
+_FUSED = {
+    f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
+    for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
+    for suffix in ("", "_backward")
+}
+"""Fused attention -> its name here, and whether it is the backward pass."""
+_CAUSAL = {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+}
+"""Position of the causal flag."""
+
+
+def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
+    """Sizes of a matrix product or of a convolution; None for other operators."""
+    if name in _FACTORS:
+        first, second = args[_FACTORS[name] :][:2]
+        batch = first.shape[0] if first.dim() == 3 else 1
+        return Product(m=first.shape[-2], n=second.shape[-1], k=first.shape[-1], batch=batch)
+    return None
+
+
+def refuse_unknown(name: str, namespace: str, doing: str) -> None:
+    """Raise Unsupported for an operator that does more than memory bandwidth bounds, and how much is not known."""
+    if namespace != "aten":
+        raise Unsupported(doing, f"what its operator {namespace}::{name} costs is not known", _INSTEAD)
+    if name.startswith(_UNKNOWN):
+        raise Unsupported(doing, f"what operators like its {name} cost is not known", _INSTEAD)
+
+
+_UNKNOWN = ("convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft")
+"""Beginnings of the names of such operators."""
+_INSTEAD = "measure it with `steplab run`"
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A call of fused attention."""
+
+    name: str
+    """As the rates have it."""
+    scores: Product
+    """Queries times keys."""
+    flops: float
+    """With what a causal mask leaves."""
+
+
+def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
+    """What a call of fused attention computes; None for other operators."""
+    if name not in _FUSED:
+        return None
+    ours, backward = _FUSED[name]
+    query, key = args[1:3] if backward else args[:2]
+    batch, heads, tokens, width = query.shape
+    scores = Product(m=tokens, n=key.shape[-2], k=width, batch=batch * heads)
+    place = _CAUSAL[name]
+    causal = len(args) > place and bool(args[place])
+    flops = scores.flops * (1.0 if causal else 2.0)  # two products, of which the mask leaves half
+    return Fused(f"{ours}_backward", scores, flops * BACKWARD_FLOPS) if backward else Fused(ours, scores, flops)
+
+
+def held_within(name: str, args: tuple[Any, ...]) -> list[Count]:
+    """Bytes that a kernel takes while it runs, beyond its results."""
+    if name == "_softmax_backward_data":  # gradient and output are multiplied first
+        return [_bytes(args[0].element_size(), *args[0].shape)]
+    if name not in _FUSED or not _FUSED[name][1]:
+        return []
+    row, query, key = implementation(_FUSED[name][0]), args[1], args[2]
+    batch, heads, tokens, width = query.shape
+    found = []
+    for each in row.workspaces:
+        if each.taken(query.element_size(), width):
+            wide = [] if each.width is None else [max(_up(width, each.width), each.least_width)]
+            found.append(_bytes(4, batch, heads, _up(tokens, each.tokens), *wide))
+    if row.expands_groups and key.shape[1] != heads:
+        found += 2 * [_bytes(query.element_size(), *query.shape)]
+    return found
+
+
+def _bytes(*sizes: int) -> Count:
+    return Count(math.prod(sizes), " x ".join(map(str, sizes)))
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,168 @@
+"""A step of any model as the dry run's stream of events: built and run by torch on tensors without content."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from steplab.errors import Unsupported
+from steplab.fake_step.cuda import as_on_cuda
+from steplab.fake_step.storages import Storages
+from steplab.fake_step.watching import Watcher
+from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
+from steplab.model.build import build_workload
+from steplab.model.compiling import repeated_blocks
+from steplab.plan.dry_run.events import Event, Listener, Operator
+from steplab.plan.dry_run.sizes import Count
+from steplab.specs.step import StepSpec
+
+_CPU = torch.device("cpu")
+_READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+@contextmanager
+def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
+    """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does.
+
+    Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. Raises
+    UserError as `build_workload` does, and Unsupported for a model that computes with values of tensors, or with
+    operators whose costs are not known.
+    """
+    doing = f"predicting a step of {spec.model.name}"
+    storages = Storages(listen)
+    watcher = Watcher(
+        doing,
+        listen,
+        storages,
+        workspace,
+        tf32=spec.precision == "tf32",
+        fused_optimizer=spec.optimizer == "adamw_fused",
+    )
+    try:
+        with (
+            _modules_from_here(),
+            redirect_stdout(sys.stderr),
+            _settings_of_torch(),
+            _conversion_by_data(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            as_on_cuda(),
+            watcher,
+        ):
+            watcher.begin("build")
+            yield partial(_run, _built(spec, storages, watcher, doing), storages, watcher)
+    except _READS_VALUES as error:
+        why = f"it computes with values of tensors, which are not known before it runs ({_said(error)})"
+        raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
+
+
+def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
+    """The operators of a step after the first, in order; as `fake_step`."""
+    found: list[Operator] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Operator):
+            found.append(event)
+
+    with fake_step(spec, Count(0, ""), listen) as run:
+        run()
+        found.clear()  # the first makes the optimizer's state
+        run()
+    return tuple(found)
+
+
+def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> ModelStep:
+    workload = build_workload(spec, _CPU)
+    if workload.module is None:
+        why = "its factory returns a whole step, which cannot be divided into phases"
+        raise Unsupported(doing, why, "have it return (module, make_batch)")
+    step = ModelStep(workload, spec, _CPU)
+    step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
+    storages.call(step.module.buffers(), "parameters")
+    for name, parameter in step.module.named_parameters():
+        piece, number = storages.piece(parameter), storages.number(parameter)
+        if piece is not None and number is not None:
+            piece.category, piece.what = "parameters", _within_its_block(name)
+            watcher.parameters[number] = piece.what
+    storages.call_rest("inputs")
+    watcher.follow(_blocks_of(step.module))
+    return step
+
+
+def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
+    for phase in step.phases:
+        watcher.begin(phase.name)
+        phase.run()
+        if phase.name == "optimizer" and step.optimizer is not None:
+            for state in step.optimizer.state.values():
+                for key, value in state.items():
+                    piece = storages.piece(value) if isinstance(value, torch.Tensor) else None
+                    if piece is not None:
+                        piece.category, piece.what = "optimizer_state", f"{key} of a weight"
+        elif phase.name == "forward":
+            storages.call_rest("activations")
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    try:
+        return repeated_blocks(module)
+    except Unsupported:
+        return []
+
+
+def _within_its_block(name: str) -> str:
+    """transformer.h.3.attn.c_attn.weight -> attn.c_attn.weight."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return name if number is None else ".".join(parts[number + 1 :])
+
+
+@contextmanager
+def _modules_from_here() -> Iterator[None]:
+    """A factory is imported from the working directory, as the measuring process does."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+@contextmanager
+def _conversion_by_data() -> Iterator[None]:
+    """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails where nothing is converted.
+    That they take each other's memory is what it does for tensors with content."""
+
+    def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
+        there.data = converted.data
+
+    before = torch.utils.swap_tensors
+    torch.utils.swap_tensors = convert
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = before
+
+
+@contextmanager
+def _settings_of_torch() -> Iterator[None]:
+    """The step sets what fp32 products are computed in, for the whole process."""
+    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        set_fp32_matmuls(before)
+        torch.backends.cudnn.allow_tf32 = cudnn
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

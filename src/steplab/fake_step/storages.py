@@ -1,0 +1,78 @@
+"""The memory of tensors without content: when each is made, whose it is, and when the last tensor in it is gone."""
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from steplab.plan.dry_run.events import Allocated, Freed, Listener
+from steplab.plan.dry_run.tensors import Piece
+
+FORMATS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.bool: "bool",
+}
+"""Number formats by the names that records have for them."""
+
+
+def formula_of(tensor: Tensor) -> str:
+    """Bytes of a tensor as the product of its sizes: '2 x 4 x 512 x 768'."""
+    return " x ".join(str(each) for each in (tensor.element_size(), *tensor.shape))
+
+
+class Storages:
+    """Every memory that is there."""
+
+    def __init__(self, listen: Listener) -> None:
+        self._listen = listen
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._alive: dict[int, Piece] = {}
+        self._made = 0
+
+    def number(self, tensor: Tensor) -> int | None:
+        """Which memory a tensor lies in; None: one that was not followed."""
+        found: int | None = self._numbers.get(tensor.untyped_storage())
+        return found
+
+    def piece(self, tensor: Tensor) -> Piece | None:
+        """The memory of a tensor."""
+        number = self.number(tensor)
+        return None if number is None else self._alive.get(number)
+
+    def add(self, tensor: Tensor, what: str, where: str) -> None:
+        """Follow the memory of a tensor that was just made."""
+        storage = tensor.untyped_storage()
+        number = self.make(what, formula_of(tensor), storage.nbytes(), where)
+        self._numbers[storage] = number
+        weakref.finalize(storage, self.free, number).atexit = False
+
+    def make(self, what: str, formula: str, num_bytes: int, where: str, category: str = "temporaries") -> int:
+        """Memory that no tensor here lies in; its number is for `free`."""
+        piece = Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where)
+        self._made += 1
+        self._alive[self._made] = piece
+        self._listen(Allocated(piece))
+        return self._made
+
+    def free(self, number: int) -> None:
+        """Give memory back."""
+        self._listen(Freed(self._alive.pop(number)))
+
+    def call(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Say whose the memory of these is."""
+        for tensor in tensors:
+            if piece := self.piece(tensor):
+                piece.category = category
+
+    def call_rest(self, category: str) -> None:
+        """Say of all that is still temporary whose it is."""
+        for piece in self._alive.values():
+            if piece.category == "temporaries":
+                piece.category = category

@@ -1,0 +1,282 @@
+"""Every operator that torch dispatches below autograd, as an event of the dry run."""
+
+import bisect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from steplab.costs.operators import flops_of_elements
+from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_unknown
+from steplab.fake_step.storages import FORMATS, Storages
+from steplab.plan.dry_run.events import Began, Kind, Listener, Operand, Operator, Product
+from steplab.plan.dry_run.sizes import Count
+
+_aten = torch.ops.aten
+_PLAIN_NAMES = {
+    **dict.fromkeys(("_to_copy", "copy_", "clone"), "copy"),
+    **dict.fromkeys(("zeros", "ones", "full", "zeros_like", "ones_like", "full_like"), "fill"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full"), "fill"),
+    **dict.fromkeys(("zero_", "fill_", "scalar_tensor"), "fill"),
+}
+"""Operators -> names that the dry run has for what they do."""
+_NO_KERNEL = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "empty_permuted"),
+        *("new_empty", "new_empty_strided", "lift_fresh"),
+    }
+)
+_READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
+"""Operators that read as many elements of their first tensor as the second, of indices, names."""
+_NOT_READ = {"nll_loss_backward": 1}
+"""Operators -> position of a tensor of which they use the sizes alone."""
+_NOT_WRITTEN = {"_fused_adamw_": 1}
+"""Operators -> position of tensors, the gradients, that they say they write and do not."""
+_ACCUMULATE = "AccumulateGrad"
+
+
+class Watcher(TorchDispatchMode):
+    """Tells each operator and each memory that it makes, while it is entered."""
+
+    def __init__(
+        self,
+        doing: str,
+        listen: Listener,
+        storages: Storages,
+        workspace: Count,
+        *,
+        tf32: bool,
+        fused_optimizer: bool,
+    ) -> None:
+        """doing: what an unknown operator makes impossible; workspace: the bytes of a cuBLAS handle; tf32: whether
+        products of fp32 are computed in it; fused_optimizer: whether the numbers of its steps are on the device."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._listen, self._storages, self._workspace, self._tf32 = listen, storages, workspace, tf32
+        self._fused_optimizer = fused_optimizer
+        self._doing = doing
+        self._phase = "build"
+        self._where = ""
+        self._begins: list[tuple[int, str]] = []
+        """Numbers of autograd's nodes from which on a part of the model made them."""
+        self._handles: set[str] = set()
+        self._asked: set[int] = set()
+        """Gradients whose device the engine asked for since the last operator, as it does before it adds them up."""
+        self.parameters: dict[int, str] = {}
+        """Memory -> name of the parameter that lies in it."""
+
+    def begin(self, phase: str) -> None:
+        """A phase of the step begins."""
+        self._phase = phase
+        self._where = ""
+        if phase == "forward":
+            self._begins = []
+        self._listen(Began(phase))
+
+    def follow(self, blocks: Iterable[nn.Module]) -> None:
+        """Say where operators of these run: 'block 3'."""
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._entering(f"block {number}"))
+            block.register_forward_hook(self._entering(""))
+
+    def _entering(self, where: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            self._where = where
+            if self._phase == "forward":
+                self._begins.append((torch._C._autograd._get_sequence_nr(), where))
+
+        return enter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            self._asked.update(id(each) for each in args[:1] if isinstance(each, Tensor))
+            return func(*args, **kwargs)
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        node: Any = torch._C._current_autograd_node() if self._is_engines else None
+        accumulates = node is not None and _ACCUMULATE in node.name()
+        if accumulates:
+            self._name_gradient(node.variable, args)
+        elif node is not None:
+            self._where = self._made_in(node._sequence_nr())
+        if node is not None and func is _aten.add.Tensor and self._is_added_in_place(args, accumulates):
+            func = _aten.add_.Tensor
+        made = self._run(func, args, kwargs)
+        cast = func is _aten._to_copy.default and id(args[0]) in self._asked
+        self._asked = {id(made)} if cast else set()
+        return made
+
+    @property
+    def _recomputing(self) -> bool:
+        """Whether checkpointing runs a forward pass again."""
+        return torch.is_grad_enabled() and self._phase == "backward" and torch._C._current_autograd_node() is not None
+
+    @property
+    def _is_engines(self) -> bool:
+        """Whether it is autograd that calls operators."""
+        return self._phase == "backward" and not torch.is_grad_enabled()
+
+    def _made_in(self, sequence_number: int) -> str:
+        """The part of the model that made a node of autograd's."""
+        at = bisect.bisect_right(self._begins, sequence_number, key=lambda begun: begun[0])
+        return self._begins[at - 1][1] if at else ""
+
+    def _is_added_in_place(self, args: tuple[Any, ...], accumulates: bool) -> bool:
+        """Whether the engine adds a gradient to one that is there in place. It does not where a mode is on, and does
+        otherwise if the memory is dense and no view of another tensor's (torch/csrc/autograd/input_buffer.cpp)."""
+        if accumulates:
+            return True
+        there, added = args[:2]
+        return id(added) in self._asked and not there._is_view() and is_non_overlapping_and_dense_or_false(there)
+
+    def _name_gradient(self, parameter: Tensor, args: tuple[Any, ...]) -> None:
+        name = self._parameter_name(parameter)
+        for each in args[:1]:  # what is added to it later is none of its own
+            piece = self._storages.piece(each) if isinstance(each, Tensor) else None
+            if piece is not None:
+                piece.category, piece.what = "gradients", f"gradient of {name}"
+
+    def _parameter_name(self, tensor: Tensor) -> str:
+        number = self._storages.number(tensor)
+        return self.parameters.get(number or 0, "a weight")
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        refuse_unknown(name, func.namespace, self._doing)
+        product = product_of(name, args)
+        if product is not None:
+            self._start_products()
+        made = func(*args, **kwargs)
+        reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        fresh = self._follow(name, reads, outputs)
+        writes = fresh + _changed(func, args, kwargs)
+        if writes and name not in _NO_KERNEL and self._phase != "build":
+            self._tell(name, reads, writes, product, args)
+        return made
+
+    def _follow(self, name: str, reads: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        """The outputs that lie in memory of their own."""
+        fresh = []
+        on_host = self._phase == "optimizer" and not self._fused_optimizer
+        for each in outputs:
+            if self._storages.number(each) is None:
+                if on_host and each.numel() == 1:
+                    continue  # step numbers, which are on the device only for fused optimizers
+                self._storages.add(each, f"output of {name}", self._where)
+                fresh.append(each)
+        of_parameter = reads and self._storages.number(reads[0]) in self.parameters
+        if name == "_to_copy" and of_parameter and self._phase != "build":
+            for each in fresh:
+                piece = self._storages.piece(each)
+                if piece is not None:
+                    piece.category, piece.what = "autocast_copies", self._parameter_name(reads[0])
+        return fresh
+
+    def _start_products(self) -> None:
+        """The first product of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
+        thread = "backward" if self._phase == "backward" else "forward"
+        if thread not in self._handles and self._workspace.value:
+            self._handles.add(thread)
+            formula, num_bytes = self._workspace.symbols, self._workspace.value
+            self._storages.make(f"cuBLAS, {thread} thread", formula, num_bytes, self._where, "workspaces")
+
+    def _tell(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], product: Product | None, args: tuple[Any, ...]
+    ) -> None:
+        for count in held_within(name, args):
+            number = self._storages.make("within the kernel", count.symbols, count.value, self._where)
+            self._storages.free(number)
+        if name in _NOT_WRITTEN:
+            writes = [each for each in writes if not any(each is other for other in args[_NOT_WRITTEN[name]])]
+        reads, part_bytes = _read(name, reads)
+        fused = fused_attention(name, args)
+        kind: Kind
+        if fused is not None:
+            name, kind, product, flops = fused.name, "attention", fused.scores, fused.flops
+        elif product is not None:
+            kind, flops = "matmul", float(product.flops)
+        else:
+            elements = max(each.numel() for each in (*reads, *writes))
+            kind, flops = "streaming", float(flops_of_elements(name, elements))
+        name = _PLAIN_NAMES.get(name, name if name.startswith("_f") else name.removesuffix("_"))
+        first = next((each for each in (*reads, *writes) if each.is_floating_point()), writes[0])
+        dtype = FORMATS.get(first.dtype, str(first.dtype).removeprefix("torch."))
+        self._listen(
+            Operator(
+                name=name,
+                kind=kind,
+                dtype="tf32" if kind == "matmul" and dtype == "fp32" and self._tf32 else dtype,
+                flops=flops,
+                read_bytes=sum(map(_bytes_of, reads)) + part_bytes,
+                written_bytes=sum(map(_bytes_of, writes)),
+                reads=self._operands(reads),
+                writes=self._operands(writes),
+                strided=kind == "streaming" and _is_strided(name, reads, writes),
+                product=product,
+                phase=self._phase,
+                where=self._where,
+                what=_what(self._storages, writes[0]),
+                recomputed=self._recomputing,
+            )
+        )
+
+    def _operands(self, tensors: list[Tensor]) -> tuple[Operand, ...]:
+        return tuple(Operand(self._storages.number(each) or 0, _bytes_of(each)) for each in tensors)
+
+
+def _what(storages: Storages, tensor: Tensor) -> str:
+    piece = storages.piece(tensor)
+    return piece.what if piece else ""
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes in place."""
+    found = []
+    for place, declared in enumerate(func._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(declared.name)
+            found += [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Bytes of its elements, those that are repeated counted once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
+
+
+def _read(name: str, reads: list[Tensor]) -> tuple[list[Tensor], int]:
+    """What is read whole, and the bytes of what is read in part."""
+    if _PLAIN_NAMES.get(name) == "fill":
+        return [], 0
+    if name in _NOT_READ:
+        reads = [each for place, each in enumerate(reads) if place != _NOT_READ[name]]
+    if name not in _READ_IN_PART or len(reads) < 2:
+        return reads, 0
+    table, *indices = reads
+    rows = indices[0].numel() * (table.shape[-1] if name in ("embedding", "index", "index_select") else 1)
+    return indices, rows * table.element_size()
+
+
+def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
+    """Whether neighbours in one of the tensors are apart in another of as many elements."""
+    if name == "cat":
+        return True
+    whole = [each for each in (*reads, *writes) if each.numel() == writes[0].numel() and each.shape == writes[0].shape]
+    if not all(map(is_non_overlapping_and_dense_or_false, whole)):
+        return True
+    return len({_order(each) for each in whole}) > 1
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost in memory to the innermost; those of one element are nowhere."""
+    sizes = [place for place, size in enumerate(tensor.shape) if size > 1]
+    return tuple(sorted(sizes, key=tensor.stride, reverse=True))

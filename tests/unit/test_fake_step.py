@@ -1,0 +1,196 @@
+"""A step that torch runs on tensors without content, against the dry run, which is checked against recorded steps."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from steplab.errors import Unsupported
+from steplab.fake_step.step import fake_step, operators_of_fake
+from steplab.lab.planning import plan_memory, plan_time
+from steplab.plan.dry_run.events import Event, Operator
+from steplab.plan.dry_run.memory import Ledger, Peak
+from steplab.plan.dry_run.step import memory_of, operators_of
+from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+from steplab.units import MIB
+
+SMALL = {"model": "small", "batch": "2", "context": "128", "model.num_layers": "1"}
+STEPS = {
+    "bf16": {"precision": "bf16", "attention": "sdpa_flash"},
+    "fp32": {"precision": "fp32", "attention": "plain"},
+    "gpt2": {
+        "precision": "bf16",
+        "model.norm": "layernorm",
+        "model.feed_forward": "gelu",
+        "model.biases": "all",
+        "model.head": "tied",
+        "model.learned_positions": "128",
+        "attention": "sdpa_flash",
+    },
+    "recomputed": {"precision": "bf16", "attention": "sdpa_flash", "checkpointing": "full", "model.num_kv_heads": "4"},
+    "micro-steps": {"precision": "bf16_pure", "attention": "sdpa_flash", "accumulation": "2"},
+}
+
+
+@pytest.fixture(params=STEPS)
+def spec(request: pytest.FixtureRequest) -> StepSpec:
+    return resolve_step({**SMALL, **STEPS[request.param]})
+
+
+def test_the_plain_transformer_has_the_operators_and_the_peak_of_the_dry_run(spec: StepSpec) -> None:
+    dry = memory_of(spec, workspace=HOPPER_WORKSPACE).peak()
+    ledger, theirs = Ledger(), list[Operator]()
+
+    def listen(event: Event) -> None:
+        ledger.listen(event)
+        theirs.extend([event] if isinstance(event, Operator) else [])
+
+    with fake_step(spec, HOPPER_WORKSPACE, listen) as run:
+        run()
+        theirs.clear()
+        ledger.watch()
+        run()
+        fake = ledger.peak()
+    assert fake.phase == dry.phase
+    # beyond what the dry run has: the state of random numbers that attention keeps, and a quotient of each micro-step
+    assert by_category(fake) == pytest.approx(by_category(dry), abs=100)
+    assert fake.num_bytes == pytest.approx(dry.num_bytes, abs=2 * MIB)  # of blocks that are taken whole
+
+    ours = operators_of(spec)
+    assert sum(op.flops for op in ours if op.product) == sum(op.flops for op in theirs if op.product)
+    assert Counter(map(told, ours)) == Counter(told(op) for op in theirs if op.name != "_foreach_add_")
+
+
+def by_category(peak: Peak) -> Counter[str]:
+    found = Counter[str]()
+    for piece in peak.pieces:
+        found[piece.category] += piece.num_bytes
+    return found
+
+
+def told(op: Operator) -> tuple[object, ...]:
+    """Without the random numbers' state of attention, and the numbers of steps."""
+    return (op.phase, op.recomputed, op.kind, op.name, op.product, round(op.written_bytes, -2))
+
+
+def test_torch_is_left_as_it_was() -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        operators_of_fake(resolve_step({**SMALL, **STEPS["bf16"]}))
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    x = torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.functional.layer_norm(x.bfloat16(), (4,)).dtype is torch.bfloat16
+        assert cross_entropy(x.bfloat16(), torch.zeros(2, dtype=torch.int64)).dtype is torch.float32
+
+
+# --- models of others -------------------------------------------------------------------------------------
+
+
+class Foreign(nn.Module):
+    """Blocks of torch's own, with dropout and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 64)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, dim_feedforward=256, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(64, 1000)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        print("said by the model")
+        x_BTC = self.embedding(tokens_BT)
+        mask = nn.Transformer.generate_square_subsequent_mask(x_BTC.shape[1])
+        for block in self.blocks:
+            x_BTC = block(x_BTC, is_causal=True, src_mask=mask)
+        return cross_entropy(self.head(x_BTC).flatten(0, 1), targets_BT.flatten())
+
+
+def foreign(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Foreign(), lambda: tuple(torch.randint(1000, (batch, context), device=device) for _ in range(2))
+
+
+class Reading(Foreign):
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = super().forward(tokens_BT, targets_BT)
+        return loss if loss.item() > 0 else -loss
+
+
+def reading(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Reading(), foreign(batch, context, device)[1]
+
+
+def whole_step() -> Callable[[], None]:
+    return lambda: None
+
+
+def test_a_factory_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_memory(f"{__name__}:foreign", precision="bf16", context=64)
+    weights = sum(parameter.numel() for parameter in Foreign().parameters())
+    assert found.kind == "traced"
+    assert found.at_peak["parameters"] == 4 * weights
+    assert found.at_peak["temporaries"] > 0
+    assert found.at_peak["optimizer_state"] >= 8 * weights
+    time = plan_time(f"{__name__}:foreign", precision="bf16", context=64, compile="default")
+    products = [part for part in time.parts if part.kind == "matmul"]
+    linear = 2 * 4 * 64 * (2 * 12 * 64 * 64 + 64 * 1000)  # of one forward pass; the backward pass has twice as many
+    assert sum(part.flops for part in products) == 3 * linear
+    assert any(part.what == "fused" for part in time.parts)
+    printed = capsys.readouterr()
+    assert "said by the model" not in printed.out
+    assert "said by the model" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [("reading", "it computes with values of tensors"), ("whole_step", "its factory returns a whole step")],
+)
+def test_what_cannot_be_traced_is_refused(factory: str, said: str) -> None:
+    with pytest.raises(Unsupported, match=said):
+        plan_time(f"{__name__}:{factory}", context=64)
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> str:
+    pytest.importorskip("transformers")
+    path = tmp_path / "gpt2.json"
+    sizes = '"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 500, "n_positions": 128'
+    path.write_text(f'{{"model_type": "gpt2", {sizes}}}')
+    return f"hf:{path}"
+
+
+def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
+    spec = resolve_step({"model": gpt2, "context": "64", "attention": "sdpa"})
+    traced, counted = plan_memory(spec), predict_memory(spec)
+    assert (traced.kind, counted.kind) == ("traced", "at_least")
+    for category in ("parameters", "optimizer_state"):  # besides step numbers and tables, which the count has too
+        assert traced.at_peak[category] == pytest.approx(counted.at_peak[category], rel=1e-3)
+    assert traced.peak_bytes > counted.peak_bytes
+    by_parts, by_trace = predict_parts(spec), sum(op.flops for op in operators_of_fake(spec) if op.kind == "matmul")
+    assert by_trace == by_parts
+
+
+def predict_parts(spec: StepSpec) -> float:
+    """FLOPs of the products of steplab's Transformer with the same parts."""
+    from steplab.plan.rates import gpu_named
+    from steplab.plan.time import predict_step_time
+
+    parts = predict_step_time(spec, gpu_named("H200 SXM")).parts
+    return sum(part.flops for part in parts if part.kind == "matmul")
+
+
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "moe.json"
+    path.write_text('{"model_type": "mixtral", "num_local_experts": 8}')
+    for predict in (plan_time, plan_memory):
+        with pytest.raises(Unsupported, match="is a mixture of experts"):
+            predict(f"hf:{path}")
