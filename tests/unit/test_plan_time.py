@@ -286,13 +286,17 @@ def test_an_unknown_field_and_a_wrong_peak_are_refused(capsys: pytest.CaptureFix
 
 
 def test_a_list_of_cells_says_what_is_expected_of_each() -> None:
-    wanted = [("small", 512), ("2.7b", 8192), ("toy", 128)]
-    steps = plan_steps([resolve_step({"model": model, "context": context}) for model, context in wanted])
-    small, large, toy = forecast_lines(steps, "H200 SXM")
+    wanted: list[dict[str, object]] = [
+        {"model": "small", "context": 512},
+        {"model": "2.7b", "context": 8192},
+        {"model": "small", "device": "cpu"},
+    ]
+    steps = plan_steps([resolve_step(fields) for fields in wanted])
+    small, large, elsewhere = forecast_lines(steps, "H200 SXM")
     assert "about " in small
     assert small.endswith("fits")
     assert large.endswith("does not fit on H200 SXM")
-    assert "not predicted: " in toy
+    assert "not predicted: " in elsewhere
     told = forecast_summary(steps, "H200 SXM")
     assert (
         told == "3 cells, none measured; predicted for H200 SXM (--gpu); 1 will not fit; the time of 1 is not predicted"
