@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandErr
 
 from steplab import __version__
 from steplab.cli import commands
+from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, SteplabError, UserError
@@ -27,6 +28,7 @@ app = App(
     help="A laboratory for the training step of Transformer language models: it measures steps, stores the records and "
     "reports them.",
     version=__version__,
+    config=defaults_from_file,
     help_epilogue="Begin with: steplab run",
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",

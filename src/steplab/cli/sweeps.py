@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from steplab.cli.options import FileOptions
 from steplab.cli.output import say
 from steplab.cli.progress import ProgressLine
+from steplab.errors import UserError
 from steplab.lab.sweeping import SweepResult, sweep
 from steplab.records.disturbances import disturbances
 from steplab.specs.study import StudySpec
@@ -27,3 +29,14 @@ def run_study(study: StudySpec, *, store: Path | None, resume: bool, timeout_s: 
             f"steplab rm {' '.join(doubtful)} --yes, and then the same command with --resume"
         )
     return result
+
+
+def submit_study(study: StudySpec, options: str, out: FileOptions, *, resume: bool, timeout_s: float) -> None:
+    """Submit the study as a Slurm job, and say where it is heard of. Raises UserError where a report was asked for."""
+    from steplab.lab.slurm import slurm_options, submit
+
+    if out.output is not None:
+        raise UserError("--slurm does not wait for the report; leave --output out, and use `steplab report` afterwards")
+    job = submit(study, slurm_options(options), store=out.store, resume=resume, timeout_s=timeout_s)
+    say(f"job {job.job_id} measures {study.name}; its messages: {job.log}")
+    say("`steplab report --output page.html` draws what is measured, and the same command with --resume continues")

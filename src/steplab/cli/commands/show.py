@@ -19,11 +19,25 @@ def show(
             "--output, else table]"
         ),
     ] = None,
+    web: Annotated[
+        bool,
+        Parameter(
+            help="Serve the page to browsers on this machine until Ctrl-C, at an address with a random token",
+            negative="",
+        ),
+    ] = False,
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.cli.web import serve
+    from steplab.errors import UserError
     from steplab.views.showing import show as view
 
     chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
     shown = view(id, store=out.store)
+    if web:
+        if format or out.output:
+            raise UserError("--web serves a page and writes no file; leave --format and --output out")
+        serve(shown.render("html"))
+        return
     emit(shown.render(chosen, color=stdout_color() and out.output is None), out, chosen)

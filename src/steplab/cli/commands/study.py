@@ -28,6 +28,13 @@ def study(
         Parameter(help="Continue the newest study of the same measurements; make only those missing", negative=""),
     ] = False,
     timeout: Annotated[str, Parameter(help="Time after which a measurement is given up: 90s, 5min, 2h")] = "1h",
+    slurm: Annotated[
+        str | None,
+        Parameter(
+            help="Submit all of it as one Slurm job with these options of sbatch, and do not wait: "
+            "partition=gpu,gpus-per-node=1,time=4h (extra: steplab[slurm])"
+        ),
+    ] = None,
     dry_run: Annotated[bool, Parameter(help="List the measurements without making them", negative="")] = False,
     format: Annotated[
         Literal["table", "json", "csv", "md", "latex", "html"] | None,
@@ -36,7 +43,7 @@ def study(
     out: FileOptions = FileOptions(),
 ) -> int:
     from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say
-    from steplab.cli.sweeps import run_study
+    from steplab.cli.sweeps import run_study, submit_study
     from steplab.cli.writing import write_report
     from steplab.lab.reporting import records_to_report
     from steplab.lab.study_parts import jobs_of
@@ -54,6 +61,9 @@ def study(
         jobs = jobs_of(fitted(asked, MOST_PROCESSES))  # as if there were GPUs for all of it
         emit("\n".join(job.what for job in jobs), dataclasses.replace(out, output=None))
         say(f"{counted(len(jobs), 'measurement')}, none made" + needs)
+        return 0
+    if slurm is not None:
+        submit_study(asked, slurm, out, resume=resume, timeout_s=timeout_s)
         return 0
     chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
     result = run_study(asked, store=out.store, resume=resume, timeout_s=timeout_s)

@@ -31,6 +31,13 @@ def sweep(
             "(precision)"
         ),
     ] = None,
+    slurm: Annotated[
+        str | None,
+        Parameter(
+            help="Submit all of it as one Slurm job with these options of sbatch, and do not wait: "
+            "partition=gpu,gpus-per-node=1,time=4h (extra: steplab[slurm])"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         Parameter(
@@ -44,7 +51,7 @@ def sweep(
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit, say
-    from steplab.cli.sweeps import run_study
+    from steplab.cli.sweeps import run_study, submit_study
     from steplab.cli.writing import write_report
     from steplab.errors import UserError
     from steplab.lab.planning import plan_steps
@@ -68,6 +75,9 @@ def sweep(
         planned = plan_steps(steps, gpu=gpu)
         emit("\n".join(forecast_lines(planned, gpu)), dataclasses.replace(out, output=None))
         say(forecast_summary(planned, gpu))
+        return 0
+    if slurm is not None:
+        submit_study(asked, slurm, out, resume=resume, timeout_s=timeout_s)
         return 0
     chosen = chosen_format(out.format, out)
     result = run_study(asked, store=out.store, resume=resume, timeout_s=timeout_s)

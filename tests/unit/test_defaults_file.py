@@ -1,0 +1,83 @@
+"""Defaults of options from steplab.toml or pyproject.toml; the command line beats them, a mistake is told in a line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.program import REPOSITORY
+from tests.cli.test_readme import blocks
+
+from steplab.cli.app import app, main
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one below it, in which commands are given."""
+    below = tmp_path / "below"
+    below.mkdir()
+    monkeypatch.chdir(below)
+    return tmp_path
+
+
+def asked(*words: str) -> dict[str, Any]:
+    """The options that a command is called with."""
+    _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    return bound.arguments
+
+
+def test_a_table_has_the_defaults_of_its_command(project: Path) -> None:
+    (project / "steplab.toml").write_text(
+        'store = "runs.db"\n[run]\nmodel = "small"\n"model.num_layers" = 2\nsteps = 7\ntimeout = "5min"\n'
+        '[plan.memory]\ngpu = "H100 SXM"\n'
+    )
+    run = asked("run", "--steps", "3")
+    assert (run["step"].model, run["step"].num_layers, run["step"].steps) == ("small", "2", "3")
+    assert run["timeout"] == "5min"
+    assert run["out"].store == project / "runs.db"
+    assert asked("plan", "memory")["gpu"] == "H100 SXM"
+    assert "step" not in asked("memory", "--store", "other.db")
+    assert asked("memory", "--store", "other.db")["out"].store == Path("other.db")
+
+
+def test_the_example_in_the_docs_is_understood(project: Path) -> None:
+    pieces = list(blocks((REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")))
+    (example,) = (piece.text for piece in pieces if piece.language == "toml")
+    (project / "steplab.toml").write_text(example)
+    assert asked("run")["step"].num_layers == "6"
+    assert asked("sweep")["step"].context == "128,256"
+    assert asked("plan", "memory")["gpu"] == "H100 SXM"
+    for piece in pieces:
+        if piece.language == "sh":
+            asked(*piece.text.split()[1:])
+
+
+def test_the_nearest_file_is_read_alone(project: Path) -> None:
+    (project / "steplab.toml").write_text("[run]\nsteps = 7\n")
+    (project / "below" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
+    assert asked("run")["step"].steps == "7"
+    (project / "below" / "pyproject.toml").write_text("[tool.steplab.run]\nwarmup = 2\n")
+    assert (asked("run")["step"].steps, asked("run")["step"].warmup) == (None, "2")
+    (project / "below" / "steplab.toml").write_text("[run]\nseed = 1\n")
+    assert (asked("run")["step"].warmup, asked("run")["step"].seed) == (None, "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[rum]\nmodel = "tiny"', ("[rum]", "did you mean [rm]?")),
+        ('[plan.memry]\nmodel = "tiny"', ("[memry]", "did you mean [memory]?")),
+        ('model = "tiny"', ("'model' is in no command's table", "store, debug, format")),
+        ('[run]\nmodle = "tiny"', ("modle",)),
+        ("[run]\ncontext = [1, 2]", ("context",)),
+        ('[run]\noutput = "x.json"', ("'output'", "--output")),
+        ("[run", ("cannot read",)),
+    ],
+)
+def test_a_mistake_is_told_with_the_file(
+    project: Path, capsys: pytest.CaptureFixture[str], text: str, told: tuple[str, ...]
+) -> None:
+    (project / "steplab.toml").write_text(text)
+    command = ["plan", "memory"] if "plan" in text else ["run"]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(part in line for part in (*told, str(project / "steplab.toml")))
