@@ -17,6 +17,12 @@ class UserError(SteplabError):
     exit_code = 2
 
 
+class Inconclusive(SteplabError):
+    """Two measurements cannot be compared; the message says in what they differ."""
+
+    exit_code = 3
+
+
 class LeftOut(UserWarning):
     """One record was skipped and the work continues; the message is one line for the user.
 

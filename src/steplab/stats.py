@@ -13,6 +13,10 @@ CONFIDENCE = 0.95
 """Probability with which an interval holds the true median, at least."""
 FEWEST_FOR_STEADY = 4
 """Number of samples from which `steady_from` says anything."""
+_FAR = 2.0
+"""Multiple of the median from which a sample is an outlier."""
+_MANY = 0.25
+"""Share of outliers from which the median is doubtful."""
 _ROUNDING = 1e-9  # of probabilities by lgamma
 _FEWEST_FOR_DRIFT = 9
 _STEADY_TOLERANCE = 0.05
@@ -61,6 +65,14 @@ def drift(samples: Sequence[float]) -> float:
     It is 1 for too few samples to tell a change from noise.
     """
     return median(samples) / min(medians_of_thirds(samples)) if len(samples) >= _FEWEST_FOR_DRIFT else 1.0
+
+
+def doubtful_outliers(samples: Sequence[float]) -> int:
+    """The number of samples beyond twice the median, if they are a quarter of all, so that the median is doubtful; 0 if
+    they are fewer."""
+    bound = _FAR * median(samples)
+    far = sum(sample > bound for sample in samples)
+    return far if far >= _MANY * len(samples) else 0
 
 
 def summarize(samples: Sequence[float]) -> Summary:

@@ -114,6 +114,18 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def parse_share(text: str) -> float:
+    """A share of one from '3%', '3 %' or '0.03'."""
+    cleaned = text.strip()
+    try:
+        share = float(cleaned.removesuffix("%")) / (100 if cleaned.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1:
+        raise UserError(f"'{text}' is not a share between 0 and 1; write it as 3% or 0.03")
+    return share
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary)."""
     cleaned = text.strip().lower()

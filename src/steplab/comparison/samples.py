@@ -5,7 +5,7 @@ Use it so, for two step functions that took turns on one machine, a few steps at
     a = [[0.101, 0.102], [0.100, 0.101], ...]   # one list for each turn of A, in the order of time
     b = [[0.104, 0.105], [0.103, 0.104], ...]   # turn i of B ran beside turn i of A
     ratio = compare_samples(a, b, in_turns=True)
-    ratio.decision   # higher, lower, same or undecided
+    ratio.decision   # higher, lower, same, not higher or undecided
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: not decided
 
 For two processes that ran one after the other, pass `[samples]` for each and `in_turns=False`; for several processes a
@@ -20,7 +20,8 @@ sides in its turn and the two beside it, and the turns of A and B are drawn toge
 B is called higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: among
 all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
 apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
-also tell differences that are too small to matter.
+also tell differences that are too small to matter. Where a quarter of a side's samples exceed twice its median, nothing
+is decided.
 """
 
 import itertools
@@ -29,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steplab.records.comparison import Decision, Ratio
-from steplab.stats import CONFIDENCE
+from steplab.stats import CONFIDENCE, doubtful_outliers
 
 Blocks = Sequence[Sequence[float]]
 """Samples in the order of time, a list for each turn or each process."""
@@ -84,7 +85,8 @@ def compare_samples(
     p = None
     if interval:
         p = mann_whitney_in_turns(*units) if in_turns else mann_whitney(*(np.nanmedian(unit, axis=1) for unit in units))
-    decision = _decided(interval, p, threshold, alpha)
+    restless = any(doubtful_outliers(np.concatenate(side).tolist()) for side in sides)
+    decision = "undecided" if restless else _decided(interval, p, threshold, alpha)
     return Ratio(
         a=middles[0],
         b=middles[1],
@@ -96,7 +98,24 @@ def compare_samples(
         p=p,
         threshold=threshold,
         decision=decision,
-        more=_more(interval, threshold, min(map(len, units)), in_turns) if decision == "undecided" else None,
+        more=_more(interval, threshold, min(map(len, units)), in_turns)
+        if decision == "undecided" and not restless
+        else None,
+    )
+
+
+def compare_values(a: float, b: float, *, threshold: float | None = None) -> Ratio:
+    """The ratio of two values that are exact, such as bytes; its interval is the ratio itself.
+
+    Raises ValueError if one is not positive.
+    """
+    if a <= 0 or b <= 0:
+        raise ValueError("both values must be above zero")
+    threshold = IN_TURNS if threshold is None else threshold
+    ratio = b / a
+    decision: Decision = "higher" if ratio > 1 + threshold else "lower" if ratio < 1 / (1 + threshold) else "same"
+    return Ratio(
+        a=a, b=b, num_a=1, num_b=1, ratio=ratio, low=ratio, high=ratio, p=None, threshold=threshold, decision=decision
     )
 
 
@@ -162,7 +181,7 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
         return "same"
     if p < alpha and (low > 1 + threshold or high < 1 / (1 + threshold)):
         return "higher" if low > 1 else "lower"
-    return "undecided"
+    return "not higher" if high <= 1 + threshold else "undecided"
 
 
 def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, in_turns: bool) -> int | None:
@@ -210,12 +229,15 @@ def mann_whitney_in_turns(a: Any, b: Any) -> float:
     ranks = np.full(values.shape, np.nan)
     ranks[~np.isnan(values)] = _doubled_ranks(values[~np.isnan(values)])
     differences = np.nanmean(ranks[:, a.shape[1] :], axis=1) - np.nanmean(ranks[:, : a.shape[1]], axis=1)
-    observed = abs(differences.sum())
-    if len(differences) <= _MOST_TURNS_FOR_EXACT:
-        signs = np.array(list(itertools.product((-1, 1), repeat=len(differences))))
-        return float((np.abs(signs @ differences) >= observed).mean())
-    variance = (differences**2).sum()
-    return math.erfc(observed / math.sqrt(2 * variance)) if variance else 1.0
+    observed, num = abs(differences.sum()), len(differences)
+    variance, moved = (differences**2).sum(), differences - differences.mean()
+    for lag in range(1, round(num ** (1 / 3)) + 1):
+        variance += 2 * max(0.0, float(moved[lag:] @ moved[:-lag]))
+    normal = math.erfc(observed / math.sqrt(2 * variance)) if variance else 1.0
+    if num > _MOST_TURNS_FOR_EXACT:
+        return normal
+    signs = np.array(list(itertools.product((-1, 1), repeat=num)))
+    return max(normal, float((np.abs(signs @ differences) >= observed).mean()))
 
 
 def _doubled_ranks(values: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import IO
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.limits import LimitReached, Limits
+from steplab.records.record import Record
 from steplab.store.record_table import ForeignRecord, read_foreign
 from steplab.units import format_bytes
 from steplab.unpacking import Unpacked
@@ -32,6 +33,14 @@ def import_files(
         raise UserError(f"nothing to import: no record in {', '.join(map(str, given))}")
     with open_store(store, write=True) as opened:
         return opened.import_records(found)
+
+
+def read_records(file: Path) -> list[Record]:
+    """The records in a file of JSON lines, plain or compressed by gzip or xz. Raises as `import_files` does."""
+    found = [foreign.record for foreign in _records(file, Limits())]
+    if not found:
+        raise UserError(f"there is no record in {file}")
+    return found
 
 
 def _records(file: Path, limits: Limits) -> Iterator[ForeignRecord]:

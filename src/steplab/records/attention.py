@@ -1,9 +1,10 @@
 """The record of a benchmark of attention: cells with raw samples, memory and errors."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from steplab.records.failure import Failure, Outcome
+from steplab.records.measured import MeasuredCell, MeasuredFigure
 from steplab.records.problems import Problem, known
 from steplab.records.record import Benchmark
 from steplab.records.rows import Row, head, tail
@@ -150,3 +151,25 @@ class AttentionAccount:
 def attention_row(run: AttentionRun) -> Row:
     """The row of a benchmark of attention."""
     return head(run, "attention") | {"description": run.study.name} | tail(run, num_cells=len(run.study.cells))
+
+
+def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:
+    """The cells as they are compared: the time of each pass, and memory beyond the inputs."""
+    return tuple(
+        MeasuredCell(
+            key=asdict(cell.spec),
+            label=f"{cell.spec.column}, {cell.spec.label}",
+            figures=tuple(_figures(cell)),
+            failure=cell.failure.message if cell.failure else None,
+        )
+        for cell in run.cells
+    )
+
+
+def _figures(cell: AttentionCell) -> Iterator[MeasuredFigure]:
+    for timed in cell.passes:
+        yield MeasuredFigure(name=timed.phase, group="time", unit="s", samples=timed.best_s, decides=True)
+    memory = cell.memory or AttentionMemory()
+    for name, held in (("saved for backward", memory.saved_bytes), ("peak of both passes", memory.both_peak_bytes)):
+        if held:
+            yield MeasuredFigure(name=name, group="memory", unit="bytes", samples=(float(held),), decides=True)

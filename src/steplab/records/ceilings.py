@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steplab.records.environment import Environment
+from steplab.records.measured import MeasuredCell, MeasuredFigure
 from steplab.records.problems import Problem, known
 from steplab.records.record import MachineRecord
 from steplab.records.rows import Row, head, software
@@ -61,3 +62,15 @@ def ceilings_row(record: Ceilings) -> Row:
         unit = "flops_per_s" if ceiling.unit == "FLOP/s" else "bytes_per_s"
         row["_".join(filter(None, (ceiling.name, ceiling.dtype, unit)))] = ceiling.best_per_s
     return row
+
+
+def ceilings_cells(record: Ceilings) -> tuple[MeasuredCell, ...]:
+    """The ceilings as they are compared: the time of each repeat."""
+    return tuple(
+        MeasuredCell(
+            key={"ceiling": ceiling.name, "dtype": ceiling.dtype, "work": ceiling.work},
+            label=" ".join(filter(None, (ceiling.name, ceiling.dtype))),
+            figures=(MeasuredFigure(name="time", group="time", unit="s", samples=ceiling.seconds, decides=True),),
+        )
+        for ceiling in record.ceilings
+    )

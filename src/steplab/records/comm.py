@@ -1,10 +1,11 @@
 """The record of a benchmark of collectives: cells with every rank's raw samples, and the communication profile."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from steplab.records.failure import Outcome
+from steplab.records.measured import MeasuredCell, MeasuredFigure
 from steplab.records.problems import Problem, known, numbered
 from steplab.records.record import Benchmark
 from steplab.records.rows import Row, head, tail
@@ -187,4 +188,19 @@ def comm_row(run: CommRun) -> Row:
             "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
         }
         | tail(run, num_cells=len(run.study.cells))
+    )
+
+
+def comm_cells(run: CommRun) -> tuple[MeasuredCell, ...]:
+    """The cells as they are compared: the time of the slowest rank."""
+    return tuple(
+        MeasuredCell(
+            key=asdict(cell.spec),
+            label=cell.spec.label,
+            figures=(MeasuredFigure(name="time", group="time", unit="s", samples=cell.slowest.best_s, decides=True),)
+            if cell.slowest
+            else (),
+            failure=cell.failure.message if cell.failure else None,
+        )
+        for cell in run.cells
     )

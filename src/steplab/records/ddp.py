@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 from steplab.records.failure import Outcome
+from steplab.records.measured import MeasuredCell, MeasuredFigure, of_phase
 from steplab.records.memory import PeakMemory
 from steplab.records.problems import Problem, known, numbered
 from steplab.records.profile import Timeline
 from steplab.records.record import Benchmark
-from steplab.records.rows import Row, head, step_columns, tail
+from steplab.records.rows import Row, head, step_columns, step_key, tail
 from steplab.records.timing import PhaseSamples, find_phase, measured_problems
 from steplab.specs.comm import COLLECTIVES
 from steplab.specs.ddp import DdpStudy, Variant
@@ -300,3 +302,29 @@ def ddp_row(run: DdpRun) -> Row:
         }
         | tail(run, num_cells=len(run.study.contenders))
     )
+
+
+def ddp_cells(run: DdpRun) -> tuple[MeasuredCell, ...]:
+    """The variants as they are compared: step and phases of the slowest rank, and its communication by itself."""
+    shared = step_key(run.study.step) | {"num_ranks": run.study.processes}
+    return tuple(
+        MeasuredCell(
+            key=shared | {"variant": cell.contender.label},
+            label=cell.contender.label,
+            figures=tuple(_figures(cell)),
+            failure=cell.failure.message if cell.failure else None,
+        )
+        for cell in run.cells
+    )
+
+
+def _figures(cell: DdpCell) -> Iterator[MeasuredFigure]:
+    timed = [rank for rank in cell.ranks if rank.samples("step")]
+    if not timed:
+        return
+    slowest = max(timed, key=lambda rank: median(rank.samples("step")))
+    for phase in slowest.phases:
+        if phase.best_s and all(phase.best_s):
+            yield of_phase(phase)
+    if slowest.alone_s and all(slowest.alone_s):
+        yield MeasuredFigure(name="communication by itself", group="communication", unit="s", samples=slowest.alone_s)

@@ -1,7 +1,6 @@
 """What makes the step time of a run doubtful: steps that differ too much, and a machine that did other work."""
 
 from dataclasses import dataclass
-from statistics import median
 
 from steplab import stats
 from steplab.records.environment import Environment
@@ -9,10 +8,6 @@ from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
 from steplab.units import counted
 
-_FAR = 2.0
-"""Multiple of the median from which a step is an outlier."""
-_MANY = 0.25
-"""Share of outliers among the steps from which the median is doubtful."""
 _NOTICEABLE = 0.1
 """Share of the machine's processors from which other processes matter."""
 _CROWDED = 1.5
@@ -59,8 +54,8 @@ def disturbance_words(run: Run) -> str | None:
 
 
 def _outliers(samples: tuple[float, ...]) -> Disturbance | None:
-    far = sum(sample > _FAR * median(samples) for sample in samples)
-    if far < _MANY * len(samples):
+    far = stats.doubtful_outliers(samples)
+    if not far:
         return None
     text = f"{far} of {counted(len(samples), 'step')} took more than twice the median."
     return Disturbance(word="outliers", text=text)

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun, attention_row
-from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings, ceilings_row
-from steplab.records.comm import COMM_SCHEMA, CommRun, comm_row
-from steplab.records.ddp import DDP_SCHEMA, DdpRun, ddp_row
+from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun, attention_cells, attention_row
+from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings, ceilings_cells, ceilings_row
+from steplab.records.comm import COMM_SCHEMA, CommRun, comm_cells, comm_row
+from steplab.records.ddp import DDP_SCHEMA, DdpRun, ddp_cells, ddp_row
+from steplab.records.measured import MeasuredCell
 from steplab.records.numerics import NUMERICS_SCHEMA, Numerics, numerics_row
 from steplab.records.record import Record
 from steplab.records.rows import KINDS_OF_RUNS, Row, run_row
 from steplab.records.run import RUN_SCHEMA, Run
+from steplab.records.run_cells import run_cells
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,8 @@ class Kind:
     """Class of the records."""
     row: Callable[[Any], Row]
     """Function that makes the flat row of a record for listings, CSV and the store's summary."""
+    cells: Callable[[Any], tuple[MeasuredCell, ...]] | None
+    """Function that makes what is compared of a record; None: such records are not compared."""
     title: str
     """Heading of a report that has only records of this kind."""
     noun: str
@@ -52,6 +56,7 @@ KINDS: dict[str, Kind] = {
             schema=RUN_SCHEMA,
             type=Run,
             row=run_row,
+            cells=run_cells,
             title="Measured steps",
             noun="run",
             plural="runs",
@@ -61,6 +66,7 @@ KINDS: dict[str, Kind] = {
             schema=NUMERICS_SCHEMA,
             type=Numerics,
             row=numerics_row,
+            cells=None,
             title="Precision",
             noun="precision audit",
             plural="precision audits",
@@ -70,6 +76,7 @@ KINDS: dict[str, Kind] = {
             schema=ATTENTION_SCHEMA,
             type=AttentionRun,
             row=attention_row,
+            cells=attention_cells,
             title="Attention",
             noun="attention benchmark",
             plural="attention benchmarks",
@@ -80,6 +87,7 @@ KINDS: dict[str, Kind] = {
             schema=COMM_SCHEMA,
             type=CommRun,
             row=comm_row,
+            cells=comm_cells,
             title="Collectives",
             noun="benchmark of collectives",
             plural="benchmarks of collectives",
@@ -90,6 +98,7 @@ KINDS: dict[str, Kind] = {
             schema=DDP_SCHEMA,
             type=DdpRun,
             row=ddp_row,
+            cells=ddp_cells,
             title="Data parallelism",
             noun="data-parallel study",
             plural="data-parallel studies",
@@ -100,6 +109,7 @@ KINDS: dict[str, Kind] = {
             schema=CEILINGS_SCHEMA,
             type=Ceilings,
             row=ceilings_row,
+            cells=ceilings_cells,
             title="Ceilings",
             noun="set of ceilings",
             plural="sets of ceilings",

@@ -37,6 +37,12 @@ def step_columns(spec: StepSpec | None) -> Row:
     return {field.column: field.value(spec) if spec else None for field in FIELDS.values()}
 
 
+def step_key(spec: StepSpec) -> Row:
+    """The fields of a step that decide what it computes, and none that say how it was measured."""
+    fields = (field for field in FIELDS.values() if field.about.role not in ("how", "device"))
+    return {field.column: field.value(spec) for field in fields}
+
+
 def software(record: Record) -> Row:
     """The version of torch and the commit of the folder that the record was made in."""
     env = record.environment

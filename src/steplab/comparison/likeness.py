@@ -1,0 +1,45 @@
+"""Whether two records may be compared: what was measured, and on what, field by field."""
+
+from collections.abc import Collection, Mapping
+
+from steplab.records.comparison import Unlike
+from steplab.records.measured import MeasuredCell
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.rows import Row, Scalar
+from steplab.records.run import Run
+
+_SELECTS = ("CUDA_VISIBLE_DEVICES",)
+"""Variables that say which of several devices is used, and change nothing else."""
+
+
+def conditions(record: Record) -> Row:
+    """What must be equal besides the cell: kind of record, device, and versions of what computes.
+
+    The commit of the working directory is not among them: that is what is compared.
+    """
+    found: Row = {"kind": kind_of(record).name, "device": record.device_name, "steplab": record.steplab_version}
+    if isinstance(record, Run) and record.profile and record.timing is None:
+        found["source"] = record.profile.source
+    env = record.environment
+    if env is None:
+        return found
+    device = env.device
+    found |= {"threads": device.threads, "power_limit_w": device.power_limit_w, "cpu": env.cpu, "host": env.host}
+    found |= {name: getattr(env, name) for name in ("python", "torch", "cuda", "cudnn", "triton", "driver")}
+    return found | {name: value for name, value in env.variables.items() if name not in _SELECTS}
+
+
+def whole_key(record: Record, cell: MeasuredCell) -> Row:
+    """Everything in which two cells must agree."""
+    return conditions(record) | cell.key
+
+
+def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:
+    """The fields in which two keys differ, without those that are allowed to."""
+    names = dict.fromkeys((*a, *b))
+    return tuple(
+        Unlike(field=name, a=a.get(name), b=b.get(name))
+        for name in names
+        if name not in allowed and a.get(name) != b.get(name)
+    )

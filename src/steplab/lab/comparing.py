@@ -1,0 +1,155 @@
+"""Finds the records that a comparison is about, and compares them."""
+
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steplab.comparison.comparing import compare as compare_records
+from steplab.comparison.likeness import whole_key
+from steplab.errors import UserError
+from steplab.lab.importing import read_records
+from steplab.lab.keeping import open_store
+from steplab.records.comparison import Comparison, Side
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.rows import Row
+from steplab.store.database import Store
+from steplab.store.header import is_store_header
+
+_BACK = "last~"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The records that a text stands for."""
+
+    side: Side
+    """What they are called in the comparison."""
+    records: tuple[Record, ...]
+    """The records, at least one, oldest first."""
+
+
+def compare(
+    a: str,
+    b: str,
+    *,
+    threshold: float | None = None,
+    allow: Collection[str] = (),
+    store: Path | str | None = None,
+) -> Comparison:
+    """How the records B differ from the records A; `find_records` says what A and B may be.
+
+    Raises UserError for a text that stands for no record, and errors.Inconclusive for records that are not alike in a
+    field that `allow` does not name.
+    """
+    before, after = (find_records(text, store=store) for text in (a, b))
+    return compare_records(
+        before.side, after.side, before.records, after.records, threshold=threshold, allow=frozenset(allow)
+    )
+
+
+def find_records(text: str, *, store: Path | str | None = None) -> Found:
+    """The records that a text stands for, in this store or in the file that it names.
+
+    The text is tried in this order: `last`, or `last~2` for the record two before it; the beginning of a record's id;
+    the id or the name of a study; a name or a tag, for all records that have it; a git revision, for the newest record
+    of each cell that was measured in a clean checkout of it. FILE stands for the records in an export (.jsonl), or for
+    the newest of another store (.db); FILE:TEXT for the records in that store that TEXT stands for.
+
+    Raises UserError if it stands for none, and SteplabError for a file that cannot be read.
+    """
+    path, rest = _file_in(text)
+    if path is not None and not is_store_header(_beginning(path)):
+        records = read_records(path)
+        if rest:
+            raise UserError(f"'{text}': a text behind the file is for stores; an export is compared as a whole")
+        return _found(text, records)
+    with open_store(path or store, write=False) as opened:
+        return _found(text, _in_store(opened, rest or "last"))
+
+
+def _beginning(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(100)
+
+
+def _file_in(text: str) -> tuple[Path | None, str]:
+    """The file that a text names, if it does, and the rest."""
+    if Path(text).is_file():
+        return Path(text), ""
+    file, colon, rest = text.rpartition(":")
+    if colon and Path(file).is_file():
+        return Path(file), rest
+    if (file or text).endswith((".db", ".jsonl", ".jsonl.gz")):
+        raise UserError(f"no file {file or text}; give an existing store (.db) or export (.jsonl)")
+    return None, text
+
+
+def _found(text: str, records: Sequence[Record]) -> Found:
+    environments = (record.environment for record in records)
+    commits = dict.fromkeys(env.git_commit for env in environments if env and env.git_commit)
+    side = Side(told=text, ids=tuple(record.id for record in records), commits=tuple(commits))
+    return Found(side=side, records=tuple(records))
+
+
+def _in_store(opened: Store, text: str) -> list[Record]:
+    rows = opened.rows(kind=None)
+    if text == "last" or text.startswith(_BACK):
+        return [opened.get(_newest(rows, text, opened.path))]
+    ids = [str(row["id"]) for row in rows if str(row["id"]).startswith(text)]
+    if len(ids) == 1 or text in ids:
+        return [opened.get(text)]
+    if len(ids) > 1:
+        raise UserError(f"'{text}' is the beginning of more than one record: {', '.join(ids[:5])}; give more digits")
+    studies = [row for row in opened.studies() if str(row["id"]).startswith(text) or row["name"] == text]
+    if studies:
+        return list(opened.iterate(study=str(studies[0]["id"])))
+    for having in (
+        [row for row in rows if row["name"] == text],
+        [row for row in rows if text in str(row.get("tags") or "").split()],
+    ):
+        if having:
+            return opened.records(str(row["id"]) for row in reversed(having))
+    if records := _of_commit(opened, rows, text):
+        return records
+    raise UserError(
+        f"'{text}' is no id, study, name, tag or measured commit in {opened.path}; `steplab list` shows what there is"
+    )
+
+
+def _newest(rows: Sequence[Row], text: str, path: Path) -> str:
+    """The id that `last` or `last~N` stands for."""
+    back = text.removeprefix(_BACK) if text.startswith(_BACK) else "0"
+    if not back.isdecimal():
+        raise UserError(f"'{text}' is not a record; write last~1 for the one before the last")
+    if int(back) >= len(rows):
+        raise UserError(f"'{text}' is further back than the {len(rows)} records in {path}")
+    return str(rows[int(back)]["id"])
+
+
+def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record]:
+    """The newest record of each cell among those measured in a clean checkout of the revision, oldest first."""
+    commit = _commit(revision)
+    ids = [str(row["id"]) for row in rows if commit and commit.startswith(str(row.get("git_commit") or "?"))]
+    newest: dict[object, Record] = {}
+    for record in opened.records(ids):
+        cells = kind_of(record).cells
+        keys = [whole_key(record, cell) for cell in cells(record)] if cells else []
+        newest.setdefault(frozenset(item for key in keys for item in key.items()), record)
+    return list(newest.values())[::-1]
+
+
+def _commit(revision: str) -> str | None:
+    """The whole digits of a commit: those that git gives for the revision here, or the beginning of a commit."""
+    try:
+        finished = subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return finished.stdout.strip() or None

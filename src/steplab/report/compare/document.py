@@ -1,0 +1,151 @@
+"""The document of a comparison: the verdict, every figure of both sides, and what explains the differences."""
+
+from collections.abc import Iterable, Sequence
+
+from steplab import units
+from steplab.records.comparison import ComparedFigure, Comparison, Side
+from steplab.report.compare.words import kernel_words, memory_words, unlike_words, value_words, verdict
+from steplab.report.kit.document import (
+    Bar,
+    Bars,
+    Document,
+    Pairs,
+    Row,
+    Section,
+    Segment,
+    Table,
+    named_section,
+    notes_section,
+    table_of_texts,
+)
+from steplab.report.kit.text import ABSENT
+
+_GROUPS = {
+    "time": "Times",
+    "phase": "Phases of a step",
+    "speed": "Rates",
+    "memory": "Memory",
+    "category": "Memory at the peak by category",
+    "kernels": "Kernels by category, in one profiled step",
+    "communication": "Communication",
+}
+_HIGHER, _LOWER, _OPEN = 2, 1, 7
+_MOST_BARS = 24
+_CAPTION = (
+    "Medians. The ratio is B / A, with the 95 % bootstrap interval of the ratio of medians; p is that of Mann and "
+    "Whitney's test. Bytes are exact, and single times have no interval."
+)
+
+
+def compare_document(comparison: Comparison) -> Document:
+    """All that is said of a comparison."""
+    figures = [_group(comparison.figures, group, title) for group, title in _GROUPS.items()]
+    return Document(
+        title=f"{comparison.b.told} (B) against {comparison.a.told} (A)",
+        verdict=verdict(comparison),
+        sections=(
+            *_picture(comparison.figures),
+            *filter(None, figures),
+            *notes_section([f"{kernel_words(change)}." for change in comparison.kernels], "Where device time changed"),
+            *notes_section([f"{memory_words(change)}." for change in comparison.memory], "What holds other memory"),
+            named_section("What is compared", Pairs(pairs=tuple(_sides(comparison)))),
+            *notes_section(comparison.notes, "Not compared"),
+        ),
+        data=Table(name="figures", columns=(), rows=tuple(_row(comparison, figure) for figure in comparison.figures)),
+    )
+
+
+def _group(figures: Sequence[ComparedFigure], group: str, title: str) -> Section | None:
+    """The table of one group of figures; None without any."""
+    found = [figure for figure in figures if figure.group == group]
+    if not found:
+        return None
+    cells = any(figure.cell for figure in found)
+    headers = (("cell",) if cells else ()) + ("figure", "A", "B", "change", "ratio", "95 % interval", "p", "decision")
+    table = table_of_texts(
+        group,
+        headers,
+        [((figure.cell,) if cells else ()) + _texts(figure) for figure in found],
+        numeric=[header in ("A", "B", "change", "ratio", "p") for header in headers],
+        caption=_CAPTION if group in ("time", "phase", "speed") else "",
+    )
+    return named_section(title, table)
+
+
+def _texts(figure: ComparedFigure) -> tuple[str, ...]:
+    ratio, change = figure.ratio, figure.b - figure.a
+    sign = "+" if change > 0 else "-" if change < 0 else ""
+    known = ratio is not None and ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
+    return (
+        figure.name,
+        value_words(figure.a, figure.unit),
+        value_words(figure.b, figure.unit),
+        f"{sign}{value_words(abs(change), figure.unit)}",
+        f"{ratio.ratio if ratio else figure.b / figure.a:.3f}×" if figure.a else ABSENT,
+        f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and known else ABSENT,
+        f"{ratio.p:.2g}" if ratio and ratio.p is not None else ABSENT,
+        ratio.decision if ratio else ABSENT,
+    )
+
+
+def _picture(figures: Iterable[ComparedFigure]) -> tuple[Section, ...]:
+    """Bars of the largest relative differences; a page alone shows them."""
+    rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
+    largest = sorted(rated, key=lambda pair: -abs(pair[0]))[:_MOST_BARS]
+    if not largest:
+        return ()
+    bars = tuple(_bar(change, figure) for change, figure in largest)
+    legend = ((_HIGHER, "■", "B is higher"), (_LOWER, "■", "B is lower"), (_OPEN, "■", "undecided, or single values"))
+    note = "Relative change of the medians from A to B, the largest first."
+    return (named_section("Differences", Bars(bars=bars, legend=legend, note=note, first=12)),)
+
+
+def _bar(change: float, figure: ComparedFigure) -> Bar:
+    decision = figure.ratio.decision if figure.ratio else "undecided"
+    color = {"higher": _HIGHER, "lower": _LOWER}.get(decision, _OPEN)
+    told = f"{'+' if change > 0 else '-'}{units.format_share(abs(change))}"
+    values = f"{value_words(figure.a, figure.unit)} to {value_words(figure.b, figure.unit)}"
+    return Bar(
+        label=": ".join(filter(None, (figure.cell, figure.name))),
+        figure=told,
+        segments=(Segment(value=abs(change), color=color, tip=f"{figure.name}: {values}"),),
+        detail=values,
+        strong=figure.decides,
+    )
+
+
+def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
+    yield "A", _side(comparison.a)
+    yield "B", _side(comparison.b)
+    for found in comparison.allowed:
+        yield "allowed to differ", unlike_words(found)
+
+
+def _side(side: Side) -> str:
+    ids = ", ".join(side.ids[:5]) + (f" and {len(side.ids) - 5} more" if len(side.ids) > 5 else "")
+    commits = f", measured at commit {', '.join(side.commits)}" if side.commits else ""
+    return f"{units.counted(len(side.ids), 'record')} ({ids}){commits}"
+
+
+def _row(comparison: Comparison, figure: ComparedFigure) -> Row:
+    """One figure for programs, in base units."""
+    ratio = figure.ratio
+    return {
+        "outcome": comparison.outcome,
+        "cell": figure.cell or None,
+        "figure": figure.name,
+        "group": figure.group,
+        "unit": figure.unit,
+        "decides": int(figure.decides),
+        "a": figure.a,
+        "b": figure.b,
+        "ratio": ratio.ratio if ratio else figure.b / figure.a if figure.a else None,
+        "low": ratio.low if ratio else None,
+        "high": ratio.high if ratio else None,
+        "p": ratio.p if ratio else None,
+        "threshold": ratio.threshold if ratio else None,
+        "decision": ratio.decision if ratio else None,
+        "more_samples": ratio.more if ratio else None,
+        "samples_a": ratio.num_a if ratio else 1,
+        "samples_b": ratio.num_b if ratio else 1,
+    }

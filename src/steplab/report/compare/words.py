@@ -1,0 +1,206 @@
+"""Sentences about how two sides of a comparison differ."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from steplab import units
+from steplab.records.comparison import (
+    ComparedFigure,
+    Comparison,
+    KernelChange,
+    KernelCount,
+    MemoryChange,
+    Ratio,
+    TensorBytes,
+    Unlike,
+)
+from steplab.report.kit.document import Verdict
+from steplab.report.kit.kernel_names import short_kernels
+from steplab.report.kit.quantities import SHARE
+from steplab.report.memory.categories import category_word
+
+_NAMED = 3
+_ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "sum", "mean", "pow", "rsqrt", "cast")
+"""Parts of the names of kernels that a fused kernel would replace."""
+
+
+def verdict(comparison: Comparison) -> Verdict:
+    """Whether B is worse, in one sentence; then the largest causes."""
+    causes = [*(kernel_words(change) for change in comparison.kernels[:2])]
+    causes += [memory_words(change) for change in comparison.memory[:1]]
+    told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()
+    return Verdict(sentences=(_answer(comparison), *told), cautions=tuple(_cautions(comparison)))
+
+
+def _answer(comparison: Comparison) -> str:
+    if comparison.failed:
+        return f"B is worse: {'; '.join(comparison.failed)}."
+    if not comparison.deciding:
+        return "Undecided: A and B have neither a step time nor a peak memory in common."
+    cells = len({figure.cell for figure in comparison.deciding})
+    if found := comparison.regressions:
+        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
+        return f"B is worse{where}: {_list([figure_words(figure) for figure in found[:_NAMED]])}."
+    if found := comparison.undecided:
+        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
+        more = found[0].ratio.more if found[0].ratio else None
+        advice = f"; about {more} more samples of each side would decide" if more else ""
+        return f"Undecided{where}: {_list([figure_words(figure) for figure in found[:_NAMED]])}{advice}."
+    better = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "lower"]
+    if better:
+        where = f" in {len({figure.cell for figure in better})} of {cells} cells" if cells > 1 else ""
+        best = sorted(better, key=lambda figure: figure.b / figure.a)[:_NAMED]
+        return f"B is better{where}: {_list([figure_words(figure) for figure in best])}; nothing is worse."
+    if cells > 1:
+        return f"No difference in {cells} cells, beyond {_thresholds(comparison.deciding)}."
+    return f"No difference: {_list([figure_words(figure) for figure in comparison.deciding])}."
+
+
+def figure_words(figure: ComparedFigure) -> str:
+    """Step time 20.6 ms in place of 20.0 ms, 1.030× (95 % interval 1.021 to 1.038; threshold 1 %)."""
+    cell = f"{figure.cell}: " if figure.cell else ""
+    if figure.a == figure.b:
+        return f"{cell}{figure.name} {value_words(figure.b, figure.unit)} in both"
+    values = f"{value_words(figure.b, figure.unit)} in place of {value_words(figure.a, figure.unit)}"
+    return f"{cell}{figure.name} {values}{_ratio_words(figure.ratio)}"
+
+
+def _ratio_words(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    known = ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
+    interval = f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}; " if known else ""
+    return f", {ratio.ratio:.3f}× ({interval}threshold {_percent(ratio.threshold)})"
+
+
+def _thresholds(figures: Sequence[ComparedFigure]) -> str:
+    found = sorted({figure.ratio.threshold for figure in figures if figure.ratio})
+    return " and ".join(map(_percent, found))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+def value_words(value: float, unit: str) -> str:
+    """A value with its unit."""
+    if unit == "s":
+        return units.format_time(value)
+    if unit == "bytes":
+        return units.format_bytes(value)
+    return SHARE.show(value) if unit == "share" else units.format_rate(value, unit)
+
+
+def _cautions(comparison: Comparison) -> Iterator[str]:
+    sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
+    if comparison.doubts:
+        yield " ".join(comparison.doubts) + " Their times decide nothing; measure A and B in turns."
+    elif sampled and len(comparison.a.ids) == len(comparison.b.ids) == 1:
+        yield (
+            "Each side is one process, and processes of the same step differ by more than steps within one: "
+            "differences of a few per cent need runs in turns."
+        )
+
+
+def unlike_words(found: Unlike) -> str:
+    """A field with both values."""
+    values = ("not known" if value is None else str(value) for value in (found.a, found.b))
+    return "{}: {} in A, {} in B".format(found.field.replace("_", " "), *values)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------
+
+
+def kernel_words(change: KernelChange) -> str:
+    """+3.1 ms in the backward of blocks.*.norm: 4 kernels in 96 calls in place of layer_norm_backward in 24 calls."""
+    cell = f"{change.cell}: " if change.cell else ""
+    where = f"{change.phase} of {change.range}" if change.range else change.phase
+    return f"{cell}{_signed_time(change.b_s - change.a_s)} per step in {where}: {_what_changed(change)}"
+
+
+def _what_changed(change: KernelChange) -> str:
+    names_a, names_b = ({kernel.name for kernel in kernels} for kernels in (change.a, change.b))
+    gone = [kernel for kernel in change.a if kernel.name not in names_b]
+    new = [kernel for kernel in change.b if kernel.name not in names_a]
+    short = short_kernels([kernel.name for kernel in (*gone, *new)], most=40)
+    if not change.a:
+        return f"{_kernels(new, short)} in B alone"
+    if not change.b:
+        return f"{_kernels(gone, short)} in A alone"
+    if gone and new:
+        return f"{_kernels(new, short)} in place of {_kernels(gone, short)}{_fusion(gone, new)}"
+    if new:
+        return f"{_kernels(new, short)} added"
+    if gone:
+        return f"{_kernels(gone, short)} no longer called"
+    calls = [sum(kernel.calls for kernel in kernels) for kernels in (change.a, change.b)]
+    if calls[0] != calls[1]:
+        return f"the same kernels in {_count(calls[1])} calls in place of {_count(calls[0])}"
+    return f"the same kernels take {change.b_s / change.a_s:.2f}× the time"
+
+
+def _fusion(gone: Sequence[KernelCount], new: Sequence[KernelCount]) -> str:
+    """Whether one kernel became several small ones, or the reverse."""
+    before, after = sum(kernel.calls for kernel in gone), sum(kernel.calls for kernel in new)
+    if len(new) > len(gone) and after > before and all(map(_small, new)):
+        return ", no longer fused"
+    if len(gone) > len(new) and before > after and all(map(_small, gone)):
+        return ", now fused"
+    return ""
+
+
+def _small(kernel: KernelCount) -> bool:
+    name = kernel.name.lower()
+    return "fused" not in name and any(part in name for part in _ELEMENTWISE)
+
+
+def _kernels(kernels: Sequence[KernelCount], short: dict[str, str]) -> str:
+    """The longest kernels with their calls and times."""
+    named = [
+        f"{short[kernel.name]} ({_count(kernel.calls)} calls, {units.format_time(kernel.time_s)})"
+        for kernel in kernels[:_NAMED]
+    ]
+    if len(kernels) > _NAMED:
+        named.append(f"{len(kernels) - _NAMED} more")
+    return _list(named)
+
+
+def _count(calls: float) -> str:
+    return f"{calls:g}"
+
+
+def _signed_time(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '-'}{units.format_time(abs(seconds))}"
+
+
+# --- memory -----------------------------------------------------------------------------------------------
+
+
+def memory_words(change: MemoryChange) -> str:
+    """+412 MiB of activations: [4, 512, 10000] of head, float32 in place of bfloat16."""
+    cell = f"{change.cell}: " if change.cell else ""
+    sign = "+" if change.change_bytes > 0 else "-"
+    size = f"{sign}{units.format_bytes(abs(change.change_bytes))} of {category_word(change.category)}"
+    what = "tensors" if change.shape is None else f"{list(change.shape)}"
+    where = f" of {change.module}" if change.module else f" by {change.op}" if change.op else ""
+    return f"{cell}{size}: {what}{where}, {_held(change)}"
+
+
+def _held(change: MemoryChange) -> str:
+    dtypes_a, dtypes_b = (
+        " and ".join(held.dtype or "unknown format" for held in side) for side in (change.a, change.b)
+    )
+    if not change.a:
+        return f"{dtypes_b}, in B alone"
+    if not change.b:
+        return f"{dtypes_a}, in A alone"
+    if dtypes_a != dtypes_b:
+        return f"{dtypes_b} in place of {dtypes_a}"
+    return f"{units.format_bytes(_total(change.b))} in place of {units.format_bytes(_total(change.a))} in {dtypes_b}"
+
+
+def _total(held: Iterable[TensorBytes]) -> int:
+    return sum(each.num_bytes for each in held)
+
+
+def _list(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

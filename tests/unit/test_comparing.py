@@ -1,0 +1,259 @@
+"""Comparisons of whole records: what may be compared, what decides, and what explains the difference."""
+
+import dataclasses
+import gzip
+import itertools
+import lzma
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.attention_records import make_benchmark
+from tests.comm_records import make_comm
+from tests.ddp_records import make_ddp_run
+from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
+
+from steplab.comparison.comparing import compare
+from steplab.errors import Inconclusive, UserError
+from steplab.records.codec import decode
+from steplab.records.comparison import ComparedFigure, Comparison, Side
+from steplab.records.memory_profile import Allocation
+from steplab.records.profile import KernelStats
+from steplab.records.record import Record
+from steplab.records.run import Run
+from steplab.report.compare.document import compare_document
+from steplab.report.compare.words import kernel_words, memory_words, verdict
+from steplab.report.kit.html import to_html
+from steplab.report.kit.rendering import FORMATS, render
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def compared(a: Record | list[Record], b: Record | list[Record], **options: Any) -> Comparison:
+    sides = [side if isinstance(side, list) else [side] for side in (a, b)]
+    told = [Side(told=name, ids=tuple(r.id for r in side)) for name, side in zip("AB", sides, strict=True)]
+    return compare(*told, *sides, **options)
+
+
+def figure(comparison: Comparison, name: str) -> ComparedFigure:
+    [found] = [figure for figure in comparison.figures if figure.name == name]
+    return found
+
+
+def slower(run: Run, factor: float) -> Run:
+    """The same run with every time longer by a factor."""
+    assert run.timing is not None
+    phases = [
+        replace(phase, device_s=tuple(factor * s for s in phase.best_s), host_s=None)
+        for phase in run.timing.back_to_back
+    ]
+    return replace(run, id="b" * 12, timing=replace(run.timing, back_to_back=tuple(phases)))
+
+
+STEADY = make_run({"steps": "30"})
+
+
+# --- times ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_no_different_from_itself() -> None:
+    found = compared(STEADY, STEADY)
+    assert found.outcome == "fine"
+    assert verdict(found).sentences[0].startswith("No difference: step time ")
+
+
+def test_a_slower_step_is_a_regression_with_its_interval_and_phases() -> None:
+    found = compared(STEADY, slower(STEADY, 1.1))
+    step = figure(found, "step time")
+    assert found.outcome == "regression"
+    assert found.regressions == (step,)
+    assert step.ratio is not None
+    assert step.ratio.ratio == pytest.approx(1.1)
+    assert step.b == pytest.approx(1.1 * step.a)
+    assert figure(found, "backward").b == pytest.approx(1.1 * figure(found, "backward").a)
+    assert figure(found, "tokens per second").b == pytest.approx(figure(found, "tokens per second").a / 1.1)
+    assert figure(found, "MFU (causal)").b == pytest.approx(figure(found, "MFU (causal)").a / 1.1)
+    assert verdict(found).sentences[0].startswith("B is worse: step time ")
+    better = compared(slower(STEADY, 1.1), STEADY)
+    assert better.outcome == "fine"
+    assert verdict(better).sentences[0].startswith("B is better: step time ")
+
+
+def test_a_difference_between_single_processes_needs_a_threshold_or_further_runs() -> None:
+    """Three per cent are within what processes of the same step differ by."""
+    assert compared(STEADY, slower(STEADY, 1.03)).outcome == "fine"
+    assert compared(STEADY, slower(STEADY, 1.03), threshold=0.01).outcome == "regression"
+    runs: list[Record] = [make_run({"steps": "30"}, seed=seed, id=f"{seed:012x}") for seed in range(6)]
+    worse: list[Record] = [slower(run, 1.03) for run in runs if isinstance(run, Run)]
+    assert compared(runs, worse).outcome == "regression"
+
+
+def test_too_few_steps_are_undecided_and_say_how_many_more_would_do() -> None:
+    found = compared(make_run({"steps": "3"}, seed=1), make_run({"steps": "3"}, seed=2))
+    assert found.outcome == "undecided"
+    assert "about 3 more samples of each side would decide" in verdict(found).sentences[0]
+
+
+def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
+    """The same step in sixteen processes, of 10 to 377 ms, while others used the processors."""
+    lines = gzip.decompress((GOLDEN / "noisy_cpu_202611.jsonl.gz").read_bytes()).splitlines()
+    runs = list(map(decode, lines))
+    assert len(runs) == 16
+    outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
+    assert outcomes == {"undecided"}
+    assert "measure A and B in turns" in verdict(compared(*runs[:2])).cautions[0]
+
+
+# --- likeness ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "values"),
+    [
+        ({"spec": make_run({"batch": "8"}).spec}, "batch", "4 in A, 8 in B"),
+        ({"spec": make_run({"precision": "bf16"}).spec}, "precision", "fp32 in A, bf16 in B"),
+        ({"environment": replace(ENVIRONMENT, torch="2.13.0")}, "torch", "2.11.0+cu130 in A, 2.13.0 in B"),
+        ({"environment": replace(ENVIRONMENT, driver=None)}, "driver", "580.65 in A, not known in B"),
+        (
+            {"environment": replace(ENVIRONMENT, device=replace(ENVIRONMENT.device, name="NVIDIA B200"))},
+            "device",
+            "NVIDIA H200 in A, NVIDIA B200 in B",
+        ),
+        ({"steplab_version": "0.9.0"}, "steplab", "0.1.0 in A, 0.9.0 in B"),
+    ],
+)
+def test_unlike_runs_are_refused_by_the_field_unless_it_is_allowed(
+    change: dict[str, Any], field: str, values: str
+) -> None:
+    other = replace(STEADY, **change)
+    with pytest.raises(Inconclusive, match=f"{field}: {values.replace('+', '.')}; .*--allow {field}") as refused:
+        compared(STEADY, other)
+    assert refused.value.exit_code == 3
+    allowed = compared(STEADY, other, allow=[field])
+    assert [found.field for found in allowed.allowed] == [field]
+
+
+def test_how_a_step_was_measured_and_which_of_equal_devices_was_used_may_differ() -> None:
+    environment = replace(ENVIRONMENT, variables={"CUDA_VISIBLE_DEVICES": "1"}, git_commit="5e6f7a8")
+    other = make_run({"steps": "20", "seed": "3"}, environment=environment)
+    assert compared(STEADY, other).allowed == ()
+
+
+def test_cells_of_two_studies_are_paired_by_what_they_measure() -> None:
+    cells: list[Record] = [make_run({"context": c, "steps": "30"}) for c in ("128", "256", "512")]
+    later: list[Record] = [slower(run, 1.2) if run is cells[1] else run for run in cells if isinstance(run, Run)][:2]
+    found = compared(cells, later)
+    assert {figure.cell for figure in found.regressions} == {figure.cell for figure in found.figures[-9:]}
+    assert "B is worse in 1 of 2 cells" in verdict(found).sentences[0]
+    assert "context 512" in found.notes[0]
+
+
+def test_cells_that_an_allowed_field_alone_tells_apart_are_not_mixed() -> None:
+    study: list[Record] = [make_run({"batch": batch}) for batch in ("4", "8")]
+    with pytest.raises(UserError, match="several cells that differ in nothing but batch"):
+        compared(study, make_run({"batch": "16"}), allow=["batch"])
+
+
+def test_a_cell_that_fails_in_b_alone_is_a_regression() -> None:
+    found = compared(STEADY, out_of_memory())
+    assert found.outcome == "regression"
+    assert "B failed: out of memory" in verdict(found).sentences[0]
+    assert compared(out_of_memory(), out_of_memory()).outcome == "undecided"
+
+
+def test_a_loop_of_the_users_own_is_compared_by_its_phases() -> None:
+    found = compared(recorder_run(), recorder_run())
+    assert found.outcome == "fine"
+    assert {figure.name for figure in found.figures} >= {"step time", "load batch", "update"}
+
+
+# --- explanations -----------------------------------------------------------------------------------------
+
+
+def profiled(name: str) -> Run:
+    lines = gzip.decompress((GOLDEN / name).read_bytes()).splitlines()
+    return next(run for run in map(decode, lines) if isinstance(run, Run) and run.profile and run.timing)
+
+
+def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place() -> None:
+    run = profiled("profile_h200_202611.jsonl.gz")
+    profile = run.profile
+    assert profile is not None
+    fused = KernelStats(
+        name="layer_norm_backward_kernel",
+        category="normalisation",
+        phase="backward",
+        range="blocks.*.norm",
+        stream=7,
+        calls=24 * profile.num_steps,
+        total_s=0.002 * profile.num_steps,
+        median_s=1e-4,
+        max_s=1e-4,
+    )
+    parts = [
+        replace(fused, name=f"vectorized_elementwise_kernel<{part}>", total_s=0.0017 * profile.num_steps)
+        for part in ("mul", "rsqrt", "sum")
+    ]
+    a, b = (
+        replace(run, profile=replace(profile, kernels=(*profile.kernels, *kernels))) for kernels in ([fused], parts)
+    )
+    change = compared(a, b).kernels[0]
+    assert (change.a_s, change.b_s) == (pytest.approx(0.002), pytest.approx(0.0051))
+    words = kernel_words(change)
+    assert words.startswith("+3.10 ms per step in backward of blocks.*.norm: ")
+    assert "in place of layer_norm_backward_kernel (24 calls, 2.00 ms), no longer fused" in words
+    assert "now fused" in kernel_words(compared(b, a).kernels[0])
+    assert compared(a, a).kernels == ()
+
+
+def test_an_allocation_that_is_planted_is_named_with_its_shape_and_format() -> None:
+    lines = lzma.decompress((GOLDEN / "memory_h200_202611.jsonl.xz").read_bytes()).splitlines()
+    run = decode(lines[0])
+    assert isinstance(run, Run)
+    profile = run.memory_profile
+    assert profile is not None
+
+    def with_logits(dtype: str, num_bytes: int) -> Run:
+        logits = Allocation(
+            requested_bytes=num_bytes,
+            block_bytes=num_bytes,
+            category="activations",
+            module="head.7.loss",
+            op="aten::_to_copy",
+            shape=(4, 512, 10000),
+            dtype=dtype,
+            at_peak=True,
+        )
+        held = profile.at_peak | {"activations": profile.at_peak["activations"] + num_bytes}
+        grown = replace(
+            profile, largest=(logits, *profile.largest), at_peak=held, peak_bytes=profile.peak_bytes + num_bytes
+        )
+        return replace(run, memory_profile=grown)
+
+    size = 4 * 512 * 10000
+    found = compared(with_logits("bfloat16", 2 * size), with_logits("float32", 4 * size))
+    assert memory_words(found.memory[0]) == (
+        "+39.1 MiB of activations: [4, 512, 10000] of head.*.loss, float32 in place of bfloat16"
+    )
+    assert figure(found, "activations").b - figure(found, "activations").a == 2 * size
+    assert "in B alone" in memory_words(compared(run, with_logits("float32", 4 * size)).memory[0])
+
+
+# --- benchmarks and formats -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_benchmark, make_comm, make_ddp_run])
+def test_benchmarks_are_compared_cell_by_cell(make: Any) -> None:
+    record = make()
+    found = compared(record, dataclasses.replace(record, id="b" * 12))
+    assert len({figure.cell for figure in found.figures}) > 1
+    assert not found.regressions
+    assert all(figure.a == figure.b for figure in found.figures)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "html"])
+def test_every_format_has_the_answer(format: str) -> None:
+    document = compare_document(compared(STEADY, slower(STEADY, 1.1)))
+    text = to_html(document) if format == "html" else render(document, format)
+    assert "regression" in text if format in ("json", "csv") else "B is worse" in text
