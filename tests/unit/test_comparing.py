@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import lzma
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ from steplab.report.kit.rendering import FORMATS, render
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def compared(a: Record | list[Record], b: Record | list[Record], **options: Any) -> Comparison:
-    sides = [side if isinstance(side, list) else [side] for side in (a, b)]
-    told = [Side(told=name, ids=tuple(r.id for r in side)) for name, side in zip("AB", sides, strict=True)]
-    return compare(*told, *sides, **options)
+def compared(a: Record | Sequence[Record], b: Record | Sequence[Record], **options: Any) -> Comparison:
+    sides = [[side] if isinstance(side, Record) else list(side) for side in (a, b)]
+    before, after = (Side(told=name, ids=tuple(r.id for r in side)) for name, side in zip("AB", sides, strict=True))
+    return compare(before, after, *sides, **options)
 
 
 def figure(comparison: Comparison, name: str) -> ComparedFigure:
@@ -84,9 +85,8 @@ def test_a_difference_between_single_processes_needs_a_threshold_or_further_runs
     """Three per cent are within what processes of the same step differ by."""
     assert compared(STEADY, slower(STEADY, 1.03)).outcome == "fine"
     assert compared(STEADY, slower(STEADY, 1.03), threshold=0.01).outcome == "regression"
-    runs: list[Record] = [make_run({"steps": "30"}, seed=seed, id=f"{seed:012x}") for seed in range(6)]
-    worse: list[Record] = [slower(run, 1.03) for run in runs if isinstance(run, Run)]
-    assert compared(runs, worse).outcome == "regression"
+    runs = [make_run({"steps": "30"}, seed=seed, id=f"{seed:012x}") for seed in range(6)]
+    assert compared(runs, [slower(run, 1.03) for run in runs]).outcome == "regression"
 
 
 def test_too_few_steps_are_undecided_and_say_how_many_more_would_do() -> None:
@@ -141,8 +141,8 @@ def test_how_a_step_was_measured_and_which_of_equal_devices_was_used_may_differ(
 
 
 def test_cells_of_two_studies_are_paired_by_what_they_measure() -> None:
-    cells: list[Record] = [make_run({"context": c, "steps": "30"}) for c in ("128", "256", "512")]
-    later: list[Record] = [slower(run, 1.2) if run is cells[1] else run for run in cells if isinstance(run, Run)][:2]
+    cells = [make_run({"context": c, "steps": "30"}) for c in ("128", "256", "512")]
+    later = [cells[0], slower(cells[1], 1.2)]
     found = compared(cells, later)
     assert {figure.cell for figure in found.regressions} == {figure.cell for figure in found.figures[-9:]}
     assert "B is worse in 1 of 2 cells" in verdict(found).sentences[0]
@@ -150,7 +150,7 @@ def test_cells_of_two_studies_are_paired_by_what_they_measure() -> None:
 
 
 def test_cells_that_an_allowed_field_alone_tells_apart_are_not_mixed() -> None:
-    study: list[Record] = [make_run({"batch": batch}) for batch in ("4", "8")]
+    study = [make_run({"batch": batch}) for batch in ("4", "8")]
     with pytest.raises(UserError, match="several cells that differ in nothing but batch"):
         compared(study, make_run({"batch": "16"}), allow=["batch"])
 
@@ -199,7 +199,8 @@ def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place()
         replace(run, profile=replace(profile, kernels=(*profile.kernels, *kernels))) for kernels in ([fused], parts)
     )
     change = compared(a, b).kernels[0]
-    assert (change.a_s, change.b_s) == (pytest.approx(0.002), pytest.approx(0.0051))
+    assert change.a_s == pytest.approx(0.002)
+    assert change.b_s == pytest.approx(0.0051)
     words = kernel_words(change)
     assert words.startswith("+3.10 ms per step in backward of blocks.*.norm: ")
     assert "in place of layer_norm_backward_kernel (24 calls, 2.00 ms), no longer fused" in words
