@@ -23,11 +23,15 @@ class Inconclusive(SteplabError):
     exit_code = 3
 
 
-class LeftOut(UserWarning):
-    """One record was skipped and the work continues; the message is one line for the user.
+class Remark(UserWarning):
+    """Something that the user should know while the work continues; the message is one line.
 
     A Python warning, so that a caller of any layer may turn it off or into an error. The command line prints it.
     """
+
+
+class LeftOut(Remark):
+    """One record was skipped and the work continues."""
 
     def __init__(self, message: str, error: Exception) -> None:
         super().__init__(message)

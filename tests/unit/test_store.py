@@ -207,7 +207,7 @@ def test_listing_many_records_reads_no_body_and_takes_one_statement(path: Path) 
     raw.close()
     with Store.open(path, write=False) as store:
         statements: list[str] = []
-        store._connection._sqlite.set_trace_callback(statements.append)
+        store._connection.sqlite.set_trace_callback(statements.append)
         assert len(store.rows()) == many
         assert len(statements) == 1
         with pytest.raises(SteplabError) as error:
@@ -576,7 +576,7 @@ def test_a_disk_that_refuses_a_write_ends_in_an_error_of_ours(path: Path) -> Non
 
 def test_a_full_disk_loses_the_new_record_alone(store: Store) -> None:
     store.add(make_run("a"))
-    sqlite = store._connection._sqlite
+    sqlite = store._connection.sqlite
     num_pages = sqlite.execute("PRAGMA page_count").fetchone()[0]
     sqlite.execute(f"PRAGMA max_page_count = {num_pages + 2}")
     with pytest.raises(SteplabError, match="disk is full") as error:

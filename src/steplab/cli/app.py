@@ -17,7 +17,7 @@ from steplab.cli import commands
 from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.cli.help_text import docstring_of, unwrapped
-from steplab.errors import LeftOut, SteplabError, UserError
+from steplab.errors import LeftOut, Remark, SteplabError, UserError
 from steplab.printing import plain
 
 _LONGEST_MESSAGE = 1500
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
         for argument in given:
             if not argument.isprintable() and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in argument):
                 raise UserError(f"the argument {argument!r} is not valid text; give arguments in UTF-8")
-        with _left_out_on_stderr(given):
+        with _remarks_on_stderr(given):
             code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
@@ -100,18 +100,18 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
 
 
 @contextmanager
-def _left_out_on_stderr(arguments: list[str]) -> Iterator[None]:
-    """Print one line on standard error for each record that is skipped; show every other warning as usual."""
+def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
+    """Print each remark as one line on standard error; show every other warning as usual."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", LeftOut)
+        warnings.simplefilter("always", Remark)
         usual, told = warnings.showwarning, set[str]()
 
         def show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
-            if isinstance(message, LeftOut):
+            if isinstance(message, Remark):
                 if str(message) in told:  # some reports read a store more than once
                     return
                 told.add(str(message))
-                if "--debug" in arguments:
+                if isinstance(message, LeftOut) and "--debug" in arguments:
                     traceback.print_exception(message.error)
                 print(_in_one_line(str(message)), file=sys.stderr)
             else:

@@ -39,6 +39,7 @@ _STAGES = {
     "scaling": "trying a loss scale",
     "predict": "predicting memory",
     "draw": "drawing the page",
+    "check": "reading the whole store",
 }
 
 

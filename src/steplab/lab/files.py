@@ -79,6 +79,7 @@ KINDS: dict[str, _Kind] = {
     "snapshot": _Kind(what="a memory snapshot", opening=r"\x80.{0,32}(segments|device_traces)"),
     "marks": _Kind(what="the marks of a memory snapshot", opening=r'\{"device_index":\d+,"source":'),
     "rates": _Kind(what="a table of rates", opening="# What kernels reach of the stated figures of a GPU"),
+    "backup": _Kind(what="a backup of a store"),
     "tiles": _Kind(what="a table of tiles", opening=r"(\s|#[^\n]*\n)*\[\[tiles\]\]"),
 }
 """The kinds of output by their names in `--format` or in the option of the command."""

@@ -1,16 +1,23 @@
 """Opens the store's file, to write or only to read, and turns SQLite's exceptions into SteplabError."""
 
+import itertools
 import os
 import sqlite3
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from steplab.errors import SteplabError
+from steplab.errors import Remark, SteplabError
 from steplab.store import schema
-from steplab.store.failures import NAME_ANOTHER, not_writable, sqlite_errors
+from steplab.store.failures import NAME_ANOTHER, locked, not_writable, sqlite_errors
+from steplab.store.file_system import network_file_system
+
+_COPY_WAITS_S = 30.0
+"""How long a copy waits for another process's lock."""
 
 
 class Connection:
@@ -18,18 +25,19 @@ class Connection:
 
     def __init__(self, path: Path, sqlite: sqlite3.Connection) -> None:
         self.path = path
-        self._sqlite = sqlite
+        self.sqlite = sqlite
+        """SQLite's own connection, for the care of the file; it raises SQLite's errors."""
 
     def query(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """All rows that a statement returns."""
         with sqlite_errors(self.path):
-            return self._sqlite.execute(sql, values).fetchall()
+            return self.sqlite.execute(sql, values).fetchall()
 
     def stream(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """The rows that a statement returns, one at a time, for rows with bodies, which need not all fit into
         memory."""
         with sqlite_errors(self.path):
-            yield from self._sqlite.execute(sql, values)
+            yield from self.sqlite.execute(sql, values)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -37,19 +45,24 @@ class Connection:
         with sqlite_errors(self.path):
             # IMMEDIATE takes the write lock now: a transaction that first reads and then asks for it fails at
             # once, without waiting, if another process wrote in between.
-            self._sqlite.execute("BEGIN IMMEDIATE")
+            self.sqlite.execute("BEGIN IMMEDIATE")
             try:
                 yield
-                self._sqlite.execute("COMMIT")
+                self.sqlite.execute("COMMIT")
             except BaseException:
-                if self._sqlite.in_transaction:  # a full disk has already rolled it back
-                    self._sqlite.execute("ROLLBACK")
+                if self.sqlite.in_transaction:  # a full disk has already rolled it back
+                    self.sqlite.execute("ROLLBACK")
                 raise
+
+    def copy_to(self, target: Path) -> None:
+        """Copy the store to a new file as it is now, damaged pages included; others may go on reading and writing."""
+        with sqlite_errors(target), closing(sqlite3.connect(target)) as copy:
+            replace_content(copy, self.sqlite, self.path)
 
     def close(self) -> None:
         """Close the file; further calls fail."""
         with sqlite_errors(self.path):
-            self._sqlite.close()
+            self.sqlite.close()
 
 
 def open_to_write(path: Path, timeout_s: float) -> Connection:
@@ -68,15 +81,66 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
         connection = Connection(path, sqlite)
         try:
             _check_origin(path, sqlite)
-            _use_write_ahead_log(sqlite, timeout_s)
+            _use_journal(path, sqlite, timeout_s)
             with connection.transaction():
                 _check_origin(path, sqlite)  # again: another process may have been faster
+                _keep_earlier_format(connection)
                 schema.migrate(sqlite)
             _prove_writable(sqlite)
         except BaseException:
             sqlite.close()
             raise
     return connection
+
+
+def open_to_repair(path: Path, timeout_s: float) -> Connection:
+    """Open the store at `path` to write, without upgrading it.
+
+    Raises SteplabError if there is none, or if it is another program's, a newer steplab's, or so damaged that SQLite
+    does not know it.
+    """
+    open_to_read(path, timeout_s).close()
+    if not os.access(path, os.W_OK) or not os.access(path.parent, os.W_OK):
+        raise SteplabError(not_writable(path))
+    with sqlite_errors(path):
+        return Connection(path, _connect(path, "mode=rw", timeout_s))
+
+
+def replace_content(target: sqlite3.Connection, source: sqlite3.Connection, path: Path) -> None:
+    """Copy all pages of a database over those of another, in one transaction.
+
+    Raises SteplabError, which names the store at `path`, if another process keeps one of the two locked.
+    """
+    deadline_s = time.monotonic() + _COPY_WAITS_S
+
+    def step(status: int, left: int, total: int) -> None:
+        # sqlite3 itself would try again for ever, deaf to Ctrl-C
+        if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and time.monotonic() > deadline_s:
+            raise SteplabError(locked(path))
+
+    source.backup(target, progress=step, sleep=0.05)
+
+
+def aside(path: Path, what: str) -> Path:
+    """The path beside a store for a file that belongs to it, which no other has: store.db.WHAT-TIME."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    names = (f"{path.name}.{what}-{stamp}{f'.{number}' if number else ''}" for number in itertools.count())
+    return next(other for name in names if not (other := path.with_name(name)).exists())
+
+
+def _keep_earlier_format(connection: Connection) -> None:
+    """Copy a store that is about to be upgraded, and tell the user."""
+    seen = schema.version(connection.sqlite)
+    if 0 < seen < schema.CURRENT_VERSION:
+        kept = aside(connection.path, f"format-{seen}")
+        with closing(_connect(connection.path, "mode=ro", _COPY_WAITS_S)) as reader:
+            # SQLite does not copy through a connection that has begun to write.
+            Connection(connection.path, reader).copy_to(kept)
+        text = (
+            f"the store {connection.path} is upgraded from format {seen} to {schema.CURRENT_VERSION}, which earlier "
+            f"versions of steplab cannot read; {kept.name} beside it is a copy for them"
+        )
+        warnings.warn(Remark(text), stacklevel=2)
 
 
 def _make_folder(path: Path) -> None:
@@ -164,16 +228,24 @@ def _prove_writable(sqlite: sqlite3.Connection) -> None:
     sqlite.execute("ROLLBACK")
 
 
-def _use_write_ahead_log(sqlite: sqlite3.Connection, timeout_s: float) -> None:
-    """Let readers read while a writer writes; synchronous stays FULL, so that a commit survives a power cut.
+def _use_journal(path: Path, sqlite: sqlite3.Connection, timeout_s: float) -> None:
+    """Let readers read while a writer writes, by a write-ahead log; synchronous stays FULL, so that a commit survives a
+    power cut.
 
-    The switch, needed once in a file's life, does not wait for locks by itself. Where the file system cannot
-    do it (some network mounts), SQLite stays with its rollback journal, which is as safe.
+    On a network file system the processes of two machines would each have their own copy of the log's index, and damage
+    the store (https://sqlite.org/wal.html); there the rollback journal is used, which is as safe. SQLite stays with it
+    by itself where a file system lacks what the log needs. The switch, needed once in a file's life, does not wait for
+    locks by itself.
     """
+    network = network_file_system(path)
+    if network and schema.is_blank(sqlite):
+        text = f"the store {path} is on a network file system ({network}); docs/reliability.md says what that means"
+        warnings.warn(Remark(text), stacklevel=2)
+    mode = "DELETE" if network else "WAL"
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            sqlite.execute("PRAGMA journal_mode = WAL")
+            sqlite.execute(f"PRAGMA journal_mode = {mode}")
             return
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:

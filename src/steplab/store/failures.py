@@ -13,7 +13,9 @@ _LOCKED = "another process keeps the store {path} locked; wait for it or end it,
 
 _MESSAGES: dict[int, str] = {
     sqlite3.SQLITE_NOTADB: f"{{path}} is not a steplab store, it is not even an SQLite file; {MOVE_AWAY}",
-    sqlite3.SQLITE_CORRUPT: f"the store {{path}} is damaged; {MOVE_AWAY}",
+    sqlite3.SQLITE_CORRUPT: (
+        "the store {path} is damaged; `steplab store repair` copies it and builds it anew of what can be read"
+    ),
     sqlite3.SQLITE_READONLY: (
         f"the store {{path}} is not writable; make it and its folder writable, or {NAME_ANOTHER}"
     ),
@@ -29,12 +31,26 @@ _MESSAGES: dict[int, str] = {
     ),
     sqlite3.SQLITE_CONSTRAINT: "the store {path} refuses the record ({error}); please report this as a bug",
 }
+_NO_LOCKS = (
+    f"the file system of the store {{path}} has no working locks ({{error}}), as some network folders; "
+    f"{NAME_ANOTHER}, on a local disk"
+)
+_OF_LOCKS = {
+    *(sqlite3.SQLITE_IOERR_LOCK, sqlite3.SQLITE_IOERR_UNLOCK, sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_PROTOCOL),
+    *(sqlite3.SQLITE_IOERR_SHMLOCK, sqlite3.SQLITE_IOERR_SHMMAP, sqlite3.SQLITE_IOERR_SHMOPEN),
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+}
 _OTHER = f"the store {{path}} failed ({{error}}); if that repeats, {MOVE_AWAY}"
 
 
 def not_writable(path: Path) -> str:
     """The message for a store that cannot be written."""
     return _MESSAGES[sqlite3.SQLITE_READONLY].format(path=path)
+
+
+def locked(path: Path) -> str:
+    """The message for a store that another process keeps locked."""
+    return _LOCKED.format(path=path)
 
 
 @contextmanager
@@ -44,8 +60,9 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         # The low byte of an extended code is its family: SQLITE_READONLY_DIRECTORY is a SQLITE_READONLY.
-        family = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        raise SteplabError(_MESSAGES.get(family, _OTHER).format(path=path, error=error)) from error
+        code = getattr(error, "sqlite_errorcode", 0)
+        message = _NO_LOCKS if code in _OF_LOCKS else _MESSAGES.get(code & 0xFF, _OTHER)
+        raise SteplabError(message.format(path=path, error=error)) from error
     except OSError as error:
         raise SteplabError(f"cannot open the store {path}: {error.strerror}; {NAME_ANOTHER}") from error
     except (UnicodeEncodeError, OverflowError) as error:
