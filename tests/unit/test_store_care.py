@@ -15,6 +15,7 @@ from tests.runs import make_run
 from steplab.cli.app import main
 from steplab.errors import Remark, SteplabError
 from steplab.lab.store_care import back_up_store, check_store, compact_store, repair_store
+from steplab.records.codec import encode
 from steplab.store import connection
 from steplab.store.database import Store
 from steplab.store.file_system import network_file_system
@@ -136,21 +137,13 @@ def test_a_repair_beside_a_writer_changes_nothing(path: Path, monkeypatch: pytes
 
 def test_compact_gives_back_what_removed_records_left(path: Path) -> None:
     with Store.open(path, write=True) as store:
-        store.import_lines(
-            json.dumps(json.loads(connection_body(path)) | {"id": f"aa{number:010x}"}).encode() for number in range(200)
-        )
+        body = json.loads(encode(make_run()))
+        store.import_lines(json.dumps(body | {"id": f"aa{number:010x}"}).encode() for number in range(200))
         store.remove([f"aa{number:010x}" for number in range(200)])
     before_bytes, after_bytes = compact_store(path)
     assert after_bytes < before_bytes / 2
     assert check_store(path).free_bytes == 0
     assert len(ids(path)) == 20
-
-
-def connection_body(path: Path) -> bytes:
-    with raw(path) as sqlite:
-        body = sqlite.execute("SELECT body FROM record WHERE seq = 20").fetchone()[0]
-        assert isinstance(body, bytes)
-        return body
 
 
 def test_a_backup_is_a_store_as_it_was_at_one_moment(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,3 +213,19 @@ def test_a_file_system_without_locks_is_named_as_the_cause(path: Path, monkeypat
     monkeypatch.setattr(connection, "_connect", lambda *arguments: LockFails())
     with pytest.raises(SteplabError, match=r"file system of the store .* has no working locks"):
         Store.open(path, write=True)
+
+
+def test_what_is_left_of_a_truncated_store_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    body = json.loads(encode(make_run()))
+    with Store.open(path, write=True) as store:
+        store.import_lines(json.dumps(body | {"id": f"{number:012x}"}).encode() for number in range(200))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    assert check_store(path).has_unreachable
+    repaired = repair_store(path)
+    assert repaired is not None
+    assert repaired.has_unreachable
+    condition = check_store(path)
+    assert condition.is_sound
+    assert 20 < condition.num_records < 200

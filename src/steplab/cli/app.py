@@ -44,8 +44,6 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
 
 def console() -> None:
     """Entry point of the installed program."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
     sys.exit(main())
 
 
@@ -55,6 +53,8 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
     `ending` knows the signal behind a KeyboardInterrupt.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
     try:
         for argument in given:
             if not argument.isprintable() and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in argument):

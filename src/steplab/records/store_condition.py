@@ -39,8 +39,8 @@ class StoreCondition:
     """Number of studies."""
     num_outdated: int
     """Number of records whose row in lists is not what this version makes of them; `repair` makes those rows again."""
-    num_unreachable: int
-    """Number of places for records in parts of the file that SQLite cannot read."""
+    has_unreachable: bool
+    """Whether SQLite cannot read parts of the file where records may have been."""
     unreadable: tuple[UnreadableRecord, ...]
     """The records that cannot be read."""
     damage: tuple[str, ...]
@@ -49,4 +49,4 @@ class StoreCondition:
     @property
     def is_sound(self) -> bool:
         """Whether nothing is damaged."""
-        return not (self.damage or self.unreadable or self.num_unreachable)
+        return not (self.damage or self.unreadable or self.has_unreachable)

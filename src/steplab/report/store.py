@@ -23,7 +23,7 @@ def condition_document(condition: StoreCondition) -> Document:
         name: getattr(condition, name)
         for name in (
             *("path", "format", "size_bytes", "free_bytes", "journal", "file_system", "num_records", "num_studies"),
-            *("num_outdated", "num_unreachable"),
+            *("num_outdated", "has_unreachable"),
         )
     }
     store = Table(
@@ -51,8 +51,8 @@ def _verdict(condition: StoreCondition) -> Verdict:
         found.append("its file is damaged")
     if condition.unreadable:
         found.append(f"{counted(len(condition.unreadable), 'record')} cannot be read")
-    if condition.num_unreachable:
-        found.append(f"{counted(condition.num_unreachable, 'place')} for records cannot be reached")
+    if condition.has_unreachable:
+        found.append("parts of it where records may have been cannot be read")
     what = f"The store is damaged: {', '.join(found)}."
     return Verdict(sentences=(what, "`steplab store repair` copies it and builds it anew of what can be read."))
 

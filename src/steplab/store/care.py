@@ -30,23 +30,23 @@ class Repair:
     """The file with the records that cannot be read, which are no longer in the store; None if all can be."""
     num_moved: int
     """Number of records in that file."""
-    num_unreachable: int
-    """Number of places for records that SQLite could not read."""
+    has_unreachable: bool
+    """Whether SQLite could not read parts of the file, so that the records there are lost."""
     num_renewed: int
     """Number of records whose row in lists was made again."""
 
 
 def check(path: Path, timeout_s: float = 30.0) -> StoreCondition:
     """Read everything in the store, and change nothing. Raises SteplabError where it cannot be opened at all."""
-    connection = open_to_read(path, timeout_s)
+    connection = open_to_read(path, timeout_s, though_damaged=True)
     with closing(connection), sqlite_errors(path):
         sqlite = connection.sqlite
         page_bytes, num_free = _pragma(sqlite, "page_size"), _pragma(sqlite, "freelist_count")
         damage = _damage(sqlite)
-        num_records, num_outdated, num_unreachable, unreadable = 0, 0, 0, []
+        num_records, num_outdated, has_unreachable, unreadable = 0, 0, False, []
         for stored in stored_records(sqlite):
             if stored is None:
-                num_unreachable += 1
+                has_unreachable = True
             elif stored.problem:
                 unreadable.append(stored.unreadable())
             else:
@@ -62,7 +62,7 @@ def check(path: Path, timeout_s: float = 30.0) -> StoreCondition:
             num_records=num_records,
             num_studies=len(_studies(sqlite)),
             num_outdated=num_outdated,
-            num_unreachable=num_unreachable,
+            has_unreachable=has_unreachable,
             unreadable=tuple(unreadable),
             damage=damage,
         )
@@ -84,7 +84,7 @@ def repair(path: Path, timeout_s: float = 30.0) -> Repair:
         connection.copy_to(before)
         made.isolation_level = None
         made.execute(f"PRAGMA page_size = {_pragma(sqlite, 'page_size')}")
-        moved, num_unreachable, num_renewed = _fill(made, sqlite)
+        moved, has_unreachable, num_renewed = _fill(made, sqlite)
         lost = aside(path, "unreadable") if moved else None
         if lost is not None:
             lost.write_bytes(b"".join(_line(stored) for stored in moved))
@@ -95,7 +95,7 @@ def repair(path: Path, timeout_s: float = 30.0) -> Repair:
         before=before,
         unreadable=lost,
         num_moved=len(moved),
-        num_unreachable=num_unreachable,
+        has_unreachable=has_unreachable,
         num_renewed=num_renewed,
     )
 
@@ -116,19 +116,19 @@ def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
         connection.copy_to(target)
 
 
-def _fill(made: sqlite3.Connection, sqlite: sqlite3.Connection) -> tuple[list[StoredRecord], int, int]:
+def _fill(made: sqlite3.Connection, sqlite: sqlite3.Connection) -> tuple[list[StoredRecord], bool, int]:
     """Write into an empty database what can be read of a store.
 
-    Returns the records that cannot be read, the number of places that cannot be reached, and of renewed rows.
+    Returns the records that cannot be read, whether parts of the file cannot be read, and the number of renewed rows.
     """
     made.execute("BEGIN")
     schema.create(made, schema.version(sqlite))
-    moved, ids, num_unreachable, num_renewed = list[StoredRecord](), set[bytes](), 0, 0
+    moved, ids, has_unreachable, num_renewed = list[StoredRecord](), set[bytes](), False, 0
     for study in _studies(sqlite):
         made.execute(f"INSERT OR IGNORE INTO study VALUES ({', '.join('?' * len(study))})", study)
     for stored in stored_records(sqlite):
         if stored is None:
-            num_unreachable += 1
+            has_unreachable = True
         elif stored.problem or stored.renewed["id"] in ids:
             moved.append(stored)
         else:
@@ -137,7 +137,7 @@ def _fill(made: sqlite3.Connection, sqlite: sqlite3.Connection) -> tuple[list[St
             _insert(made, stored)
     schema.migrate(made)
     made.execute("COMMIT")
-    return moved, num_unreachable, num_renewed
+    return moved, has_unreachable, num_renewed
 
 
 def _insert(made: sqlite3.Connection, stored: StoredRecord) -> None:

@@ -16,6 +16,8 @@ from steplab.store import schema
 from steplab.store.failures import NAME_ANOTHER, locked, not_writable, sqlite_errors
 from steplab.store.file_system import network_file_system
 
+_THOUGH_DAMAGED = "PRAGMA writable_schema = ON"
+"""Has SQLite read a file that is shorter than its header says; nothing here writes the schema."""
 _COPY_WAITS_S = 30.0
 """How long a copy waits for another process's lock."""
 
@@ -99,11 +101,13 @@ def open_to_repair(path: Path, timeout_s: float) -> Connection:
     Raises SteplabError if there is none, or if it is another program's, a newer steplab's, or so damaged that SQLite
     does not know it.
     """
-    open_to_read(path, timeout_s).close()
+    open_to_read(path, timeout_s, though_damaged=True).close()
     if not os.access(path, os.W_OK) or not os.access(path.parent, os.W_OK):
         raise SteplabError(not_writable(path))
     with sqlite_errors(path):
-        return Connection(path, _connect(path, "mode=rw", timeout_s))
+        sqlite = _connect(path, "mode=rw", timeout_s)
+        sqlite.execute(_THOUGH_DAMAGED)
+        return Connection(path, sqlite)
 
 
 def replace_content(target: sqlite3.Connection, source: sqlite3.Connection, path: Path) -> None:
@@ -152,11 +156,12 @@ def _make_folder(path: Path) -> None:
         raise SteplabError(f"cannot make the store {path}: {why}; {NAME_ANOTHER}") from error
 
 
-def open_to_read(path: Path, timeout_s: float) -> Connection:
+def open_to_read(path: Path, timeout_s: float, *, though_damaged: bool = False) -> Connection:
     """Open the store at `path` without changing or leaving anything on disk.
 
-    Raises SteplabError if there is none yet, or if the file is damaged, is another program's or a newer
-    steplab's.
+    `though_damaged` opens a file that has lost its end too, parts of which then cannot be read.
+
+    Raises SteplabError if there is none yet, or if the file is damaged, is another program's or a newer steplab's.
     """
     with sqlite_errors(path):
         if not path.exists():
@@ -164,6 +169,8 @@ def open_to_read(path: Path, timeout_s: float) -> Connection:
         _refuse_folder(path)
         sqlite = _connect(path, _reading_mode(path), timeout_s)
         try:
+            if though_damaged:
+                sqlite.execute(_THOUGH_DAMAGED)
             sqlite.execute("PRAGMA query_only = ON")
             _check_origin(path, sqlite)
             seen = schema.version(sqlite)

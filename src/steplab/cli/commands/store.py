@@ -64,8 +64,8 @@ def repair(*, options: StoreOptions = StoreOptions()) -> None:
     if repaired.unreadable:
         verb = "was" if repaired.num_moved == 1 else "were"
         say(f"{counted(repaired.num_moved, 'unreadable record')} {verb} moved to {repaired.unreadable}")
-    if repaired.num_unreachable:
-        say(f"{counted(repaired.num_unreachable, 'place')} for records lay in parts of the file that cannot be read")
+    if repaired.has_unreachable:
+        say("parts of the file could not be read, and the records there are lost")
     say(f"the rows of {counted(repaired.num_renewed, 'record')} in lists were made again")
     say("the store is repaired; `steplab store check` checks it")
 
