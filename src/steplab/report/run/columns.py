@@ -25,7 +25,7 @@ def _unsaid(value: Scalar) -> str:
     return ""
 
 
-_QUANTITIES: dict[Unit, Quantity] = {
+QUANTITIES: dict[Unit, Quantity] = {
     "s": TIME,
     "tokens/s": TOKENS_PER_S,
     "share": SHARE,
@@ -38,7 +38,7 @@ _QUANTITIES: dict[Unit, Quantity] = {
 def _figure_column(figure: RunFigure) -> Column | None:
     if figure.header is None:
         return None
-    quantity = _QUANTITIES[figure.unit]
+    quantity = QUANTITIES[figure.unit]
     return Column(
         key=figure.key,
         header=figure.header,

@@ -1,0 +1,82 @@
+"""Where a series of figures changes its level.
+
+The method is E-divisive (Matteson and James, Journal of the American Statistical Association 109, 2014), by which
+MongoDB (Daly et al., ICPE 2020) and Hunter (Fleming et al., ICPE 2023) find changes of performance: the series is cut
+where the energy distance between both parts is largest, if a permutation test finds that cut too clear for chance, and
+so on in each part. The distances are those of logarithms, so that a change is a ratio.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from steplab.records.history import ChangePoint
+
+SIGNIFICANT = 0.01
+"""Largest p of a change."""
+SHORTEST = 3
+"""Fewest points of a level."""
+_PERMUTATIONS = 299
+
+
+def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangePoint, ...]:
+    """The changes of level by more than `threshold`, as a share, in the order of the values, which are positive.
+
+    It takes about ten values to find one: fewer have too few orders for a p below `SIGNIFICANT`.
+    """
+    found = sorted(_cuts(values, 0, len(values)))
+    while found:
+        bounds = [0, *(cut for cut, _ in found), len(values)]
+        levels = [median(values[first:last]) for first, last in itertools.pairwise(bounds)]
+        changes = [
+            ChangePoint(index=cut, before=before, after=after, p=p)
+            for (cut, p), (before, after) in zip(found, itertools.pairwise(levels), strict=True)
+        ]
+        small = [change for change in changes if abs(math.log(change.ratio)) <= math.log1p(threshold)]
+        if not small:
+            return tuple(changes)
+        least = min(small, key=lambda change: abs(math.log(change.ratio)))
+        found = [(cut, p) for cut, p in found if cut != least.index]
+    return ()
+
+
+def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int, float]]:
+    """Index and p of each cut of values[first:last], in no order."""
+    import numpy as np
+
+    num = last - first
+    if num < 2 * SHORTEST:
+        return
+    logs = np.log(np.asarray(values[first:last], dtype=np.float64))
+    distances = np.abs(logs[:, None] - logs[None, :])
+    cut, clearest = _clearest_cut(distances)
+    random = np.random.default_rng(0)  # the same series gives the same changes
+    orders = (random.permutation(num) for _ in range(_PERMUTATIONS))
+    as_clear = sum(_clearest_cut(distances[np.ix_(order, order)])[1] >= clearest for order in orders)
+    p = (as_clear + 1) / (_PERMUTATIONS + 1)
+    if clearest <= 0 or p > SIGNIFICANT:
+        return
+    yield first + cut, p
+    yield from _cuts(values, first, first + cut)
+    yield from _cuts(values, first + cut, last)
+
+
+def _clearest_cut(distances: Any) -> tuple[int, float]:
+    """The cut with the largest energy distance between both parts, and that distance, from all pairs' distances."""
+    import numpy as np
+
+    num = len(distances)
+    sums = np.zeros((num + 1, num + 1))
+    sums[1:, 1:] = distances.cumsum(axis=0).cumsum(axis=1)
+    cuts = np.arange(SHORTEST, num - SHORTEST + 1)
+    left, right = cuts, num - cuts
+    within_left = sums[cuts, cuts]
+    between = sums[cuts, num] - within_left
+    within_right = sums[num, num] - within_left - 2 * between
+    # Matteson and James, equation 5, whose means within a part are over pairs of different values.
+    energy = 2 * between / (left * right) - within_left / (left * (left - 1)) - within_right / (right * (right - 1))
+    scaled = energy * left * right / num
+    best = int(np.argmax(scaled))
+    return int(cuts[best]), float(scaled[best])

@@ -1,0 +1,96 @@
+"""The history of a figure: like runs of the store, commit by commit."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from steplab.comparison.changes import change_points
+from steplab.comparison.samples import IN_TURNS
+from steplab.errors import UserError
+from steplab.lab.keeping import open_store
+from steplab.records.history import Point, Series
+from steplab.records.rows import Row
+from steplab.records.run_figures import RUN_FIGURES
+from steplab.specs.step import FIELDS, STEP_FIELDS
+
+METRICS = tuple(figure.key for figure in RUN_FIGURES if figure.unit != "text")
+"""The figures that have a history."""
+
+
+def history(
+    metric: str = "step_time_s",
+    *,
+    fields: Mapping[str, Sequence[object]] | None = None,
+    name: str | None = None,
+    threshold: float | None = None,
+    store: Path | str | None = None,
+) -> tuple[Series, ...]:
+    """The history of a figure of each step and device, those with the most runs first.
+
+    `fields` are the values that a step may have, by the fields' names; `name` is that of the runs. `metric` is a figure
+    of a run's row, with or without its unit: step_time or step_time_s. `threshold` is the smallest change that is
+    marked, as a share; None: 1 %.
+
+    Raises UserError for a metric that there is not, and if no run matches.
+    """
+    key = _metric(metric)
+    with open_store(store, write=False) as opened:
+        rows = [row for row in opened.rows(name=name) if _matches(row, fields or {})]
+    rows = [row for row in reversed(rows) if row.get(key)]
+    if not rows:
+        raise UserError(f"no run in {opened.path} matches and has {key}; `steplab list` shows the runs")
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row.get(column) for column in _what()), []).append(row)
+    found = [_series(key, some, threshold if threshold is not None else IN_TURNS) for some in alike.values()]
+    return tuple(sorted(found, key=lambda series: -len(series.points)))
+
+
+def _metric(given: str) -> str:
+    """The name of the figure in rows."""
+    name = given.replace("-", "_")
+    for key in METRICS:
+        if name == key or key.removeprefix(name) in ("_s", "_bytes", "_per_s"):
+            return key
+    raise UserError(f"no figure '{given}'; choose of {', '.join(METRICS)}")
+
+
+def _what() -> Iterator[str]:
+    """The columns in which the runs of one series agree."""
+    yield from (field.column for field in FIELDS.values() if field.about.role not in ("how", "device"))
+    yield "device"
+
+
+def _matches(row: Row, fields: Mapping[str, Sequence[object]]) -> bool:
+    return all(str(row.get(FIELDS[key].column)) in map(str, values) for key, values in fields.items())
+
+
+def _series(key: str, rows: Sequence[Row], threshold: float) -> Series:
+    points = tuple(_points(key, rows))
+    first = rows[0]
+    said = (field.say(first[field.column]) for field in STEP_FIELDS if _is_said(field.column, first))
+    label = " · ".join([*said, str(first.get("device") or "device not known")])
+    changes = change_points([point.value for point in points], threshold=threshold)
+    return Series(label=label, metric=key, points=points, changes=changes)
+
+
+def _is_said(column: str, row: Row) -> bool:
+    """Whether a field belongs to the words for a step: those that decide what it computes, without quiet defaults."""
+    field = next(field for field in STEP_FIELDS if field.column == column)
+    value = row.get(column)
+    quiet = field.about.quiet and str(value) == str(field.default)
+    return field.about.role in ("size", "what") and value is not None and not quiet
+
+
+def _points(key: str, rows: Sequence[Row]) -> Iterator[Point]:
+    """One point for the consecutive runs of each commit; a run without a commit is a point of its own."""
+    groups = itertools.groupby(rows, key=lambda row: row.get("git_commit") or row["id"])
+    for _, group in groups:
+        some = list(group)
+        yield Point(
+            created_utc=str(some[-1]["created_utc"]),
+            commit=str(some[0]["git_commit"]) if some[0].get("git_commit") else None,
+            ids=tuple(str(row["id"]) for row in some),
+            value=median(float(row[key] or 0) for row in some),
+        )
