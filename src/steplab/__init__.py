@@ -7,9 +7,9 @@ A spec goes in, a record comes out, everything else reads records:
     steplab.show(run)  # at a prompt its report, in a notebook its page
 
 Every verb of the command line is a function of the same name: measure (`steplab run`), sweep, study, profile, memory,
-precision, attention, comm, ddp, doctor, explain, plan, show, report, load, tag, note. `help(steplab.measure)` describes
-the fields of a step, and docs/python.md has examples. Importing this package imports neither torch nor anything heavy;
-each name is loaded when it is first used.
+precision, attention, comm, ddp, doctor, explain, ab, advise, plan, show, report, load, tag, note. docs/python.md has
+examples, and `help(steplab.measure)` describes the fields of a step. Importing this package imports neither torch nor
+anything heavy; each name is loaded when it is first used.
 """
 
 import sys
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from steplab.errors import SteplabError, Unsupported, UserError
     from steplab.lab.accounting import plan_accounting
+    from steplab.lab.advising import advise
     from steplab.lab.annotating import note, tag
     from steplab.lab.attention import attention
     from steplab.lab.comm import comm
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from steplab.lab.profiling import import_trace, profile
     from steplab.lab.recording import recorder
     from steplab.lab.sweeping import study, sweep
+    from steplab.lab.turns import ab
     from steplab.records.record import Record
     from steplab.records.run import Run
     from steplab.specs.model import ModelSpec
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
     from steplab.views.view import View
 
 _HOMES = {
+    "ab": "steplab.lab.turns",
+    "advise": "steplab.lab.advising",
     "attention": "steplab.lab.attention",
     "comm": "steplab.lab.comm",
     "ddp": "steplab.lab.ddp",
@@ -104,6 +108,8 @@ __all__ = [
     "UserError",
     "View",
     "__version__",
+    "ab",
+    "advise",
     "attention",
     "comm",
     "ddp",

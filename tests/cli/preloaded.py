@@ -100,7 +100,7 @@ class ForkingPopen(subprocess.Popen[bytes]):
         if words[:1] != ["-m"] or words[1] not in _MAINS:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
-        _, _, _, pass_fds, _, environment, *_ = others
+        _, _, _, pass_fds, folder, environment, *_ = others
         ends = others[9:15]  # of stdin, stdout and stderr, two each
         streams = (ends[0], ends[3], ends[5])
 
@@ -113,6 +113,9 @@ class ForkingPopen(subprocess.Popen[bytes]):
             if environment is not None:
                 os.environ.clear()
                 os.environ.update(environment)
+            if folder is not None:
+                os.chdir(folder)
+                sys.path.insert(0, str(folder))
             # -1: as this process has it
             _take(tuple(own if given < 0 else given for own, given in enumerate(streams)), keep=pass_fds)
             pkgutil.resolve_name(_MAINS[words[1]])()

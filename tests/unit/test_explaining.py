@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 from tests.runs import ENVIRONMENT, make_run, out_of_memory
 from tests.unit.explaining import foreign, op, own, profile, timing
+from tests.unit.taking import FakeSession
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.explaining import explain, run_to_explain, try_findings, with_fields
-from steplab.measurement.progress import OnProgress
-from steplab.records.failure import Failure
 from steplab.records.finding import Evidence, Finding, Findings
-from steplab.records.run import Run
 from steplab.report.kit.table import sheet
 from steplab.report.run.findings import trials_table
 from steplab.specs.step import StepSpec
@@ -42,56 +40,55 @@ def findings(*found: Finding) -> Findings:
     )
 
 
-class Bench:
-    """Stands in for measuring: each spec's time, failure or refusal as told, and a note of what was asked."""
+def bench(**outcomes: float | str | Exception) -> FakeSession:
+    """A session in which each spec has its time, failure or refusal as told."""
 
-    def __init__(self, **outcomes: float | str | Exception) -> None:
-        self.outcomes = outcomes
-        self.asked: list[StepSpec] = []
+    def told(spec: StepSpec) -> float | str | Exception:
+        what = next((k for k in outcomes if k in (spec.compile, spec.attention, f"batch_{spec.batch}")), "base")
+        return outcomes[what]
 
-    def __call__(
-        self, spec: StepSpec, *, name: str, store: Path | str | None, timeout_s: float | None, on_progress: OnProgress
-    ) -> Run:
-        self.asked.append(spec)
-        what = next((k for k in self.outcomes if k in (spec.compile, spec.attention, f"batch_{spec.batch}")), "base")
-        outcome = self.outcomes[what]
-        if isinstance(outcome, Exception):
-            raise outcome
-        run = make_run({"model": "small"}, id=f"{len(self.asked):012d}", spec=spec, name=name)
-        if isinstance(outcome, str):
-            return dataclasses.replace(run, timing=None, failure=Failure(kind="out_of_memory", message=outcome))
-        return dataclasses.replace(run, timing=timing(1000 * outcome))
+    return FakeSession(told)
+
+
+@pytest.fixture(autouse=True)
+def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "tried.db"))
 
 
 # --- trials -----------------------------------------------------------------------------------------------
 
 
-def test_each_change_is_measured_against_the_step_measured_again() -> None:
-    bench = Bench(base=0.012, default=0.009)
+def test_each_change_is_measured_against_the_step_measured_again(tmp_path: Path) -> None:
+    taking = bench(base=0.012, default=0.009)
     told: list[str] = []
     first, second = finding("fusable_elementwise", compile="default"), finding("communication_exposed")
-    tried = try_findings(RUN, findings(first, second), on_trial=told.append, measure=bench)
+    tried = try_findings(RUN, findings(first, second), on_trial=told.append, session=taking)
     trial = tried.findings[0].trial
     assert trial is not None
     assert trial.before_s == pytest.approx(0.012)
     assert trial.after_s == pytest.approx(0.009)
     assert trial.saved_s == pytest.approx(0.003)
-    assert trial.run_ids == ("000000000001", "000000000002")
+    assert (trial.least_saved_s, trial.most_saved_s) == pytest.approx((0.003, 0.003), rel=0.01)
+    assert {spec.steps for spec in taking.asked} == {30}
+    with Store.open(tmp_path / "tried.db", write=False) as opened:
+        names = {row["id"]: row["name"] for row in opened.rows()}
+    assert names == dict.fromkeys(trial.run_ids, f"trying {RUN.id}")
     assert tried.findings[1].trial is None  # no field does it
-    assert [spec.compile for spec in bench.asked] == ["off", "default"]
+    assert [spec.compile for spec in taking.asked] == ["off", "default"]
     assert told == ["the unchanged step", "compile default"]
 
 
 def test_one_change_proposed_twice_is_measured_once() -> None:
-    bench = Bench(base=0.012, default=0.009)
-    tried = try_findings(RUN, findings(finding("a", compile="default"), finding("b", compile="default")), measure=bench)
-    assert len(bench.asked) == 2
+    taking = bench(base=0.012, default=0.009)
+    found = findings(finding("a", compile="default"), finding("b", compile="default"))
+    tried = try_findings(RUN, found, session=taking)
+    assert len(taking.asked) == 2
     assert tried.findings[0].trial == tried.findings[1].trial
 
 
 def test_a_larger_batch_is_compared_by_the_token() -> None:
     tried = try_findings(
-        RUN, findings(finding("batch_too_small", batch="16")), measure=Bench(base=0.012, batch_16=0.03)
+        RUN, findings(finding("batch_too_small", batch="16")), session=bench(base=0.012, batch_16=0.03)
     )
     trial = tried.findings[0].trial
     assert trial is not None
@@ -108,8 +105,9 @@ def test_a_larger_batch_is_compared_by_the_token() -> None:
     ],
 )
 def test_a_change_that_fails_is_said_and_the_others_are_tried(outcome: str | Exception, why: str) -> None:
-    bench = Bench(base=0.012, sdpa=outcome, default=0.009)
-    tried = try_findings(RUN, findings(finding("a", attention="sdpa"), finding("b", compile="default")), measure=bench)
+    taking = bench(base=0.012, sdpa=outcome, default=0.009)
+    found = findings(finding("a", attention="sdpa"), finding("b", compile="default"))
+    tried = try_findings(RUN, found, session=taking)
     first, second = (f.trial for f in tried.findings)
     assert first is not None
     assert second is not None
@@ -119,33 +117,33 @@ def test_a_change_that_fails_is_said_and_the_others_are_tried(outcome: str | Exc
 
 def test_a_step_that_no_longer_runs_cannot_be_compared_with() -> None:
     with pytest.raises(SteplabError, match=f"run {RUN.id} did not run again: out of memory: asked 8 GiB"):
-        try_findings(RUN, findings(finding("a", compile="default")), measure=Bench(base="asked 8 GiB"))
+        try_findings(RUN, findings(finding("a", compile="default")), session=bench(base="asked 8 GiB"))
 
 
 def test_a_trace_from_elsewhere_cannot_be_run_again() -> None:
     with pytest.raises(UserError, match="imported trace"):
-        try_findings(foreign(SEEN), findings(finding("a", compile="default")), measure=Bench())
+        try_findings(foreign(SEEN), findings(finding("a", compile="default")), session=bench())
 
 
 def test_another_device_says_nothing_of_the_first() -> None:
     elsewhere = dataclasses.replace(ENVIRONMENT, device=dataclasses.replace(ENVIRONMENT.device, name="NVIDIA L4"))
     run = dataclasses.replace(RUN, environment=elsewhere)
     with pytest.raises(SteplabError, match="measured on NVIDIA L4, but this machine has NVIDIA H200"):
-        try_findings(run, findings(finding("a", compile="default")), measure=Bench(base=0.012))
+        try_findings(run, findings(finding("a", compile="default")), session=bench(base=0.012))
 
 
 def test_auto_means_the_kind_of_device_it_meant_then() -> None:
-    bench = Bench(base=0.012, default=0.009)
+    taking = bench(base=0.012, default=0.009)
     assert RUN.spec is not None
     assert RUN.spec.device == "auto"
-    try_findings(RUN, findings(finding("a", compile="default")), measure=bench)
-    assert {spec.device for spec in bench.asked} == {"cuda"}
+    try_findings(RUN, findings(finding("a", compile="default")), session=taking)
+    assert {spec.device for spec in taking.asked} == {"cuda"}
 
 
 def test_nothing_to_try_measures_nothing() -> None:
-    bench = Bench(base=0.012)
-    assert try_findings(RUN, findings(finding("a")), measure=bench) == findings(finding("a"))
-    assert bench.asked == []
+    taking = bench(base=0.012)
+    assert try_findings(RUN, findings(finding("a")), session=taking) == findings(finding("a"))
+    assert taking.asked == []
 
 
 def test_fields_change_the_spec_and_nothing_else() -> None:
@@ -203,7 +201,7 @@ def test_a_store_without_profiles_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def test_the_table_shows_predicted_measured_and_error_of_the_step() -> None:
-    bench = Bench(base=0.012, default=0.009, sdpa="asked 8.00 GiB", batch_8=0.016)
+    taking = bench(base=0.012, default=0.009, sdpa="asked 8.00 GiB", batch_8=0.016)
     tried = try_findings(
         RUN,
         findings(
@@ -212,11 +210,13 @@ def test_the_table_shows_predicted_measured_and_error_of_the_step() -> None:
             finding("batch_too_small", 0.001, batch="8"),
             finding("communication_exposed"),
         ),
-        measure=bench,
+        session=taking,
     )
     rows = sheet(trials_table(tried)).rows
-    assert rows == (
+    figures = [row[:3] + row[3:4] + row[6:] for row in rows]
+    assert figures == [
         ("fusable_elementwise", "compile=default", "4.20 ms", "3.00 ms", "+10.0 %", "12.0 ms", "9.00 ms"),
         ("scores_materialised", "attention=sdpa", "–", "out of memory: asked 8.00 GiB", "–", "–", "–"),
         ("batch_too_small", "batch=8", "1.00 ms", "4.00 ms", "-25.0 %", "12.0 ms", "8.00 ms"),
-    )
+    ]
+    assert [row[4:6] for row in rows] == [("3.00 ms", "3.00 ms"), ("–", "–"), ("4.00 ms", "4.00 ms")]

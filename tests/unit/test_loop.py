@@ -64,6 +64,9 @@ class FakeDevice:
             return None
         return PeakMemory(phase=phase, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
+    def free_unused(self) -> None:
+        self.events.append("free unused")
+
     def phase(self, name: str, costs: Sequence[tuple[float, float]]) -> Phase:
         """A phase that takes (launch, work) seconds of the host and of the device, one pair a call."""
         remaining = iter(costs)

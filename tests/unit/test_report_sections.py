@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.advice_records import some_advice
 from tests.attention_records import make_benchmark
 from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
@@ -33,6 +34,7 @@ SUMS = Accumulation(
 )  # fmt: skip
 EXAMPLES: dict[str, Record] = {
     "run": make_run(),
+    "advice": some_advice(),
     "numerics": Numerics(
         id="5a5a5a5a5a5a", created_utc="2026-11-21T12:00:00Z", steplab_version="0.1.0", accumulations=(SUMS,)
     ),
@@ -46,6 +48,7 @@ EXAMPLES: dict[str, Record] = {
 }  # fmt: skip
 CHAPTERS = {
     "run": "time",
+    "advice": "advice",
     "numerics": "precision",
     "attention": "attention",
     "comm": "communication",
@@ -118,6 +121,8 @@ ARROWS = {
     "environments": {"kit"},
     "perfetto": set(),
     "run": {"kit", "environments"},
+    "turns": {"kit"},
+    "advice": {"kit", "environments", "turns"},
     "profile": {"kit", "run"},
     "memory": {"kit", "run"},
     "precision": {"kit", "run"},
@@ -127,7 +132,7 @@ ARROWS = {
     "ddp": {"kit", "environments", "run"},
     "ceilings": {"kit", "environments"},
     "sections": {
-        *("run", "profile", "memory", "precision", "attention", "comm", "ddp", "plan", "ceilings"),
+        *("run", "advice", "profile", "memory", "precision", "attention", "comm", "ddp", "plan", "ceilings"),
         "kit",
         "environments",
     },

@@ -4,6 +4,8 @@ The options of a step are made from the declarations in `specs.step`. Values sta
 into a spec, so that study files, Python and the command line share the same checks and messages.
 """
 
+import difflib
+import shlex
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -80,6 +82,31 @@ class GivenFields:
     def _given(self) -> dict[StepField, str]:
         values = {field: getattr(self, field.attribute, None) for field in FIELDS.values()}
         return {field: value for field, value in values.items() if value is not None}
+
+
+def fields_in(text: str) -> dict[str, object]:
+    """The fields of a step that options in one text give, such as '--precision bf16 --compile block'.
+
+    Raises UserError for anything else than options of a step, each with a value.
+    """
+    try:
+        words = [part for word in shlex.split(text) for part in _apart(word)]
+    except ValueError as error:
+        raise UserError(f"'{text}' cannot be read as options: {error}") from None
+    keys = {option_name(key): key for key in FIELDS}
+    for option in words[::2]:
+        if option not in keys:
+            near = difflib.get_close_matches(option, keys, n=1)
+            hint = f"did you mean {near[0]}?" if near else "write it as '--precision bf16 --compile block'"
+            raise UserError(f"'{option}' in '{text}' is no option of a step; {hint}")
+    if len(words) % 2:
+        raise UserError(f"{words[-1]} in '{text}' has no value")
+    return {keys[option]: value for option, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _apart(word: str) -> list[str]:
+    """An option and its value, if they are one word."""
+    return word.split("=", 1) if word.startswith("--") else [word]
 
 
 @Parameter(name="*")

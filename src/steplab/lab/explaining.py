@@ -4,27 +4,22 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
+from steplab.comparison.turns import step_ratio
 from steplab.errors import SteplabError, UserError
 from steplab.explain.api import explain as diagnose
 from steplab.explain.api import not_looked_at
 from steplab.lab.keeping import open_store
-from steplab.lab.measuring import measure
+from steplab.lab.turns import STEPS, StoredSession, Taking
+from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
+from steplab.records.environment import Environment
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS, StepSpec
-
-
-class Measure(Protocol):
-    """The signature of steplab.measure, for which a test may pass a substitute."""
-
-    def __call__(
-        self, spec: StepSpec, *, name: str, store: Path | str | None, timeout_s: float | None, on_progress: OnProgress
-    ) -> Run: ...
 
 
 def explain(run: Run | str | None = None, *, store: Path | str | None = None) -> Findings:
@@ -84,46 +79,68 @@ def try_findings(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
     on_trial: Callable[[str], None] = lambda what: None,
-    measure: Measure = measure,
+    session: Callable[..., Taking] = Session,
 ) -> Findings:
     """The findings with a trial for each whose change is a field of the spec.
 
-    The unchanged step is measured again, and then the step with each change, each in a process of its own; every
-    measurement is stored. `timeout_s` is for one measurement; `on_trial` is called with the name of each as it begins.
-    A change that runs out of memory, fails or is not supported gives a trial with a failure. Raises UserError if the
-    run has no step that can be run again, and SteplabError if the unchanged step fails or runs on another device.
+    The step with each change is measured in turns with the unchanged step, and every measurement is stored. `timeout_s`
+    limits the time until a step is warm, and that of each turn; `on_trial` is called with the name of each as it
+    begins. A change that runs out of memory, fails or is not supported gives a trial with a failure.
+
+    Raises UserError if the run has no step that can be run again, and SteplabError if the unchanged step fails or runs
+    on another device.
     """
     if run.spec is None:
         what = "an imported trace" if run.profile else "a loop of your own"
         raise UserError(
             f"run {run.id} is {what}, which steplab cannot run again; apply the changes there, and profile it again"
         )
-    spec = _on_the_same_kind(run.spec, run)
-
-    def measured(spec: StepSpec, kind: str) -> Run:
-        on_trial(kind)
-        return measure(spec, name=f"trying {run.id}", store=store, timeout_s=timeout_s, on_progress=on_progress)
-
-    proposed = [finding for finding in findings.findings if finding.fields]
+    spec = _on_the_same_kind(dataclasses.replace(run.spec, steps=max(run.spec.steps, STEPS)), run)
+    proposed = {_key(finding): finding.fields for finding in findings.findings if finding.fields}
     if not proposed:
         return findings
-    base = measured(spec, "the unchanged step")
-    before_s = _step_s(base)
-    if before_s is None:
-        raise SteplabError(f"the step of run {run.id} did not run again: {_why(base)}")
-    _refuse_another_device(run, base)
-    trials: dict[tuple[tuple[str, str], ...], Trial] = {}
-    for finding in proposed:
-        key = tuple(sorted(finding.fields.items()))
-        if key not in trials:
-            trials[key] = _trial(finding, spec, base, before_s, measured)
+    tried: dict[_Key, Run | str] = {}
+    with (
+        open_store(store, write=True) as opened,
+        StoredSession(session(timeout_s=timeout_s, on_progress=on_progress), opened, name=f"trying {run.id}") as taking,
+    ):
+        on_trial("the unchanged step")
+        unchanged = taking.enter("unchanged", spec)
+        _refuse_another_device(run, unchanged.environment)
+        for key, fields in proposed.items():
+            if unchanged.failure is None:
+                tried[key] = _tried(taking, unchanged, spec, fields, on_trial)
+        base = taking.leave(unchanged)
+    if base.failure is not None:
+        raise SteplabError(f"the step of run {run.id} did not run again: {failure_words(base)}")
+    _refuse_another_device(run, base.environment)
+    trials = {key: _trial(base, outcome) for key, outcome in tried.items()}
     return dataclasses.replace(
         findings,
-        findings=tuple(
-            dataclasses.replace(f, trial=trials[tuple(sorted(f.fields.items()))]) if f.fields else f
-            for f in findings.findings
-        ),
+        findings=tuple(dataclasses.replace(finding, trial=trials.get(_key(finding))) for finding in findings.findings),
     )
+
+
+_Key = tuple[tuple[str, str], ...]
+
+
+def _key(finding: Finding) -> _Key:
+    """What two findings that propose the same change have in common."""
+    return tuple(sorted(finding.fields.items()))
+
+
+def _tried(
+    taking: StoredSession, unchanged: Any, spec: StepSpec, fields: Mapping[str, str], on_trial: Callable[[str], None]
+) -> Run | str:
+    """The record of the step with a change, or why there is none."""
+    words = ", ".join(f"{name} {value}" for name, value in fields.items())
+    on_trial(words)
+    try:
+        changed = taking.enter(words, with_fields(spec, fields))
+    except UserError as error:  # the device, or this build of torch, does not do that
+        return str(error)
+    taking.measure([unchanged, changed], spec.steps)
+    return taking.leave(changed)
 
 
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
@@ -142,21 +159,24 @@ def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def _trial(
-    finding: Finding, spec: StepSpec, base: Run, before_s: float, measured: Callable[[StepSpec, str], Run]
-) -> Trial:
-    try:
-        changed = with_fields(spec, finding.fields)
-        after = measured(changed, ", ".join(f"{name} {value}" for name, value in finding.fields.items()))
-    except UserError as error:  # the device, or this build of torch, does not do that
-        return Trial(before_s=before_s, after_s=None, run_ids=(base.id,), failure=str(error))
-    after_s = _step_s(after)
+def _trial(base: Run, outcome: Run | str) -> Trial:
+    if isinstance(outcome, str):
+        return Trial(before_s=_step_s(base), after_s=None, run_ids=(base.id,), failure=outcome)
+    tokens_ratio = outcome.spec.tokens_of_all / base.spec.tokens_of_all if outcome.spec and base.spec else 1.0
+    ratio = step_ratio(base, outcome, tokens_ratio=tokens_ratio)
+    ids = (base.id, outcome.id)
+    if ratio is None:
+        return Trial(
+            before_s=_step_s(base), after_s=None, run_ids=ids, tokens_ratio=tokens_ratio, failure=failure_words(outcome)
+        )
     return Trial(
-        before_s=before_s,
-        after_s=after_s,
-        run_ids=(base.id, after.id),
-        tokens_ratio=changed.tokens_of_all / spec.tokens_of_all,
-        failure=None if after_s is not None else _why(after),
+        before_s=ratio.a,
+        after_s=ratio.a * ratio.ratio * tokens_ratio,
+        least_saved_s=None if ratio.high is None else ratio.a * (1 - ratio.high),
+        most_saved_s=None if ratio.low is None else ratio.a * (1 - ratio.low),
+        run_ids=ids,
+        tokens_ratio=tokens_ratio,
+        alternating=outcome.turns.alternating if outcome.turns else None,
     )
 
 
@@ -166,22 +186,22 @@ def _on_the_same_kind(spec: StepSpec, run: Run) -> StepSpec:
     return dataclasses.replace(spec, device=kind) if spec.device == "auto" and kind else spec
 
 
-def _refuse_another_device(run: Run, base: Run) -> None:
-    was = run.environment.device.name if run.environment else None
-    now = base.environment.device.name if base.environment else None
-    if was is not None and was != now:
+def _refuse_another_device(run: Run, found: Environment | None) -> None:
+    was, now = run.environment.device.name if run.environment else None, found.device.name if found else None
+    if was is not None and now is not None and was != now:
         raise SteplabError(
             f"run {run.id} was measured on {was}, but this machine has {now}, for which its predictions do not hold; "
-            f"explain run {base.id} instead, once it has a profile"
+            "profile the step here, and explain that"
         )
 
 
-def _step_s(run: Run) -> float | None:
-    step = run.timing.phase("step") if run.timing and not run.failure else None
-    return median(step.best_s) if step and step.best_s else None
+def _step_s(run: Run) -> float:
+    step = run.timing.phase("step") if run.timing else None
+    return median(step.best_s) if step else 0.0
 
 
-def _why(run: Run) -> str:
+def failure_words(run: Run) -> str:
+    """Why a run has no step time, in one line."""
     if run.failure is None:
         return "it has no step time"
     kind = run.status.replace("_", " ")

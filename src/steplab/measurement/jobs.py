@@ -47,6 +47,17 @@ class StepTask(msgspec.Struct, kw_only=True):
     """The file for what that history does not contain (records.memory_marks)."""
 
 
+class TurnsTask(msgspec.Struct, kw_only=True):
+    """Time a step in turns with the steps of other processes."""
+
+    spec: StepSpec
+    """The step to time."""
+    session: str
+    """Identity of the session of all that take turns."""
+    label: str
+    """Name of the step in the session."""
+
+
 class AuditTask(msgspec.Struct, kw_only=True):
     """Audit the precision of a step; without a step, run the accumulation study on a device."""
 
@@ -99,6 +110,7 @@ class Job:
 _HERE = "steplab.measurement."
 JOBS = {
     "step": Job(work=_HERE + "step_job:measure_step", task=StepTask, result=Run),
+    "turns": Job(work=_HERE + "step_job:measure_in_turns", task=TurnsTask, result=Run),
     "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
     "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
     "tuning": Job(work=_HERE + "attention.tuning:tune_attention", task=TuningStudy, result=AttentionTuning),

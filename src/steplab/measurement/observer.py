@@ -9,6 +9,7 @@ from typing import Any
 
 from steplab.records.environment import Environment
 from steplab.records.run import Run
+from steplab.records.turns import Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +23,11 @@ class Observer:
     on_step: Callable[[int], None] = lambda iteration: None
     """Called with the number of each step that ends, from 0."""
     on_measured: Callable[[Run], None] = lambda run: None
-    """Called with the record when all timing is done and recording begins, which the process may not survive."""
+    """Called with the record when all timing is done and recording begins, which the process may not survive; of steps
+    that take turns, with the record so far after each turn."""
+    next_turn: Callable[[], Turn | None] = lambda: None
+    """Called when a step that takes turns is ready for its next one; waits until it may begin. None: it was the
+    last."""
     on_facts: Callable[[Any], None] = lambda facts: None
     """Called with the facts that hold for all cells of a benchmark: its ranks, versions, the model's sizes."""
     on_under_way: Callable[[Sequence[int]], None] = lambda cells: None

@@ -1,8 +1,8 @@
-"""The job of a measuring process that times a step and may record further steps."""
+"""The jobs of a measuring process that times a step: at once, with further steps that are recorded, or in turns."""
 
 from pathlib import Path
 
-from steplab.measurement.jobs import StepTask
+from steplab.measurement.jobs import StepTask, TurnsTask
 from steplab.measurement.machine.world import World
 from steplab.measurement.memory.recorder import MemoryWatch
 from steplab.measurement.observer import Observer
@@ -10,11 +10,17 @@ from steplab.measurement.profile.profiler import Profiling
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.watcher import Watch
 from steplab.records.run import Run
+from steplab.records.turns import Turns
 
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
     """The record of the step. Raises UserError or Unsupported for one that cannot be served at all."""
     return measure_here(task.spec, observer, _watch(task, world), world)
+
+
+def measure_in_turns(task: TurnsTask, observer: Observer, world: World | None) -> Run:
+    """The record of a step that waits for each of its turns. Raises as `measure_step` does."""
+    return measure_here(task.spec, observer, world=world, turns=Turns(session=task.session, label=task.label))
 
 
 def _watch(task: StepTask, world: World | None) -> Watch | None:

@@ -22,15 +22,22 @@ class Trial:
     """The measured effect of a finding's change, or why it could not be measured."""
 
     before_s: float
-    """Median step time in seconds without the change, measured again in the same session."""
+    """Median step time in seconds without the change, measured again in turns with the change."""
     after_s: float | None
-    """Median step time in seconds with the change; None if that step failed."""
+    """Step time in seconds with the change: `before_s` times the ratio of the two, from which is taken out what slowed
+    both (comparison.samples); None if that step failed."""
+    least_saved_s: float | None = None
+    """Lower end of the 95 % interval of `saved_s`; None: there is no interval."""
+    most_saved_s: float | None = None
+    """Upper end of that interval; None: there is no interval."""
     run_ids: tuple[str, ...]
     """Ids of the records: without the change and, if it was measured, with it."""
     tokens_ratio: float = 1.0
     """Tokens per step with the change divided by those without it; a change of batch size makes it differ from 1."""
     failure: str | None = None
     """Why there is no time with the change, in one line."""
+    alternating: str | None = None
+    """Why each turn had a process of its own (records.turns); None: processes stayed alive."""
 
     @property
     def saved_s(self) -> float | None:

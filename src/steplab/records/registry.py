@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from steplab.records.advice import ADVICE_SCHEMA, Advice, advice_row
 from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun, attention_cells, attention_row
 from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings, ceilings_cells, ceilings_row
 from steplab.records.comm import COMM_SCHEMA, CommRun, comm_cells, comm_row
@@ -61,6 +62,17 @@ KINDS: dict[str, Kind] = {
             noun="run",
             plural="runs",
             verb="run",
+        ),
+        Kind(
+            schema=ADVICE_SCHEMA,
+            type=Advice,
+            row=advice_row,
+            cells=None,
+            title="Advice",
+            noun="walk to a faster step",
+            plural="walks to a faster step",
+            verb="advise",
+            stands_alone=True,
         ),
         Kind(
             schema=NUMERICS_SCHEMA,

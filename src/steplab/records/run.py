@@ -13,6 +13,7 @@ from steplab.records.profile import PHASES, Profile
 from steplab.records.ranks import RankSamples
 from steplab.records.record import StepRecord
 from steplab.records.timing import Timing, measured_problems, timing_problems
+from steplab.records.turns import Turns
 from steplab.stats import median_interval
 from steplab.units import format_share, format_time
 
@@ -90,6 +91,8 @@ class Run(StepRecord):
     """Memory of one step by category, taken after all timing; None if it was not requested, or failed."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU under each convention that applies, and HFU."""
+    turns: Turns | None = None
+    """The turns of the measured steps, if they alternated with the steps of other runs; None: they ran at once."""
     schema: str = RUN_SCHEMA
     """Format of this record."""
 
@@ -156,6 +159,9 @@ class Run(StepRecord):
         """Yield what cannot be right (records.problems)."""
         if self.timing:
             yield from timing_problems(self.timing, in_each_step=self.spec is not None)
+            step = self.timing.phase("step")
+            if self.turns and step and sum(turn.steps for turn in self.turns.turns) != len(step.best_s):
+                yield ".turns", f"has other than the {len(step.best_s)} steps of .timing"
             for index, phase in enumerate(self.timing.back_to_back):
                 if self.spec:
                     yield from known(f".timing.back_to_back[{index}].phase", phase.phase, STEP_PHASES)

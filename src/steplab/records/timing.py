@@ -89,6 +89,33 @@ def curve(timing: Timing) -> tuple[float, ...]:
     return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())
 
 
+def joined(turns: Sequence[Sequence[PhaseSamples]]) -> tuple[PhaseSamples, ...]:
+    """The samples of several turns of one step, phase by phase; a clock that one turn lacks is left out."""
+
+    def of_phase(parts: Sequence[PhaseSamples]) -> PhaseSamples:
+        def column(name: str) -> tuple[float, ...] | None:
+            columns = [getattr(samples, name) for samples in parts]
+            return None if any(c is None for c in columns) else tuple(second for c in columns for second in c)
+
+        return PhaseSamples(
+            phase=parts[0].phase, device_s=column("device_s"), host_s=column("host_s"), lead_s=column("lead_s")
+        )
+
+    return tuple(of_phase(parts) for parts in zip(*turns, strict=True))
+
+
+def part(phases: Sequence[PhaseSamples], first: int, end: int | None = None) -> tuple[PhaseSamples, ...]:
+    """The samples of the steps from number `first` up to and without number `end`, of every phase."""
+
+    def cut(column: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        return None if column is None else column[first:end]
+
+    return tuple(
+        PhaseSamples(phase=p.phase, device_s=cut(p.device_s), host_s=cut(p.host_s), lead_s=cut(p.lead_s))
+        for p in phases
+    )
+
+
 def phases_problems(
     path: str, phases: Sequence[PhaseSamples], *, in_each_step: bool = True, may_be_empty: bool = False
 ) -> Iterator[Problem]:

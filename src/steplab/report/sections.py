@@ -13,6 +13,7 @@ from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
+from steplab.report.advice.document import advice_chapter, advice_document, advice_title, advice_verdict
 from steplab.report.attention.document import attention_chapter, attention_document
 from steplab.report.attention.figures import default_peer
 from steplab.report.attention.verdict import attention_verdict
@@ -197,6 +198,12 @@ SECTIONS: dict[str, Sections] = {
             Chapter(name="the table of runs", make=_of_cells(run.runs_chapter), terms=run.TERMS),
             Chapter(name="what was not measured", make=_of_cells(run.missing_chapter)),
         ),
+    ),
+    "advice": Sections(
+        document=lambda record, context: advice_document(record),
+        together=None,
+        verdict=_of_each(advice_verdict, lambda record: record.name or advice_title(record)),
+        chapters=(Chapter(name="advice", make=lambda records, context: advice_chapter(records)),),
     ),
     "numerics": Sections(
         document=lambda record, context: precision_document([record]),

@@ -16,7 +16,7 @@ import torch
 from steplab.errors import SteplabError
 from steplab.measurement.ddp.measured import MeasuredVariant
 from steplab.measurement.ddp.memory import TOLERATED_BYTES, free
-from steplab.measurement.ddp.turns import Samples, joined
+from steplab.measurement.ddp.turns import Samples
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import allocated_bytes, refuse_unserved
@@ -25,6 +25,7 @@ from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
+from steplab.records.timing import joined
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import format_bytes

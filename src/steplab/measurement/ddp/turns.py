@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.loop import Phase, run_back_to_back
-from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase, joined
 
 Samples = tuple[PhaseSamples, ...]
 
@@ -82,18 +82,3 @@ def _hardly_ahead(samples: Samples) -> bool:
     step = find_phase(samples, "step")
     assert step is not None
     return step.lead_s is not None and min(step.lead_s) < HARDLY_AHEAD * min(step.best_s)
-
-
-def joined(turns: Sequence[Samples]) -> Samples:
-    """The samples of several turns of one variant, phase by phase."""
-    return tuple(_one_after_another(phase) for phase in zip(*turns, strict=True))
-
-
-def _one_after_another(turns: Samples) -> PhaseSamples:
-    def column(name: str) -> tuple[float, ...] | None:
-        parts = [getattr(samples, name) for samples in turns]
-        return None if any(part is None for part in parts) else tuple(second for part in parts for second in part)
-
-    return PhaseSamples(
-        phase=turns[0].phase, device_s=column("device_s"), host_s=column("host_s"), lead_s=column("lead_s")
-    )

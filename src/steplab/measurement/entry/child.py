@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +20,7 @@ from steplab.measurement.jobs import JOBS
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.messages import Request
 from steplab.records.codec import encode
+from steplab.records.turns import Turn
 
 if TYPE_CHECKING:
     from steplab.measurement.machine.world import World
@@ -29,19 +31,31 @@ _STEP_MESSAGES_EVERY_S = 0.1
 def main() -> None:
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    orders = SimpleQueue[bytes]()
+    threading.Thread(target=end_with_parent, args=(orders.put,), daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
         pipe.write(encode({"kind": kind, "value": value}) + b"\n")
 
+    def next_turn() -> Turn:
+        send("ready", None)
+        return msgspec.json.decode(orders.get(), type=Turn)
+
     try:
-        answer(request, send)
+        answer(request, send, next_turn=next_turn)
     except SteplabError as error:
         send("refused", [error.exit_code, str(error)])
 
 
-def answer(request: Request, send: Callable[[str, Any], None], world: "World | None" = None) -> None:
+def answer(
+    request: Request,
+    send: Callable[[str, Any], None],
+    world: "World | None" = None,
+    next_turn: Callable[[], Turn | None] = lambda: None,
+) -> None:
     """Do the job, send messages about its progress and, last, the result; in a world every rank does so.
+
+    `next_turn` gives a job that takes turns its next one.
 
     Raises SteplabError for a request that cannot be served.
     """
@@ -64,15 +78,22 @@ def answer(request: Request, send: Callable[[str, Any], None], world: "World | N
         on_facts=lambda facts: send("facts", facts),
         on_under_way=lambda cells: send("at", cells),
         on_cell=lambda number, cell: send("cell", [number, cell]),
+        next_turn=next_turn,
     )
     compat.watch_refused_allocations()
     send("result", JOBS[request.job].do(request.task, observer, world))
 
 
-def end_with_parent() -> None:
-    """Wait for the end of standard input, by its descriptor: a daemon thread must hold no lock of Python's."""
-    while os.read(0, 1):
-        pass
+def end_with_parent(on_line: Callable[[bytes], None] = lambda line: None) -> None:
+    """Pass on the lines of standard input, and end with it.
+
+    It is read by its descriptor: a daemon thread must hold no lock of Python's.
+    """
+    rest = b""
+    while received := os.read(0, 4096):
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            on_line(line)
     os.killpg(0, signal.SIGKILL)  # the whole session: processes that the model started end as well
 
 

@@ -54,6 +54,9 @@ class Device(Protocol):
     def peak(self, phase: str) -> PeakMemory | None:
         """The high-water mark since the last reset; None if the device keeps none."""
 
+    def free_unused(self) -> None:
+        """Give the memory that the allocator caches back to other processes."""
+
 
 class CudaDevice:
     """A CUDA GPU; its marks are events on the current stream."""
@@ -117,6 +120,9 @@ class CudaDevice:
             peak_reserved_bytes=torch.cuda.max_memory_reserved(self.torch_device),
         )
 
+    def free_unused(self) -> None:
+        torch.cuda.empty_cache()
+
 
 class HostClockDevice:
     """A CPU or MPS device; its marks are readings of the host's clock with the device idle."""
@@ -154,6 +160,10 @@ class HostClockDevice:
 
     def peak(self, phase: str) -> None:
         return None
+
+    def free_unused(self) -> None:
+        if self.torch_device.type == "mps":
+            torch.mps.empty_cache()
 
 
 def open_device(name: str) -> Device:

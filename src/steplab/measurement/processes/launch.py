@@ -6,16 +6,11 @@ that Ctrl-C reaches the parent alone, which then ends the child and everything t
 
 import contextlib
 import dataclasses
-import os
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -24,11 +19,12 @@ from steplab.errors import SteplabError
 from steplab.measurement.jobs import JOBS, AuditTask, StepTask
 from steplab.measurement.machine.torchrun import Torchrun, torchrun_around
 from steplab.measurement.processes.channel import connect
+from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
 from steplab.measurement.processes.hub import command_line_of
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Order, Request
 from steplab.measurement.processes.ranks_launch import converse_with_ranks, environment_of
-from steplab.measurement.processes.started import Watchdog, crash, end, end_group_with, named, start, tail
+from steplab.measurement.processes.started import named
 from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning
 from steplab.records.ceilings import Ceilings
@@ -40,14 +36,11 @@ from steplab.records.run import Run
 from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
-from steplab.units import format_time
 
-_EXIT_S = 10.0
-"""How long a child may take to exit after its answer."""
+CHILD = "steplab.measurement.entry.child"
+"""The program of a single measuring process."""
 _FIRST_RANK_S = 30.0
 """How much longer the other command lines of torchrun wait than the first, which knows of all ranks."""
-_WRAPPER_EXIT_S = 600.0
-"""How long the profiler around a child may take to write what it recorded."""
 
 
 def measure_in_child(
@@ -58,6 +51,7 @@ def measure_in_child(
     snapshot: Path | None = None,
     marks: Path | None = None,
     wrapper: Sequence[str] = (),
+    surroundings: Surroundings = HERE,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
@@ -87,6 +81,7 @@ def measure_in_child(
         timeout_s=timeout_s,
         on_progress=on_progress,
         wrapper=wrapper,
+        surroundings=surroundings,
     )
     if isinstance(answer.result, Run):
         return answer.result
@@ -94,13 +89,18 @@ def measure_in_child(
     if answer.measured is not None:
         note = f"{'memory' if snapshot else 'profile'}: {answer.result.message}"
         return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
+    return failed_run(spec, answer.environment, answer.result)
+
+
+def failed_run(spec: StepSpec, environment: Environment | None, failure: Failure) -> Run:
+    """The record of a step whose process died."""
     return Run(
         id=new_id(),
         created_utc=now_utc(),
         steplab_version=__version__,
         spec=spec,
-        environment=answer.environment,
-        failure=answer.result,
+        environment=environment,
+        failure=failure,
     )
 
 
@@ -174,27 +174,33 @@ def ask(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
     wrapper: Sequence[str] = (),
+    surroundings: Surroundings = HERE,
 ) -> Answer:
     """Have a process do a job that has one result. Raises the SteplabError that a process reported."""
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
-    failure = converse(request, listener, timeout_s, wrapper)
+    failure = converse(request, listener, timeout_s, wrapper, surroundings)
     result = failure or listener.result
     assert result is not None  # a child that sent nothing has failed
     return Answer(result=result, environment=listener.environment, measured=listener.measured)
 
 
 def converse(
-    request: Request, listener: Listener, timeout_s: float | None, wrapper: Sequence[str] = ()
+    request: Request,
+    listener: Listener,
+    timeout_s: float | None,
+    wrapper: Sequence[str] = (),
+    surroundings: Surroundings = HERE,
 ) -> Failure | None:
     """Start a child, pass its messages to `listener`, and return its failure; None if it sent its last message.
 
-    A request for several processes is given to as many, started here or by torchrun (ranks_launch).
+    A request for several processes is given to as many, started here or by torchrun (ranks_launch); `wrapper` and
+    `surroundings` are of a single one.
 
     Raises the SteplabError that the child reported. KeyboardInterrupt ends the child and passes on.
     """
     if request.processes == 1:
-        return _converse_with_child("steplab.measurement.entry.child", request, listener, timeout_s, wrapper)
+        return _converse_with_child(CHILD, request, listener, timeout_s, wrapper, surroundings)
     around = torchrun_around()
     if around is None or around.is_first:
         return converse_with_ranks(request, listener, timeout_s, around)
@@ -207,8 +213,10 @@ def _follow_the_first(
     """The part of every command line of torchrun but the first: its child learns the outcome of all ranks from the
     first."""
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
-    order, variables = Order(request=request), environment_of(around)
-    failure = _converse_with_child("steplab.measurement.entry.rank", order, listener, patience_s, environment=variables)
+    order, variables = Order(request=request), Surroundings(environment=environment_of(around))
+    failure = _converse_with_child(
+        "steplab.measurement.entry.rank", order, listener, patience_s, surroundings=variables
+    )
     if failure is None:
         return listener.failed
     if listener.hub is not None:
@@ -223,48 +231,7 @@ def _converse_with_child(
     listener: Listener,
     timeout_s: float | None,
     wrapper: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
+    surroundings: Surroundings = HERE,
 ) -> Failure | None:
-    read_fd, write_fd = os.pipe()
-    with tempfile.TemporaryFile() as errors, os.fdopen(read_fd, "rb") as pipe:
-        child = start(
-            [*wrapper, sys.executable, "-m", module, str(write_fd)],
-            stdin=subprocess.PIPE,
-            stdout=errors,
-            stderr=errors,
-            env=environment,
-            pass_fds=[write_fd],
-        )
-        os.close(write_fd)
-        watchdog = Watchdog(child, timeout_s)
-        threading.Thread(target=end_group_with, args=(child,), daemon=True).start()
-        listener.renew = watchdog.renew
-        try:
-            assert child.stdin is not None
-            # a child that dies at once cannot be written to; its exit is what gets reported
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(encode(order) + b"\n")
-                child.stdin.flush()
-            listener.listen(pipe)
-            # once the answer is here, a child that does not exit is no longer waited for
-            exit_s = _WRAPPER_EXIT_S if wrapper else _EXIT_S
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=exit_s if listener.answered else None)
-        finally:
-            watchdog.cancel()
-            end(child)
-        return _failure(listener, child.returncode, watchdog, errors)
-
-
-def _failure(listener: Listener, returncode: int, watchdog: Watchdog, errors: IO[bytes]) -> Failure | None:
-    """The failure of a child without a last message. Raises the error of a refused request."""
-    if listener.refusal is not None:
-        raise listener.refusal
-    if listener.answered:
-        return None
-    stage = listener.progress.stage
-    if watchdog.fired:
-        assert watchdog.timeout_s is not None
-        message = f"did not end within {format_time(watchdog.timeout_s)}"
-        return Failure(kind="timeout", message=message, phase=stage, last_lines=tail(errors))
-    return crash(returncode, stage, tail(errors))
+    with Conversation(module, order, listener, timeout_s, wrapper=wrapper, surroundings=surroundings) as conversation:
+        return conversation.listen()

@@ -31,6 +31,8 @@ class Listener:
         self.environment: Environment | None = None
         self.measured: Run | None = None
         """The record as it was when all timing was done; None before."""
+        self.is_ready = False
+        """Whether the child waits for its next turn."""
         self.under_way: Sequence[int] = ()
         """The cells that may be the cause if the process dies now."""
         self.result: Any = None
@@ -46,14 +48,15 @@ class Listener:
         self._ended = False
 
     def listen(self, pipe: IO[bytes]) -> None:
-        """Receive messages until the last one."""
+        """Receive messages until the last one, or until the child waits for its next turn."""
+        self.is_ready = False
         self.on_progress(self.progress)
         for line in pipe:
             if not line.endswith(b"\n"):
                 return  # the child died in the middle of a message
             message = msgspec.json.decode(line, type=Message)
             self.hear(message.kind, message.value)
-            if self.answered:
+            if self.answered or self.is_ready:
                 return
 
     def hear(self, kind: str, value: msgspec.Raw) -> None:
@@ -72,6 +75,8 @@ class Listener:
             self._on_environment(self.environment)
         elif kind == "measured":
             self.measured = of(Run)
+        elif kind == "ready":
+            self.is_ready = True
         elif kind == "facts":
             self._on_facts(of(self._job.facts))
         elif kind == "at":

@@ -7,6 +7,7 @@ and the memory that a failed allocation keeps alive must not affect the next cel
 import dataclasses
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from steplab import __version__
 from steplab.errors import SteplabError, Unsupported
@@ -25,22 +26,30 @@ from steplab.model.workload import Workload, num_lookup_parameters, num_paramete
 from steplab.records.codec import new_id, now_utc
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
-from steplab.records.memory import Memory, PeakMemory
+from steplab.records.memory import AllocatorState, Memory, PeakMemory
 from steplab.records.ranks import RankSamples
 from steplab.records.run import ModelFacts, Run
-from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
+from steplab.records.turns import Turn, Turns
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec
 
 
-def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None, world: World | None = None) -> Run:
+def measure_here(
+    spec: StepSpec,
+    observer: Observer,
+    watch: Watch | None = None,
+    world: World | None = None,
+    turns: Turns | None = None,
+) -> Run:
     """Measure one cell in this process; a failure of the model or of its memory is part of the record.
 
     In a world every rank calls this, and a record without a failure has the samples of all.
 
-    With `watch`, further steps are recorded after all timing; if that fails, the record has a note. Raises UserError or
-    Unsupported for a request that cannot be served at all.
+    With `watch`, further steps are recorded after all timing; if that fails, the record has a note. With `turns`, the
+    steps are measured in the turns that the observer gives, and the observer gets the record after each. Raises
+    UserError or Unsupported for a request that cannot be served at all.
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved(spec.precision, device.torch_device)
@@ -51,7 +60,7 @@ def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None,
     watcher = watch.open(spec, device) if watch else None
     cell = _Cell(spec, device, environment, observer, world)
     try:
-        return cell.measure(watcher)
+        return cell.take_turns(turns) if turns else cell.measure(watcher)
     except SteplabError as error:
         if not isinstance(error, Unsupported) or cell.stage == "build":
             raise
@@ -60,6 +69,22 @@ def measure_here(spec: StepSpec, observer: Observer, watch: Watch | None = None,
     except Exception as error:
         failure = failure_from(error, cell.stage, spec, device)
         return cell.record(failure=failure)
+
+
+_LEAD_IN, _LEAD_IN_ASYNCHRONOUS = 1, 2
+"""Steps before those of a turn, which are not counted. On a GPU the first takes memory from the driver again, and the
+second lets the host run ahead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Warm:
+    """A step after its warm-up."""
+
+    step: Step
+    samples: tuple[PhaseSamples, ...]
+    first_step_s: float | None
+    states: tuple[AllocatorState, ...]
+    others: OtherProcesses
 
 
 class _Cell:
@@ -74,7 +99,8 @@ class _Cell:
         self.model: ModelFacts | None = None
         self.notes: list[str] = []
 
-    def measure(self, watcher: Watcher | None) -> Run:
+    def warm_up(self, watcher: Watcher | None = None) -> "_Warm":
+        """Build the step, compile it and run its warm-up steps."""
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         layers = spec.model.shape.num_layers if spec.model.shape else None
         gradients = spec.pass_name != "forward"
@@ -86,8 +112,7 @@ class _Cell:
         self.model = _facts(workload)
         self.notes += workload.notes
         step = make_step(workload, spec, device.torch_device, self.world)
-        phases = step.phases
-        first_step_s = self.compile(phases) if spec.compile != "off" else None
+        first_step_s = self.compile(step.phases) if spec.compile != "off" else None
         self.meet()
         others = OtherProcesses()
         self.begin("warmup", spec.warmup)
@@ -97,7 +122,22 @@ class _Cell:
             states.append(device.allocator_state())
             on_step(iteration)
 
-        warmup, _ = run_back_to_back(phases, device, spec.warmup, on_warmup_step, before_drain=self.read_clocks)
+        samples, _ = run_back_to_back(step.phases, device, spec.warmup, on_warmup_step, before_drain=self.read_clocks)
+        if not device.asynchronous:
+            self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
+        return _Warm(
+            step=step,
+            samples=samples,
+            first_step_s=first_step_s,
+            states=tuple(state for state in states if state),
+            others=others,
+        )
+
+    def measure(self, watcher: Watcher | None) -> Run:
+        """Measure all steps at once, and each phase alone."""
+        spec, device, on_step = self.spec, self.device, self.observer.on_step
+        warm = self.warm_up(watcher)
+        phases = warm.step.phases
         self.begin("measure", spec.steps)
         device.reset_peak()
         # Without warm-up steps the clocks read above were those of an idle GPU.
@@ -105,32 +145,67 @@ class _Cell:
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         step_peak = device.peak("step")
         if self.world is None:  # the other ranks would be counted as other processes
-            self.environment = dataclasses.replace(self.environment, other_cpus=others.mean_cpus())
+            self.environment = dataclasses.replace(self.environment, other_cpus=warm.others.mean_cpus())
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:
             self.begin("phases", spec.steps)
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
-        else:
-            self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
         if spec.model.kind == "factory" and self.model is not None:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
         timing = Timing(
-            warmup=warmup,
+            warmup=warm.samples,
             back_to_back=measured,
             synchronised=synchronised,
             back_to_back_host_s=host_s,
-            first_step_s=first_step_s,
+            first_step_s=warm.first_step_s,
         )
-        memory = Memory(
+        memory = self.memory(warm, peaks)
+        run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
+        return self.watch(watcher, run, warm.step) if watcher else run
+
+    def take_turns(self, turns: Turns) -> Run:
+        """Measure the steps of each turn as it is given.
+
+        The steps before them, in which caches and clocks settle, are kept apart. Between turns the device's memory
+        holds what a step leaves for the next, and nothing in the allocator's cache.
+        """
+        device = self.device
+        warm = self.warm_up()
+        lead_in = _LEAD_IN_ASYNCHRONOUS if device.asynchronous else _LEAD_IN
+        # Other processes of the session have the device open, and are no disturbance.
+        own = dataclasses.replace(self.environment.device, other_processes=None)
+        self.environment = dataclasses.replace(self.environment, device=own)
+        found: list[tuple[PhaseSamples, ...]] = []
+        taken: list[Turn] = []
+        run = self.record()
+        device.reset_peak()
+        device.free_unused()
+        for turn in iter(self.observer.next_turn, None):
+            self.begin("measure", lead_in + turn.steps)
+            samples, _ = run_back_to_back(warm.step.phases, device, lead_in + turn.steps, self.observer.on_step)
+            device.free_unused()
+            found.append(part(samples, lead_in))
+            step = find_phase(samples, "step")
+            assert step is not None
+            taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
+            peak = device.peak("step")
+            timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
+            run = dataclasses.replace(
+                self.record(timing=timing, memory=self.memory(warm, (peak,) if peak else ())),
+                turns=dataclasses.replace(turns, turns=tuple(taken)),
+            )
+            self.observer.on_measured(run)
+        return run
+
+    def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:
+        return Memory(
             peaks=peaks,
-            during_warmup=tuple(state for state in states if state),
+            during_warmup=warm.states,
             total_bytes=self.environment.device.memory_bytes,
             host_peak_bytes=host_peak_bytes(),
         )
-        run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
-        return self.watch(watcher, run, step) if watcher else run
 
     def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
         """The samples of every rank, on all ranks; empty for a single process."""

@@ -69,6 +69,8 @@ def _row(finding: Finding) -> Row:
         "after_s": trial.after_s if trial else None,
         "tokens_ratio": trial.tokens_ratio if trial else None,
         "saved_s": trial.saved_s if trial else None,
+        "least_saved_s": trial.least_saved_s if trial else None,
+        "most_saved_s": trial.most_saved_s if trial else None,
         "failure": trial.failure if trial else None,
     }
 
@@ -118,9 +120,14 @@ def _trial_words(finding: Finding) -> str:
         return f"Tried: no result, {trial.failure}"
     per = "" if trial.tokens_ratio == 1 else f" for {trial.tokens_ratio:g} times the tokens"
     predicted = f" where {_predicted(finding)} were predicted" if finding.saves_s is not None else ""
+    between = ""
+    if trial.least_saved_s is not None and trial.most_saved_s is not None:
+        ends = f"{units.format_time(trial.least_saved_s)} to {units.format_time(trial.most_saved_s)}"
+        between = f" (95 % interval {ends})"
+    alone = f" Each turn was a process of its own, because {trial.alternating}." if trial.alternating else ""
     return (
         f"Tried: {units.format_time(trial.before_s)} became {units.format_time(trial.after_s)}{per}, "
-        f"saving {units.format_time(trial.saved_s)}{predicted}."
+        f"saving {units.format_time(trial.saved_s)}{between}{predicted}.{alone}"
     )
 
 
@@ -145,13 +152,16 @@ def trials_table(findings: Findings) -> Table:
             Column(key="change", header="change"),
             Column(key="predicted", header="predicted", quantity=TIME),
             Column(key="measured", header="measured", quantity=TIME),
+            Column(key="least", header="from", quantity=TIME, rank=3),
+            Column(key="most", header="to", quantity=TIME, rank=3),
             Column(key="error", header="error", quantity=_SIGNED, rank=1),
             Column(key="before_s", header="before", quantity=TIME, rank=2),
             Column(key="after_s", header="after", quantity=TIME, rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
-        caption="Before and after are median step times, both for the tokens of one step before. The error is "
-        "predicted minus measured savings, as a share of the step before.",
+        caption="Before and after are median step times, both for the tokens of one step before, measured in turns. "
+        "From and to are the 95 % interval of the measured saving. The error is predicted minus measured savings, as a "
+        "share of the step before.",
     )
 
 
@@ -168,6 +178,7 @@ def _trial_row(finding: Finding) -> Row:
     # The error is relative to the step and not to the gain, because a predicted gain may be zero.
     error = None if finding.saves_s is None else (finding.saves_s - trial.saved_s) / trial.before_s
     after_s = trial.after_s / trial.tokens_ratio
+    row |= {"least": trial.least_saved_s, "most": trial.most_saved_s}
     return row | {"measured": trial.saved_s, "error": error, "before_s": trial.before_s, "after_s": after_s}
 
 

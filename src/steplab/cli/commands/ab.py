@@ -1,0 +1,74 @@
+"""Measure two or more steps in turns on one device, A B B A, and say by how much they differ.
+
+Options that all sides share stand once; what differs stands in quotes. A single quoted side is compared with the step
+without it, and --against compares with the code of another revision.
+
+For example: steplab ab --model small '--attention plain' '--attention sdpa'
+
+A model of yours, as it is and as it was: steplab ab --against main --model my_model:build
+
+Exit codes: 0 decided; 1 a side failed; 3 not decided; 4 slower by more than --threshold.
+"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+
+def ab(
+    *sides: Annotated[
+        str,
+        Parameter(
+            help="Options of `steplab run` in which a side differs, in quotes: '--precision bf16 --compile block'",
+            allow_leading_hyphen=True,
+        ),
+    ],
+    step: StepOptions = StepOptions(),
+    against: Annotated[
+        str | None,
+        Parameter(
+            help="Git revision to compare the working tree with: both sides have the same options, and A imports the "
+            "model (and steplab, where it is in the repository) from a worktree of the revision"
+        ),
+    ] = None,
+    threshold: Annotated[
+        str | None,
+        Parameter(help="Smallest difference that matters, as in 3%; a side that is slower by more gives exit code 4"),
+    ] = None,
+    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    timeout: Annotated[str, Parameter(help="Time after which a side that is not ready is given up: 90s, 5min")] = "1h",
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    from steplab.cli.options import fields_in
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.turns import ab as measure
+    from steplab.report.kit.rendering import render
+    from steplab.report.turns.document import turns_document
+    from steplab.units import parse_duration, parse_share
+
+    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
+    with ProgressLine() as line:
+        found = measure(
+            *map(fields_in, sides),
+            against=against,
+            threshold=parse_share(threshold) if threshold else None,
+            name=name,
+            store=out.store,
+            timeout_s=parse_duration(timeout),
+            on_progress=line.alive,
+            on_side=lambda label: say(f"preparing {label} …"),
+            **step.fields(),
+        )
+    words = [against, "working tree"] if against else ["as given", *sides] if len(sides) == 1 else sides
+    document = turns_document(found.runs, found.ratios, words)
+    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+    if any(run.failure for run in found.runs):
+        return 1
+    exceeds = [ratio.exceeds for ratio in found.ratios if ratio]
+    if threshold and True in exceeds:
+        return 4
+    undecided = None in exceeds if threshold else any(r.decision == "undecided" for r in found.ratios if r)
+    return 3 if undecided or len(exceeds) < len(found.ratios) else 0

@@ -1,0 +1,52 @@
+"""Walk from a step to the fastest that is found, one change at a time, each measured in turns with the best so far.
+
+A change is kept only if the measurement says that it pays. At the end stand the command and the lines of Python that
+make the same changes in a loop of your own.
+
+For example: steplab advise --model small --context 512
+
+With a model of yours: steplab advise --model my_model:build --keep-precision --budget 5min
+"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from steplab.cli.options import OutputOptions, StepOptions
+
+
+def advise(
+    *,
+    step: StepOptions = StepOptions(),
+    keep_precision: Annotated[
+        bool, Parameter(help="Try no other number format: neither bf16 nor TF32", negative="")
+    ] = False,
+    budget: Annotated[
+        str, Parameter(help="Time after which no further change is tried: 90s, 10min, 2h; 'none' tries all")
+    ] = "10min",
+    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    out: OutputOptions = OutputOptions(),
+) -> int:
+    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.progress import ProgressLine
+    from steplab.lab.advising import advise as walk
+    from steplab.lab.turns import STEPS
+    from steplab.report.advice.document import advice_document
+    from steplab.report.kit.rendering import render
+    from steplab.specs.resolve import resolve_step
+    from steplab.units import parse_duration
+
+    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
+    with ProgressLine() as line:
+        advice = walk(
+            resolve_step({"steps": STEPS} | step.fields()),
+            keep_precision=keep_precision,
+            budget_s=None if budget == "none" else parse_duration(budget),
+            name=name,
+            store=out.store,
+            on_progress=line.alive,
+            on_change=lambda what: say(f"measuring {what} …"),
+        )
+    emit(render(advice_document(advice), chosen, color=stdout_color() and out.output is None), out, chosen)
+    say(f"walk {advice.id}; `steplab report {advice.id} --output page.html` draws it")
+    return 1 if advice.failure else 0

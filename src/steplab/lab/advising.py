@@ -1,0 +1,213 @@
+"""Walk from a step to the fastest that is found, and record the walk."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from steplab import __version__
+from steplab.errors import SteplabError, UserError
+from steplab.lab.explaining import explain, with_fields
+from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.measuring import asked_step
+from steplab.lab.processes import refuse_torchrun
+from steplab.lab.profiling import profile
+from steplab.lab.turns import STEPS, StoredSession, Taking
+from steplab.lab.walking import Attempt, Promise, Walk, step_s
+from steplab.measurement.processes.turns import Session
+from steplab.measurement.progress import OnProgress
+from steplab.plan.rates import Gpu, gpu_named
+from steplab.plan.time import predict_step_time
+from steplab.records.advice import Advice, Tried
+from steplab.records.codec import new_id, now_utc
+from steplab.records.comparison import Ratio
+from steplab.records.environment import Environment
+from steplab.records.failure import Failure
+from steplab.records.finding import Finding
+from steplab.records.run import Run
+from steplab.specs.changes import Change, changes_for
+from steplab.specs.hardware import find_hardware
+from steplab.specs.step import StepSpec
+
+_PROFILED_STEPS = 5
+"""Timed steps of the run whose profile is explained."""
+
+
+def advise(
+    spec: StepSpec | str | None = None,
+    *,
+    keep_precision: bool = False,
+    budget_s: float | None = None,
+    name: str = "",
+    store: Path | str | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    on_change: Callable[[str], None] = lambda what: None,
+    session: Callable[..., Taking] = Session,
+    profile: Callable[..., Run] = profile,
+    clock: Callable[[], float] = time.monotonic,
+    **fields: object,
+) -> Advice:
+    """Walk from a step to the fastest that is found, one change at a time, and store the walk and every run of it.
+
+    `spec` and `fields` are as in `measure`; a step that says nothing of `steps` has 30 in each comparison:
+
+        advice = advise("small", context=512)
+        advice.best, advice.overall.ratio
+
+    With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and an
+    attempt may take no longer than that. `on_change` is called with what is measured next. An interrupted walk is
+    stored as far as it got. Raises UserError for a step that cannot be measured.
+    """
+    refuse_torchrun("walk")
+    given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
+    asked, name = asked_step("advise", spec, given), checked_name(name)
+    if asked.layout.world_size > 1:
+        raise UserError(f"advise walks steps of one process; leave out --layout {asked.layout}")
+    with open_store(store, write=True) as opened:
+        found = _Findings(asked, store, name, on_progress, on_change, profile)
+        taking = StoredSession(session(timeout_s=budget_s, on_progress=on_progress), opened, name)
+        interrupted: KeyboardInterrupt | None = None
+        with taking:
+            walk = Walk(
+                taking=taking,
+                changes=lambda spec: changes_for(spec, found.device_kind, keep_precision=keep_precision),
+                forecast=found.promise,
+                steps=asked.steps,
+                budget_s=budget_s,
+                clock=clock,
+                on_change=on_change,
+                on_start=found.look,
+            )
+            try:
+                walk.go(asked)
+            except KeyboardInterrupt as error:
+                if walk.start is None:
+                    raise
+                interrupted = walk.interrupted = error
+            advice = keep(opened, _recorded(walk, found, name))
+        if interrupted:
+            raise KeyboardInterrupt(f"record {advice.id} has the walk until then") from interrupted
+        return advice
+
+
+class _Findings:
+    """What is predicted: by `plan time` where it knows the step and the GPU, otherwise by the findings on a profile."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        store: Path | str | None,
+        name: str,
+        on_progress: OnProgress,
+        on_change: Callable[[str], None],
+        profile: Callable[..., Run],
+    ) -> None:
+        self._spec, self._store, self._name = spec, store, name
+        self._on_progress, self._on_change, self._profile = on_progress, on_change, profile
+        self._gpu: Gpu | None = None
+        self._planned: dict[StepSpec, float | None] = {}
+        self._findings: Sequence[Finding] = ()
+        self._step_s: float | None = None
+        self.device_kind = "cpu"
+
+    def look(self, environment: Environment | None) -> None:
+        """Find out what there is to predict by, once the device is known; before the first step takes its turns."""
+        if environment is None:
+            return
+        self.device_kind = environment.device.kind
+        known = find_hardware(environment.device.name)
+        self._gpu = gpu_named(known.name) if known else None
+        if self._planned_s(self._spec) is None:
+            self._explain()
+
+    def promise(self, spec: StepSpec, change: Change) -> Promise | None:
+        """The predicted gain of a change of a step."""
+        before_s = self._planned_s(spec)
+        after_s = self._planned_s(with_fields(spec, {change.field: change.value})) if before_s else None
+        if before_s and after_s:
+            return Promise(share=1 - after_s / before_s, source="plan time")
+        for finding in self._findings:
+            if finding.fields == {change.field: change.value} and finding.saves_s is not None and self._step_s:
+                return Promise(share=finding.saves_s / self._step_s, source=finding.kind)
+        return None
+
+    def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
+        """The findings that no field of a step answers."""
+        found = self._findings or (explain(best, store=self._store).findings if best and not best.failure else ())
+        return tuple(finding for finding in found if not finding.fields)
+
+    def _planned_s(self, spec: StepSpec) -> float | None:
+        if spec not in self._planned:
+            try:
+                self._planned[spec] = predict_step_time(spec, self._gpu).central_s if self._gpu else None
+            except SteplabError:
+                self._planned[spec] = None
+        return self._planned[spec]
+
+    def _explain(self) -> None:
+        self._on_change("a profile of it, to explain")
+        spec = replace(self._spec, steps=min(self._spec.steps, _PROFILED_STEPS))
+        run = self._profile(spec, name=self._name, store=self._store, on_progress=self._on_progress)
+        if run.failure is None:
+            found = explain(run, store=self._store)
+            self._findings, self._step_s = found.findings, found.step_s
+
+
+def _recorded(walk: Walk, found: _Findings, name: str) -> Advice:
+    """The record of a walk that is over; its sides leave."""
+    start, best = walk.leave(walk.start), walk.leave(walk.best)
+    failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
+    return Advice(
+        id=new_id(),
+        created_utc=now_utc(),
+        steplab_version=__version__,
+        name=name,
+        environment=walk.best.environment,
+        spec=walk.start.spec,
+        failure=failure,
+        notes=("interrupted: what was not reached is listed as not tried",) if walk.interrupted else (),
+        best=None if failure else walk.best.spec,
+        start_id=start.id if start else None,
+        best_id=best.id if best and not failure else None,
+        start_s=step_s(start),
+        best_s=step_s(best),
+        overall=walk.overall or _only(walk),
+        tried=tuple(_tried(walk, attempt) for attempt in walk.attempts),
+        untried=tuple(change.words for change in walk.untried),
+        by_hand=found.by_hand(best),
+        alternating=walk.taking.alternating,
+    )
+
+
+def _only(walk: Walk) -> Ratio | None:
+    """The ratio of the one change that was kept, which is that of the whole walk."""
+    kept = [attempt for attempt in walk.attempts if attempt.kept]
+    return kept[0].ratio if len(kept) == 1 else None
+
+
+def _tried(walk: Walk, attempt: Attempt) -> Tried:
+    base, run = walk.leave(attempt.base), walk.leave(attempt.side) if attempt.side else None
+    change, promise = attempt.change, attempt.promise
+    return Tried(
+        field=change.field,
+        value=change.value,
+        code=tuple(change.code.splitlines()),
+        numerics=change.numerics,
+        predicted_share=promise.share if promise else None,
+        predicted_by=promise.source if promise else "",
+        ratio=attempt.ratio,
+        kept=attempt.kept,
+        failure=attempt.failure,
+        peak_bytes=_peak_bytes(run),
+        before_bytes=_peak_bytes(base),
+        run_id=run.id if run else None,
+        base_id=base.id if base else None,
+    )
+
+
+def _peak_bytes(run: Run | None) -> int | None:
+    """Peak memory of the device, or where that is not counted of the process."""
+    if run is None or run.memory is None:
+        return None
+    peak = run.memory.peak("step")
+    return peak.peak_allocated_bytes if peak else run.memory.host_peak_bytes

@@ -1,0 +1,189 @@
+"""Measure steps in turns on one device, store their records and compare them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from steplab.comparison.turns import step_ratio
+from steplab.errors import UserError
+from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.measuring import asked_step
+from steplab.lab.processes import refuse_torchrun
+from steplab.lab.revisions import checked_out
+from steplab.lab.utilization import with_utilizations
+from steplab.measurement.processes.conversation import HERE, Surroundings
+from steplab.measurement.processes.turns import Session
+from steplab.measurement.progress import OnProgress
+from steplab.records.comparison import Ratio
+from steplab.records.run import Run
+from steplab.specs.step import StepSpec
+from steplab.store.database import Store
+
+STEPS = 30
+"""Measured steps of each side unless others are asked for."""
+
+
+class Taking(Protocol):
+    """What is asked of a session; a test may pass a substitute."""
+
+    alternating: str | None
+    """Why each turn has a process of its own; None: processes stay alive and wait."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
+        """Build a step and warm it up."""
+
+    def measure(self, sides: Sequence[Any], steps: int) -> None:
+        """Measure further steps of each side, in turns."""
+
+    def leave(self, side: Any) -> Run:
+        """End a side; gives its record."""
+
+
+class StoredSession:
+    """A session whose records are stored as sides leave; those that are left at its end, too, even if it is
+    interrupted."""
+
+    def __init__(self, session: Taking, store: Store, name: str) -> None:
+        self._session, self._store, self._name = session, store, name
+        self._present: list[Any] = []
+        self.stored: list[Run] = []
+        """The records, in the order in which sides left."""
+
+    def __enter__(self) -> Self:
+        self._session.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            for side in list(self._present):
+                if side.run is not None:
+                    self.leave(side)
+        finally:
+            self._session.__exit__(*exception)
+
+    @property
+    def alternating(self) -> str | None:
+        """Why each turn has a process of its own; None: processes stay alive and wait."""
+        return self._session.alternating
+
+    def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
+        """Build a step and warm it up. Raises UserError for a step that cannot be measured at all."""
+        side = self._session.enter(label, spec, surroundings)
+        self._present.append(side)
+        return side
+
+    def measure(self, sides: Sequence[Any], steps: int) -> None:
+        """Measure `steps` further steps of each side, in turns."""
+        self._session.measure(sides, steps)
+
+    def leave(self, side: Any) -> Run:
+        """End a side, and store its record; a side that had no turn is measured by itself first."""
+        if side.failure is None and side.run is None:
+            self._session.measure([side], side.spec.steps)
+        self._present.remove(side)
+        run = with_utilizations(dataclasses.replace(self._session.leave(side), name=self._name), self._store)
+        self.stored.append(keep(self._store, run))
+        return run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """Steps that were measured in turns."""
+
+    runs: tuple[Run, ...]
+    """The records of the sides, in the order in which they were given."""
+    ratios: tuple[Ratio | None, ...]
+    """Step time of each further side over that of the first; None where one of the two has none."""
+
+
+def ab(
+    *sides: Mapping[str, object],
+    against: str | None = None,
+    threshold: float | None = None,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    on_side: Callable[[str], None] = lambda label: None,
+    **fields: object,
+) -> Compared:
+    """Measure two or more steps in turns, A B B A A B and so on, and compare each with the first.
+
+    `fields` are those of all sides, as in `measure`, and `sides` those in which each differs; a single one is compared
+    with the step without it. With `against`, a git revision, the first side imports its code from there:
+
+        steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
+        steplab.ab(against="main", model="my_model:build")
+
+    The other arguments are as in `lab.turns.measure_in_turns`. Raises UserError for a request that is not supported.
+    """
+    if against and sides:
+        raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
+    if not against and not sides:
+        raise UserError("name what the sides differ in, as in steplab ab '--precision fp32' '--precision bf16'")
+    differing = ({}, {}) if against else ({}, *sides) if len(sides) == 1 else sides
+    return measure_in_turns(
+        [asked_step("ab", None, {"steps": STEPS, **fields, **side}) for side in differing],
+        against=against,
+        threshold=threshold,
+        name=name,
+        store=store,
+        timeout_s=timeout_s,
+        on_progress=on_progress,
+        on_side=on_side,
+    )
+
+
+def measure_in_turns(
+    specs: Sequence[StepSpec],
+    *,
+    against: str | None = None,
+    threshold: float | None = None,
+    name: str = "",
+    store: Path | str | None = None,
+    timeout_s: float | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    on_side: Callable[[str], None] = lambda label: None,
+    session: Callable[..., Taking] = Session,
+) -> Compared:
+    """Measure two or more steps in turns, A B B A A B and so on, and store a record of each.
+
+    Each side has as many measured steps as its spec says, which must be the same for all. The first side imports its
+    code from a worktree of the git revision `against`, if that is given (lab.revisions). `threshold` is the smallest
+    difference that matters, as a share. `timeout_s` limits the time until a side is warm, and that of each turn;
+    `on_side` is called with the label of each as it is built.
+
+    Raises UserError for a step that cannot be measured at all, or on another device than the others.
+    """
+    refuse_torchrun("measure in turns")
+    if len(specs) < 2:
+        raise UserError("measuring in turns takes two or more steps")
+    steps, devices = {spec.steps for spec in specs}, {spec.device for spec in specs}
+    if len(steps) > 1 or len(devices) > 1:
+        what = "--steps" if len(steps) > 1 else "--device"
+        raise UserError(f"steps that take turns have the same {what}; give it once, for all of them")
+    name = checked_name(name)
+    with (
+        checked_out(against) if against else nullcontext(HERE) as first,
+        open_store(store, write=True) as opened,
+        StoredSession(session(timeout_s=timeout_s, on_progress=on_progress), opened, name) as taking,
+    ):
+        present = []
+        for number, spec in enumerate(specs):
+            on_side(label_of(number))
+            present.append(taking.enter(label_of(number), spec, HERE if number else first))
+        taking.measure(present, steps.pop())
+        runs = tuple(taking.leave(side) for side in present)
+    return Compared(runs=runs, ratios=tuple(step_ratio(runs[0], run, threshold=threshold) for run in runs[1:]))
+
+
+def label_of(number: int) -> str:
+    """The label of a side: A, B and so on."""
+    return chr(ord("A") + number) if number < 26 else str(number + 1)

@@ -1,0 +1,252 @@
+"""Measures several steps in turns on one device, so that a drift of the machine reaches all of them alike.
+
+Each step has a process that stays alive. It builds the step, warms up and waits; then the processes get turns of a few
+steps, A B B A A B and so on, and only the one whose turn it is uses the device. The others keep their weights and
+optimizer state in the device's memory, and nothing else.
+
+Where the device's memory does not hold all of them, and for steps of several processes, each turn is a process of its
+own, and turns are longer: a record says so in `turns.alternating`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Self
+
+import msgspec
+
+from steplab.errors import UserError
+from steplab.measurement.jobs import JOBS, TurnsTask
+from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
+from steplab.measurement.processes.launch import CHILD, failed_run, measure_in_child
+from steplab.measurement.processes.listener import Listener
+from steplab.measurement.processes.messages import Request
+from steplab.measurement.progress import OnProgress
+from steplab.records.codec import encode, new_id, now_utc
+from steplab.records.environment import Environment
+from steplab.records.failure import Failure
+from steplab.records.memory import Memory
+from steplab.records.run import Run
+from steplab.records.timing import Timing, joined
+from steplab.records.turns import MOST_IN_A_BLOCK, Turn, Turns
+from steplab.specs.model import refuse_planning_only
+from steplab.specs.step import StepSpec
+
+_FEWEST_TURNS = 10
+"""Turns of each side, if it has as many steps; with fewer than eight, no difference could be told from chance."""
+_ALTERNATING_ROUNDS = 2
+"""Turns of each side where every turn has a process of its own: A B B A."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Side:
+    """One of the steps that take turns."""
+
+    label: str
+    """Name in the session, such as 'A'."""
+    spec: StepSpec
+    """The step."""
+    surroundings: Surroundings = HERE
+    """Where its processes run."""
+    failure: Failure | None = None
+    """Why it is not measured, or no further; None: it is."""
+    run: Run | None = None
+    """The record of the steps until now; None before the first turn."""
+    conversation: Conversation | None = field(default=None, repr=False)
+    listener: Listener | None = field(default=None, repr=False)
+
+    @property
+    def environment(self) -> Environment | None:
+        """The environment that it is measured in; None if its process died before it told."""
+        return self.run.environment if self.run else self.listener.environment if self.listener else None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a process of it waits for turns."""
+        return self.conversation is not None
+
+
+class Session:
+    """Steps that take turns; a context manager that ends their processes."""
+
+    def __init__(self, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None) -> None:
+        """`timeout_s` limits the time until a side is warm, and that of each turn."""
+        self.id = new_id()
+        self.alternating: str | None = None
+        """Why each turn has a process of its own; None: processes stay alive and wait."""
+        self._timeout_s, self._on_progress = timeout_s, on_progress
+        self._sides: list[Side] = []
+        self._turns = 0
+        self._last: Side | None = None
+        """The side of the last turn that was a process of its own."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for side in self._sides:
+            _end(side)
+
+    def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
+        """Build a step and warm it up, so that it can take turns; a failure is the side's.
+
+        Raises UserError (or the SteplabError that the process reported) for a step that cannot be measured at all.
+        """
+        refuse_planning_only(spec.model)
+        side = Side(label=label, spec=spec, surroundings=surroundings)
+        self._sides.append(side)
+        if spec.layout.world_size > 1:
+            if surroundings is not HERE:
+                raise UserError(f"layout {spec.layout} cannot be measured at another revision; leave out --layout")
+            self._alternate("a step of several processes cannot wait for its turn")
+        if not self.alternating:
+            self._start(side)
+        return side
+
+    def measure(self, sides: Sequence[Side], steps: int) -> None:
+        """Measure `steps` further steps of each side, in turns; a side that fails is measured no further.
+
+        Of several sides, the last one is not measured by itself. Raises as `enter` does.
+        """
+        while not self.alternating:
+            before = [side.run for side in sides]
+            if self._all_turns(sides, steps):
+                return
+            for side, run in zip(sides, before, strict=True):
+                side.run = run  # the turns are taken again, in other processes
+        self._alternating_turns(sides, steps)
+
+    def leave(self, side: Side) -> Run:
+        """End a side; gives its record, which may be a failure."""
+        _end(side)
+        self._sides.remove(side)
+        turns = Turns(session=self.id, label=side.label, alternating=self.alternating)
+        if side.failure is not None or side.run is None:
+            failure = side.failure or Failure(kind="error", message="it had no turn")
+            return dataclasses.replace(failed_run(side.spec, side.environment, failure), turns=turns)
+        return side.run
+
+    # --- processes that wait ------------------------------------------------------------------------------
+
+    def _start(self, side: Side) -> None:
+        side.listener = Listener(JOBS["turns"], self._on_progress)
+        task = TurnsTask(spec=side.spec, session=self.id, label=side.label)
+        request = Request(job="turns", task=msgspec.Raw(encode(task)), device=side.spec.device)
+        side.conversation = Conversation(CHILD, request, side.listener, self._timeout_s, surroundings=side.surroundings)
+        self._heard(side, side.conversation.listen())
+
+    def _heard(self, side: Side, failure: Failure | None) -> None:
+        """Note how a side is after it was heard; where it ran out of memory beside others, sides alternate."""
+        assert side.listener is not None
+        if failure is None and not side.listener.is_ready:
+            assert isinstance(side.listener.result, Run)
+            failure = side.listener.result.failure or Failure(kind="crashed", message="it ended before its turn")
+        if failure is None:
+            return
+        if failure.kind == "out_of_memory" and any(other.is_resident for other in self._sides if other is not side):
+            self._alternate("the device's memory does not hold all of them at once")
+            return
+        side.failure = failure
+        _end(side)
+
+    def _alternate(self, why: str) -> None:
+        self.alternating = self.alternating or why
+        for side in self._sides:
+            _end(side)
+
+    def _all_turns(self, sides: Sequence[Side], steps: int) -> bool:
+        """Whether the turns were taken; if not, the sides alternate from now on."""
+        for number, turn_steps in enumerate(_in_turns(steps)):
+            for side in sides if number % 2 == 0 else reversed(sides):
+                if _is_over(sides):
+                    return True
+                if side.failure is None:
+                    self._turn(side, turn_steps)
+                if self.alternating:
+                    return False
+        return True
+
+    def _turn(self, side: Side, steps: int) -> None:
+        assert side.conversation is not None
+        assert side.listener is not None
+        failure = side.conversation.give(Turn(place=self._turns, steps=steps))
+        self._turns += 1
+        self._heard(side, failure)
+        if side.is_resident:
+            side.run = side.listener.measured
+
+    # --- a process for each turn --------------------------------------------------------------------------
+
+    def _alternating_turns(self, sides: Sequence[Side], steps: int) -> None:
+        each = -(-steps // _ALTERNATING_ROUNDS)
+        order = [side for number in range(_ALTERNATING_ROUNDS) for side in (sides[::-1] if number % 2 else sides)]
+        if self._last is order[0] and order[0].run is not None:
+            del order[0]  # the turn before these was its own
+        for side, turns in ((side, len(list(same))) for side, same in groupby(order)):
+            if _is_over(sides):
+                return
+            if side.failure is None:
+                self._process_turn(side, each * turns)
+
+    def _process_turn(self, side: Side, steps: int) -> None:
+        run = measure_in_child(
+            dataclasses.replace(side.spec, steps=steps),
+            surroundings=side.surroundings,
+            timeout_s=self._timeout_s,
+            on_progress=self._on_progress,
+        )
+        turn = Turn(place=self._turns, steps=steps)
+        self._turns += 1
+        self._last = side
+        if run.failure is not None:
+            side.failure = run.failure
+            return
+        turns = Turns(session=self.id, label=side.label, turns=(turn,), alternating=self.alternating)
+        run = dataclasses.replace(run, spec=side.spec, turns=turns)
+        side.run = _both(side.run, run) if side.run else run
+
+
+def _in_turns(steps: int) -> list[int]:
+    """The steps of each turn."""
+    turns = min(steps, max(_FEWEST_TURNS, -(-steps // MOST_IN_A_BLOCK)))
+    return [steps // turns + (number < steps % turns) for number in range(turns)]
+
+
+def _is_over(sides: Sequence[Side]) -> bool:
+    """Whether too few sides are left to be compared."""
+    return sum(side.failure is None for side in sides) < min(2, len(sides))
+
+
+def _end(side: Side) -> None:
+    if side.conversation is not None:
+        side.conversation.end()
+        side.conversation = None
+
+
+def _both(earlier: Run, later: Run) -> Run:
+    """One record of the turns of two processes, with the samples of both and the larger peaks."""
+    assert earlier.timing is not None
+    assert later.timing is not None
+    assert earlier.turns is not None
+    assert later.turns is not None
+    timing = Timing(
+        warmup=earlier.timing.warmup,
+        back_to_back=joined([earlier.timing.back_to_back, later.timing.back_to_back]),
+        first_step_s=earlier.timing.first_step_s,
+    )
+    return dataclasses.replace(
+        earlier,
+        created_utc=now_utc(),
+        timing=timing,
+        memory=_larger(earlier.memory, later.memory),
+        ranks=(),
+        turns=dataclasses.replace(later.turns, turns=earlier.turns.turns + later.turns.turns),
+    )
+
+
+def _larger(earlier: Memory | None, later: Memory | None) -> Memory | None:
+    if earlier is None or later is None:
+        return earlier or later
+    peaks = tuple(peak.with_larger_of(earlier.peak(peak.phase) or peak) for peak in later.peaks)
+    return dataclasses.replace(earlier, peaks=peaks)

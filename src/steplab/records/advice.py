@@ -1,0 +1,102 @@
+"""The record of a walk from one step to the fastest that was found, one change at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from steplab.records.comparison import Ratio
+from steplab.records.finding import Finding
+from steplab.records.problems import Problem
+from steplab.records.record import StepRecord
+from steplab.records.rows import Row, head, software, step_columns
+from steplab.specs.step import StepSpec
+
+ADVICE_SCHEMA = "steplab.advice/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """One change, measured in turns with the fastest step until then."""
+
+    field: str
+    """Field of the step that was changed, by its name in study files."""
+    value: str
+    """Its value with the change."""
+    code: tuple[str, ...]
+    """Lines of Python that make the change in a loop of the user's own."""
+    numerics: str = ""
+    """How the change affects the numbers beyond the order of additions; empty: not at all."""
+    predicted_share: float | None = None
+    """Predicted saving as a share of the step before; None: there was no prediction."""
+    predicted_by: str = ""
+    """What predicted it: plan time, or the kind of a finding."""
+    ratio: Ratio | None = None
+    """Step time with the change over that without it; None if it was not compared."""
+    kept: bool = False
+    """Whether the walk went on from the step with the change."""
+    failure: str | None = None
+    """Why there is no step time with the change, in one line."""
+    peak_bytes: int | None = None
+    """Peak memory of the step with the change: of the device, or on a CPU of the process; None: not known."""
+    before_bytes: int | None = None
+    """The same of the step without it."""
+    run_id: str | None = None
+    """Id of the record with the change; None: it could not be built."""
+    base_id: str | None = None
+    """Id of the record without it."""
+
+    @property
+    def words(self) -> str:
+        """The change in words."""
+        return f"{self.field.removeprefix('model.')} {self.value}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Advice(StepRecord):
+    """What `steplab advise` found; `spec` is the step that it began with."""
+
+    best: StepSpec | None = None
+    """The fastest step that was found; None if none ran."""
+    start_id: str | None = None
+    """Id of the record of the step that it began with."""
+    best_id: str | None = None
+    """Id of the record of the fastest step."""
+    start_s: float | None = None
+    """Median time of the first step in seconds; None if it did not run."""
+    best_s: float | None = None
+    """Median time of the fastest step in seconds."""
+    overall: Ratio | None = None
+    """Time of the fastest step over that of the first, measured in turns; None if they were not."""
+    tried: tuple[Tried, ...] = ()
+    """The changes in the order in which they were tried."""
+    untried: tuple[str, ...] = ()
+    """Changes that apply and were not tried, because time was over."""
+    by_hand: tuple[Finding, ...] = ()
+    """Findings whose change is no field of the step."""
+    alternating: str | None = None
+    """Why each turn had a process of its own; None: processes stayed alive."""
+    schema: str = ADVICE_SCHEMA
+    """Format of this record."""
+
+    @property
+    def kept(self) -> tuple[Tried, ...]:
+        """The changes of the fastest step."""
+        return tuple(tried for tried in self.tried if tried.kept)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot be right (records.problems)."""
+        if self.best is None and self.kept:
+            yield ".best", "is missing, although changes were kept"
+
+
+def advice_row(advice: Advice) -> Row:
+    """The row of a walk: the fastest step that it found, and its time beside the first one's."""
+    row = head(advice, "advise") | {"status": advice.status} | step_columns(advice.best or advice.spec)
+    return row | {
+        "device": advice.device_name,
+        **software(advice),
+        "step_time_s": advice.best_s,
+        "start_s": advice.start_s,
+        "num_tried": len(advice.tried),
+        "num_kept": len(advice.kept),
+        "failure": advice.failure.message if advice.failure else None,
+    }

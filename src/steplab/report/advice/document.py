@@ -1,0 +1,183 @@
+"""The report of a walk to a faster step: its answer, every change that was tried, and how to make those that paid."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.advice import Advice, Tried
+from steplab.records.rows import Row
+from steplab.report.advice.waterfall import waterfall
+from steplab.report.environments import environment_section
+from steplab.report.kit.document import (
+    Column,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    Verdict,
+    later,
+    named_section,
+    notes_section,
+    record_section,
+    records_in_full,
+)
+from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME, Quantity
+from steplab.report.kit.text import reason
+from steplab.report.turns.document import alternating_caution, ratio_words
+from steplab.specs.command import command
+from steplab.specs.step import describe
+
+_SIGNED_BYTES = Quantity(lambda size: ("+" if size > 0 else "-" if size < 0 else "") + units.format_bytes(abs(size)))
+
+
+def advice_document(advice: Advice) -> Document:
+    """One walk in full."""
+    table = _table(advice)
+    return Document(
+        title=advice_title(advice),
+        subtitle=f"walk {advice.id} · {advice.created_utc} · steplab {advice.steplab_version}",
+        verdict=advice_verdict(advice),
+        sections=(*_sections(advice), *environment_section(advice.environment)),
+        data=table,
+    )
+
+
+def advice_chapter(records: Sequence[Advice]) -> Section | None:
+    """The walks on a page."""
+    parts = [
+        record_section(
+            f"{advice.created_utc} · walk {advice.id}",
+            advice_verdict(advice),
+            _sections(advice),
+            title=advice.name or advice_title(advice),
+        )
+        for advice in records
+    ]
+    blocks = tuple(records_in_full(parts, [advice.id for advice in records]))
+    return Section(title="Advice", anchor="advice", blocks=blocks) if parts else None
+
+
+def advice_title(advice: Advice) -> str:
+    """The step that the walk began with."""
+    return describe(advice.spec) if advice.spec else "a step"
+
+
+def advice_verdict(advice: Advice) -> Verdict:
+    """What the step takes now, what it takes with the changes that paid, and what they cost besides."""
+    return Verdict(sentences=tuple(_answer(advice)), cautions=tuple(_cautions(advice)))
+
+
+def _answer(advice: Advice) -> Iterator[str]:
+    if advice.failure or advice.best_s is None:
+        why = reason(advice.failure.kind, advice.failure.message) if advice.failure else "no step was measured"
+        yield f"No step ran: {why}."
+        return
+    best, kept = units.format_time(advice.best_s), ", ".join(tried.words for tried in advice.kept)
+    if not advice.kept:
+        yield f"No change that was tried pays: the step as given takes {best}."
+    elif advice.start_s is None:
+        yield f"The step as given does not run; with {kept} it takes {best}."
+    else:
+        times = f"With {kept} the step takes {best} for {units.format_time(advice.start_s)}"
+        told = f"{advice.best_s / advice.start_s:.3f} times as long (medians of different turns)"
+        yield f"{times}: {ratio_words(advice.overall) if advice.overall else told}."
+    if missed := [tried.words for tried in advice.tried if not tried.kept]:
+        yield f"Tried and not kept: {', '.join(missed)}."
+    if advice.untried:
+        yield f"Not tried, because time was over: {', '.join(advice.untried)}."
+
+
+def _cautions(advice: Advice) -> Iterator[str]:
+    for tried in advice.kept:
+        if tried.numerics:
+            yield f"{tried.words} changes the numbers: {tried.numerics}. Without it: --keep-precision."
+    if advice.alternating:
+        yield alternating_caution(advice.alternating)
+
+
+def _sections(advice: Advice) -> Iterator[Section]:
+    yield named_section("Changes in the order they were tried", _table(advice), later(waterfall, advice))
+    if advice.best and advice.kept:
+        yield named_section(
+            "The fastest step",
+            Sentences(texts=(command(advice.best),), role="code"),
+            Sentences(texts=("In a training loop of your own:",)),
+            Sentences(texts=tuple(line for tried in advice.kept for line in tried.code), role="code"),
+        )
+    if advice.by_hand:
+        yield named_section(
+            "To be changed in the code",
+            *(block for finding in advice.by_hand for block in _by_hand(finding.title, finding.saw, finding.change)),
+        )
+    yield from notes_section(advice.notes)
+
+
+def _by_hand(title: str, saw: str, change: str) -> tuple[Sentences, ...]:
+    return Sentences(texts=(f"{title}. {saw}",)), Sentences(texts=(change,), role="code")
+
+
+def _table(advice: Advice) -> Table:
+    on_host = advice.environment is not None and advice.environment.device.kind != "cuda"
+    of_what = "of the process on the host" if on_host else "of the device"
+    return Table(
+        name="changes",
+        columns=(
+            Column(key="change", header="change"),
+            Column(key="predicted_s", header="predicted", quantity=TIME),
+            Column(key="saved_s", header="saved", quantity=TIME),
+            Column(key="least_saved_s", header="from", quantity=TIME, rank=2),
+            Column(key="most_saved_s", header="to", quantity=TIME, rank=2),
+            Column(key="after_s", header="step time", quantity=TIME),
+            Column(key="saved_share", header="share", quantity=PERCENT, rank=3),
+            Column(key="peak_bytes", header="peak memory", quantity=BYTES, rank=1),
+            Column(key="added_bytes", header="added", quantity=_SIGNED_BYTES, rank=4),
+            Column(key="result", header="result", quantity=TEXT, wraps_from=12),
+            Column(key="run_id", header="record", quantity=LABEL, rank=5),
+        ),
+        rows=tuple(_row(tried) for tried in advice.tried),
+        caption="Each change was measured in turns with the fastest step before it. Saved is the difference to the "
+        "median of that step, from and to its 95 % interval; a change is kept if all of the interval pays. Peak memory "
+        f"is that {of_what}.",
+        empty="no change applies to this step",
+    )
+
+
+def _row(tried: Tried) -> Row:
+    ratio = tried.ratio
+    before_s = ratio.a if ratio else None
+    added = None if tried.peak_bytes is None or tried.before_bytes is None else tried.peak_bytes - tried.before_bytes
+    return {
+        "change": tried.words,
+        "field": tried.field,
+        "value": tried.value,
+        "predicted_s": predicted_s(tried),
+        "predicted_by": tried.predicted_by,
+        "saved_s": ratio.a * (1 - ratio.ratio) if ratio else None,
+        "least_saved_s": ratio.a * (1 - ratio.high) if ratio and ratio.high else None,
+        "most_saved_s": ratio.a * (1 - ratio.low) if ratio and ratio.low else None,
+        "before_s": before_s,
+        "after_s": ratio.a * ratio.ratio if ratio else None,
+        "saved_share": 1 - ratio.ratio if ratio else None,
+        "peak_bytes": tried.peak_bytes,
+        "added_bytes": added,
+        "kept": tried.kept,
+        "result": _result(tried),
+        "numerics": tried.numerics or None,
+        "run_id": tried.run_id,
+        "base_id": tried.base_id,
+    }
+
+
+def predicted_s(tried: Tried) -> float | None:
+    """The predicted saving in seconds of the step before, as it was measured."""
+    if tried.predicted_share is None or tried.ratio is None:
+        return None
+    return tried.predicted_share * tried.ratio.a
+
+
+def _result(tried: Tried) -> str:
+    if tried.failure:
+        return tried.failure
+    if tried.kept:
+        return "kept"
+    decision = tried.ratio.decision if tried.ratio else "undecided"
+    return {"higher": "slower", "same": "no gain", "undecided": "not decided", "lower": "kept"}[decision]

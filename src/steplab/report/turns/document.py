@@ -1,0 +1,125 @@
+"""The report of steps that were measured in turns."""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from steplab import units
+from steplab.records.comparison import Ratio
+from steplab.records.rows import Row
+from steplab.records.run import Run
+from steplab.report.kit.document import RESULT, Column, Document, Table, Verdict, named_section, notes_section
+from steplab.report.kit.quantities import BYTES, LABEL, TIME, Quantity
+from steplab.report.kit.text import reason
+
+_RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
+
+
+def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Document:
+    """Two or more sides, each beside the first. `words` are the sides in the user's words."""
+    table = _table(runs, ratios, words)
+    alternating = next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None)
+    return Document(
+        title=f"{' and '.join(_label(run) for run in runs)} in turns",
+        verdict=Verdict(
+            sentences=tuple(_answers(runs, ratios, words)),
+            cautions=(alternating_caution(alternating),) if alternating else (),
+        ),
+        sections=(named_section("", table), *notes_section(tuple(_notes(runs)))),
+        data=table,
+    )
+
+
+def ratio_words(ratio: Ratio) -> str:
+    """The ratio with its interval, in brackets."""
+    between = (
+        f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
+    )
+    return f"{ratio.ratio:.3f} times as long ({between})"
+
+
+def _answers(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Iterator[str]:
+    first = runs[0]
+    for run, ratio, said in zip(runs, (None, *ratios), words, strict=True):
+        if run.failure:
+            yield f"{_label(run)} ({said}) has no step time: {reason(run.failure.kind, run.failure.message)}."
+        elif ratio:
+            yield _answer(_label(first), f"{_label(run)} ({said})", ratio)
+    if first.failure is None and not any(ratios):
+        yield f"{_label(first)} alone was measured, so there is nothing to compare it with."
+
+
+def _answer(a: str, b: str, ratio: Ratio) -> str:
+    times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
+    within = units.format_percent(ratio.threshold)
+    if ratio.decision == "same":
+        return f"{b} takes as long as {a}, within {within}: {ratio_words(ratio)}, {times}."
+    if ratio.decision == "undecided":
+        more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
+        return f"Not decided whether {b} differs from {a} by more than {within}: {ratio_words(ratio)}, {times}.{more}"
+    which = "slower" if ratio.decision == "higher" else "faster"
+    return f"{b} is {which} than {a}: {ratio_words(ratio)}, {times}."
+
+
+def alternating_caution(why: str) -> str:
+    """What turns that were processes of their own mean for the ratios."""
+    return (
+        f"Each turn was a process of its own, because {why}. Equal steps in different processes differ by some per "
+        "cent, which the intervals do not cover."
+    )
+
+
+def _notes(runs: Sequence[Run]) -> Iterator[str]:
+    turns = next((run.turns for run in runs if run.turns and run.turns.turns), None)
+    if turns and not turns.alternating:
+        yield (
+            f"{len(turns.turns)} turns of {max(turn.steps for turn in turns.turns)} steps, in the order A B B A. "
+            "Between its turns a side keeps its weights and optimizer state in the device's memory."
+        )
+    yield "A ratio is the side's median step time divided by that of A. `steplab show ID` shows a side in full."
+
+
+def _table(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Table:
+    return Table(
+        name="sides",
+        columns=(
+            Column(key="side", header=""),
+            Column(key="what", header="step", wraps_from=16),
+            Column(key="step_time_s", header="step time", quantity=TIME),
+            Column(key="ratio", header="ratio", quantity=_RATIO),
+            Column(key="low", header="from", quantity=_RATIO, rank=1),
+            Column(key="high", header="to", quantity=_RATIO, rank=1),
+            Column(key="decision", header="decision", rank=2),
+            Column(key="peak_bytes", header="peak memory", quantity=BYTES, rank=3),
+            Column(key="git_commit", header="commit", rank=4),
+            Column(key="id", header="record", quantity=LABEL),
+            RESULT,
+        ),
+        rows=tuple(_row(run, ratio, said) for run, ratio, said in zip(runs, (None, *ratios), words, strict=True)),
+    )
+
+
+def _row(run: Run, ratio: Ratio | None, said: str) -> Row:
+    step = run.timing.phase("step") if run.timing else None
+    peak = run.memory.peak("step") if run.memory else None
+    return {
+        "side": _label(run),
+        "what": said,
+        "step_time_s": median(step.best_s) if step else None,
+        "num_steps": len(step.best_s) if step else None,
+        "ratio": ratio.ratio if ratio else None,
+        "low": ratio.low if ratio else None,
+        "high": ratio.high if ratio else None,
+        "p": ratio.p if ratio else None,
+        "threshold": ratio.threshold if ratio else None,
+        "decision": ratio.decision if ratio else None,
+        "peak_bytes": peak.peak_allocated_bytes if peak else None,
+        "git_commit": run.environment.git_commit if run.environment else None,
+        "id": run.id,
+        "session": run.turns.session if run.turns else None,
+        "status": run.status,
+        "failure": run.failure.message if run.failure else None,
+    }
+
+
+def _label(run: Run) -> str:
+    return run.turns.label if run.turns else "?"

@@ -1,0 +1,144 @@
+"""Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries.
+
+Each is one field of the step, and the lines that do the same in a training loop of the user's own. A change of the
+model, the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
+"""
+
+from dataclasses import dataclass
+
+from steplab.specs.step import FIELDS, StepSpec
+
+_ANY = ("cuda", "cpu", "mps")
+_CUDA = ("cuda",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One value of one field."""
+
+    field: str
+    """The field, by its name in study files."""
+    value: str
+    """Its value with the change."""
+    code: str
+    """The lines of Python that do the same in a loop with `model`, `batch` and `optimizer`."""
+    devices: tuple[str, ...] = _ANY
+    """Kinds of devices on which it is worth trying."""
+    replaces: tuple[str, ...] = ()
+    """Present values for which it is tried; empty: all others."""
+    numerics: str = ""
+    """How it changes the numbers beyond the order of additions; empty: not at all."""
+
+    @property
+    def words(self) -> str:
+        """The change in words."""
+        return f"{self.field.removeprefix('model.')} {self.value}"
+
+    def applies(self, spec: StepSpec, device_kind: str) -> bool:
+        """Whether it changes this step on such a device."""
+        field, now = FIELDS[self.field], str(FIELDS[self.field].read(spec))
+        return (
+            device_kind in self.devices
+            and now != self.value
+            and (not self.replaces or now in self.replaces)
+            and field.about.applies(spec)
+            and field.unused(spec) is None
+        )
+
+
+_AUTOCAST = """with torch.autocast(device.type, dtype=torch.bfloat16):
+    loss = model(batch)"""
+_ATTENTION = "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+
+
+def _own_attention(name: str) -> str:
+    return (
+        f'from steplab.ops.attention import attention\nout = attention(q, k, v, causal=True, implementation="{name}")'
+    )
+
+
+def _own_loss(name: str) -> str:
+    return (
+        "from steplab.ops.cross_entropy import linear_cross_entropy\n"
+        f'loss = linear_cross_entropy(hidden, head.weight, targets, implementation="{name}")'
+    )
+
+
+def _compiled(mode: str) -> str:
+    return f'model = torch.compile(model, mode="{mode}")'
+
+
+CHANGES = (
+    Change(
+        field="precision",
+        value="bf16",
+        code=_AUTOCAST,
+        replaces=("fp32", "tf32"),
+        numerics="matrix products take bf16, with 8 bits of precision for 24; weights and sums stay in fp32",
+    ),
+    Change(
+        field="precision",
+        value="tf32",
+        code='torch.set_float32_matmul_precision("high")',
+        devices=_CUDA,
+        replaces=("fp32",),
+        numerics="matrix products round their fp32 inputs to 11 bits of precision",
+    ),
+    Change(field="attention", value="auto", code=_own_attention("auto"), devices=_CUDA),
+    Change(field="attention", value="sdpa", code=_ATTENTION, devices=("cpu", "mps"), replaces=("plain",)),
+    Change(
+        field="compile",
+        value="block",
+        code="for block in model.blocks:\n    block.forward = torch.compile(block.forward)",
+        replaces=("off",),
+    ),
+    Change(field="compile", value="default", code="model = torch.compile(model)", replaces=("off", "block")),
+    Change(field="loss", value="fused", code=_own_loss("fused"), devices=_CUDA),
+    Change(field="loss", value="chunked", code=_own_loss("chunked"), replaces=("plain",)),
+    Change(
+        field="model.projections",
+        value="merged",
+        code="qkv = torch.nn.Linear(d_model, 3 * d_model, bias=False)  # and one layer for gate and up\n"
+        "q, k, v = qkv(x).chunk(3, dim=-1)",
+        replaces=("separate",),
+    ),
+    Change(
+        field="optimizer",
+        value="adamw_fused",
+        code="optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
+        replaces=("adamw_loop", "adamw_foreach"),
+    ),
+    Change(
+        field="optimizer",
+        value="adamw_triton",
+        code="from steplab.ops.adamw.optimizer import OneKernelAdamW\n"
+        "optimizer = OneKernelAdamW(model.parameters(), lr=lr)",
+        devices=_CUDA,
+        replaces=("adamw_fused", "adamw_loop", "adamw_foreach"),
+    ),
+    Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
+    Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
+    Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
+    Change(
+        field="compile",
+        value="reduce-overhead",
+        code=_compiled("reduce-overhead"),
+        devices=_CUDA,
+        replaces=("off", "block", "default"),
+    ),
+    Change(
+        field="compile",
+        value="max-autotune-no-cudagraphs",
+        code=_compiled("max-autotune-no-cudagraphs"),
+        devices=_CUDA,
+        replaces=("block", "default", "reduce-overhead"),
+    ),
+)
+"""The changes, in the order in which they are tried where nothing is predicted."""
+
+
+def changes_for(spec: StepSpec, device_kind: str, *, keep_precision: bool) -> list[Change]:
+    """The changes that apply to a step; without those of the number format if `keep_precision`."""
+    return [
+        change for change in CHANGES if change.applies(spec, device_kind) and not (keep_precision and change.numerics)
+    ]

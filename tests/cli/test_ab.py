@@ -1,0 +1,125 @@
+"""steplab ab, as users type it: planted differences, another revision, and what is refused."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program, complaint, tiny
+
+from steplab.lab.revisions import checked_out
+
+STEP = """
+import time
+
+def plain():
+    return lambda: time.sleep({plain})
+
+def slow():
+    return lambda: time.sleep({slow})
+"""
+
+
+def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> None:
+    """A step that sleeps 10 ms, one that sleeps 15, and the first again; the threshold is far from both."""
+    steplab.write("planted.py", STEP.format(plain=0.010, slow=0.015))
+    options = ("--device", "cpu", "--warmup", "1", "--format", "json", "--threshold", "20%")
+    sides = ("--model planted:plain", "--model planted:slow", "--model planted:plain")
+    result = steplab("ab", *sides, *options)
+    assert result.code == 4, result.stderr
+    first, slow, same = result.rows()
+    assert slow["decision"] == "higher"
+    assert same["decision"] not in ("higher", "lower")
+    assert 1.2 < slow["low"] <= slow["ratio"] <= slow["high"]
+    assert {row["num_steps"] for row in (first, slow, same)} == {30}
+    assert [row["side"] for row in (first, slow, same)] == ["A", "B", "C"]
+    assert {row["id"] for row in steplab.rows()} == {row["id"] for row in (first, slow, same)}
+
+
+# --- another revision -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(steplab: Program) -> Program:
+    """A repository whose step sleeps 20 ms in its only commit, and 30 ms in the working tree."""
+
+    def git(*words: str) -> None:
+        as_someone = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *as_someone, *words], cwd=steplab.cwd, check=True, capture_output=True)
+
+    git("init", "-q", "-b", "main")
+    steplab.write("mine.py", STEP.format(plain=0.02, slow=0.02))
+    git("add", "mine.py")
+    git("commit", "-qm", "first")
+    steplab.write("mine.py", STEP.format(plain=0.03, slow=0.03))
+    return steplab
+
+
+def worktrees(repository: Program) -> list[str]:
+    listed = subprocess.run(["git", "worktree", "list"], cwd=repository.cwd, check=True, capture_output=True, text=True)
+    return listed.stdout.splitlines()
+
+
+def test_each_side_imports_the_model_of_its_own_revision(repository: Program) -> None:
+    options = ("--model", "mine:plain", "--device", "cpu", "--warmup", "1", "--threshold", "20%", "--format", "json")
+    result = repository("ab", "--against", "main", *options)
+    assert result.code == 4, result.stderr
+    then, now = result.rows()
+    assert (then["what"], now["what"], now["decision"]) == ("main", "working tree", "higher")
+    assert then["step_time_s"] < 0.029 < now["step_time_s"]
+    assert now["git_commit"] == f"{then['git_commit']}+"
+    assert len(worktrees(repository)) == 1
+
+
+def test_a_worktree_is_removed_whatever_happens(repository: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository.cwd)
+    monkeypatch.setenv("PYTHONPATH", f"/elsewhere:{repository.cwd}")
+    seen: list[Path] = []
+
+    def interrupted() -> None:
+        with checked_out("main") as there:
+            assert there.folder is not None
+            assert there.environment is not None
+            assert there.environment["PYTHONPATH"].split(":")[:2] == ["/elsewhere", str(there.folder)]
+            assert "0.02" in (there.folder / "mine.py").read_text()
+            assert len(worktrees(repository)) == 2
+            seen.append(there.folder)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(worktrees(repository)) == 1
+    assert not seen[0].exists()
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ab",), ("name what the sides differ in",)),
+        (("ab", "--precison bf16"), ("--precison", "--precision")),
+        (("ab", "--precision bf16 --compile"), ("--compile", "has no value")),
+        (("ab", "--precision bf17"), ("bf17", "fp32")),
+        (("ab", "--steps 10", "--steps 20"), ("the same --steps",)),
+        (("ab", "--attention sdpa", "--threshold", "much"), ("'much'", "3%")),
+        (("ab", "--against", "main", "--attention sdpa"), ("another revision", "the same options")),
+        (("ab", "--against", "main", *tiny()), ("git repository",)),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_is_one_line(
+    steplab: Program,
+    arguments: tuple[str, ...],
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    message = complaint(steplab.here(*arguments), 2)
+    assert all(word in message for word in words), message
+
+
+def test_an_unknown_revision_is_named(repository: Program) -> None:
+    message = complaint(repository.here("ab", "--against", "nowhere", *tiny()), 2)
+    assert "no revision 'nowhere'" in message

@@ -1,0 +1,283 @@
+"""The walk to a faster step: which change comes next, what is kept, and what the record and its report say."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.advice_records import some_advice
+from tests.runs import make_run
+from tests.unit.explaining import op, profile, timing
+from tests.unit.taking import FakeSession, Told
+
+from steplab.errors import Unsupported, UserError
+from steplab.lab.advising import advise
+from steplab.lab.explaining import with_fields
+from steplab.records.advice import Advice
+from steplab.records.codec import decode, encode
+from steplab.records.registry import summary_row
+from steplab.records.run import Run
+from steplab.records.validation import check
+from steplab.report.advice.document import advice_chapter, advice_document
+from steplab.report.advice.waterfall import waterfall
+from steplab.report.kit.rendering import render
+from steplab.specs.changes import CHANGES, changes_for
+from steplab.specs.model import MODEL_SIZES
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import FIELDS, StepSpec
+from steplab.store.database import Store
+
+FACTORS = {"bf16": 0.4, "tf32": 0.6, "auto": 0.8, "block": 0.85, "default": 0.8, "fused": 0.97, "adamw_triton": 1.02}
+"""What a choice multiplies the step time by; what is not named makes no difference."""
+
+
+def product(spec: StepSpec) -> float:
+    """A step whose choices do not affect each other."""
+    seconds = 0.1
+    for choice in (spec.precision, spec.attention, spec.compile, spec.loss, spec.optimizer):
+        seconds *= FACTORS.get(choice, 1.0)
+    return seconds
+
+
+@pytest.fixture
+def walk(tmp_path: Path) -> Callable[..., Advice]:
+    """A walk from `small` on an H200 whose steps take as long as told."""
+
+    def walked(told: Told = product, **options: Any) -> Advice:
+        walked.session = FakeSession(told)  # type: ignore[attr-defined]
+        given = {"model": "small", "context": 512} | options.pop("fields", {})
+        return advise(
+            resolve_step({"steps": 30, **given}),
+            store=tmp_path / "store.db",
+            session=walked.session,  # type: ignore[attr-defined]
+            profile=options.pop("profile", unprofiled),
+            **options,
+        )
+
+    return walked
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Advice, Path]:
+    """A walk in which choices do not affect each other, and its store."""
+    store = tmp_path_factory.mktemp("walked") / "store.db"
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    return advise(spec, store=store, session=FakeSession(product), profile=unprofiled), store
+
+
+def unprofiled(spec: StepSpec, **options: Any) -> Run:
+    raise AssertionError("a step that can be planned is not profiled")
+
+
+def decisions(advice: Advice) -> dict[str, bool]:
+    return {tried.words: tried.kept for tried in advice.tried}
+
+
+# --- the walk ---------------------------------------------------------------------------------------------
+
+
+def test_what_pays_is_kept_and_the_rest_is_tried_and_dropped(walked: tuple[Advice, Path]) -> None:
+    advice, store = walked
+    kept = {words for words, is_kept in decisions(advice).items() if is_kept}
+    assert kept >= {"precision bf16", "attention auto", "compile default", "loss fused"}
+    assert decisions(advice)["optimizer adamw_triton"] is False
+    assert advice.best is not None
+    assert (advice.best.precision, advice.best.attention, advice.best.compile) == ("bf16", "auto", "default")
+    assert advice.untried == ()
+    assert advice.best_s == pytest.approx(0.1 * 0.4 * 0.8 * 0.8 * 0.97)
+    assert advice.overall is not None
+    assert advice.overall.ratio == pytest.approx(0.4 * 0.8 * 0.8 * 0.97, rel=1e-3)
+    with Store.open(store, write=False) as opened:
+        stored = {str(row["id"]): row for row in opened.rows(kind=None)}
+    assert stored[advice.id]["kind"] == "advise"
+    assert {tried.run_id for tried in advice.tried} | {advice.start_id, advice.best_id} <= set(stored)
+
+
+def test_each_change_is_made_to_the_fastest_step_until_then(walked: tuple[Advice, Path]) -> None:
+    advice, _ = walked
+    ends = {str(advice.start_id)}
+    for tried in advice.tried:
+        assert tried.base_id in ends
+        assert tried.ratio is not None
+        assert tried.kept == (tried.ratio.decision == "lower")
+        if tried.kept:
+            ends = {str(tried.run_id)}
+    assert ends == {advice.best_id}
+
+
+def test_the_end_is_at_least_as_fast_as_each_change_alone(walked: tuple[Advice, Path]) -> None:
+    start = resolve_step({"model": "small", "context": 512, "steps": 30})
+    advice, _ = walked
+    assert advice.best_s is not None
+    for change in changes_for(start, "cuda", keep_precision=False):
+        alone = with_fields(start, {change.field: change.value})
+        assert advice.best_s <= product(alone) * 1.001, change.words
+
+
+def test_the_largest_prediction_comes_first_and_what_should_cost_time_last(walked: tuple[Advice, Path]) -> None:
+    """`plan time` of an H200 is what predicts; each next one is predicted anew, from the step as it then is."""
+    advice, _ = walked
+    assert {tried.predicted_by for tried in advice.tried} == {"plan time"}
+    shares = [tried.predicted_share for tried in advice.tried]
+    assert all(share is not None for share in shares)
+    assert shares[0] == max(share for share in shares if share is not None)
+    costly = [share is not None and share <= 0 for share in shares]
+    assert costly == sorted(costly)
+
+
+def test_a_given_precision_is_kept_if_asked(walk: Callable[..., Advice]) -> None:
+    advice = walk(keep_precision=True)
+    assert not any(tried.field == "precision" for tried in advice.tried)
+    assert advice.best is not None
+    assert advice.best.precision == "fp32"
+
+
+def test_a_change_that_fails_or_is_refused_is_said_and_the_walk_goes_on(walk: Callable[..., Advice]) -> None:
+    def told(spec: StepSpec) -> float | str | Exception:
+        if spec.precision == "bf16":
+            return "asked 8.00 GiB"
+        return Unsupported("flash", "no kernel", "use plain") if spec.attention == "auto" else product(spec)
+
+    advice = walk(told)
+    failures = {tried.words: tried.failure for tried in advice.tried if tried.failure}
+    assert failures["precision bf16"] == "out of memory: asked 8.00 GiB"
+    assert "no kernel" in failures["attention auto"]
+    assert advice.best is not None
+    assert advice.best.precision == "tf32"
+
+
+def test_a_step_that_does_not_fit_gets_what_needs_less_memory(walk: Callable[..., Advice]) -> None:
+    def told(spec: StepSpec) -> float | str | Exception:
+        return product(spec) if spec.attention != "plain" and spec.precision == "bf16" else "asked 80 GiB"
+
+    advice = walk(told)
+    assert advice.failure is None
+    assert advice.start_s is None
+    assert {"precision bf16", "attention auto"} <= {tried.words for tried in advice.kept}
+    assert "does not run" in render(advice_document(advice), "table", width=200)
+
+
+def test_a_step_that_never_fits_is_a_failure(walk: Callable[..., Advice]) -> None:
+    advice = walk(lambda spec: "asked 800 GiB")
+    assert (advice.status, advice.best, advice.best_s) == ("out_of_memory", None, None)
+    assert render(advice_document(advice), "table", width=200).count("No step ran: out of memory: asked 800 GiB.") == 1
+
+
+def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., Advice]) -> None:
+    """Each attempt takes a minute: the clock is read before each, and at its beginning and end."""
+    now = 0.0
+
+    def told(spec: StepSpec) -> float:
+        nonlocal now
+        now += 2.0  # 21 times an attempt: when it is built, and for each of 20 turns
+        return product(spec)
+
+    advice = walk(told, budget_s=200.0, clock=lambda: now)
+    assert 3 <= len(advice.tried) <= 4
+    assert advice.untried
+    assert now <= 200.0
+    assert "because time was over" in render(advice_document(advice), "table", width=200)
+
+
+def test_an_interruption_keeps_the_walk_until_then(
+    walk: Callable[..., Advice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(spec: StepSpec) -> float:
+        if spec.compile != "off":
+            raise KeyboardInterrupt
+        return product(spec)
+
+    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+        walk(told)
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        [row] = opened.rows(kind="advice")
+        advice = opened.get(str(row["id"]))
+    assert isinstance(advice, Advice)
+    assert advice.best is not None
+    assert decisions(advice)[advice.kept[0].words]
+    assert advice.notes[0].startswith("interrupted")
+
+
+def test_several_processes_are_refused(walk: Callable[..., Advice]) -> None:
+    with pytest.raises(UserError, match="one process"):
+        walk(fields={"layout": "dp=2"})
+
+
+# --- where nothing can be planned -------------------------------------------------------------------------
+
+
+def test_a_model_of_the_users_is_profiled_and_the_rest_is_said_as_code(walk: Callable[..., Advice]) -> None:
+    """A profile of a factory's model: compile is predicted by a finding, fp32 products are found, head and loss too."""
+    ops = [
+        op("aten::silu", "elementwise", 3.0, where="layers.*.ff", calls=12),
+        op("aten::mul", "elementwise", 4.0, where="layers.*.ff", calls=12),
+        op("aten::mm", "matmul", 10.0, dtype="fp32", calls=60, flops=5e11, moved=1e9),
+    ]
+    asked: list[StepSpec] = []
+
+    def profiled(spec: StepSpec, **options: Any) -> Run:
+        asked.append(spec)
+        return make_run({"model": "small"}, spec=spec, profile=profile(ops), timing=timing(20.0, optimizer=1.0))
+
+    advice = walk(fields={"model": "mine:build"}, profile=profiled)
+    assert [spec.steps for spec in asked] == [5]
+    assert {tried.field for tried in advice.tried} <= {"precision", "compile", "optimizer"}
+    predicted = {tried.words: tried.predicted_by for tried in advice.tried if tried.predicted_by}
+    assert predicted["compile default"] == "fusable_elementwise"
+    assert all(not finding.fields for finding in advice.by_hand)
+
+
+# --- the table of changes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.words)
+def test_a_change_is_a_valid_value_of_a_field_and_its_code_is_python(change: Any) -> None:
+    assert change.value in FIELDS[change.field].choices or change.field == "checkpointing"
+    compile(change.code, "code", "exec")
+    assert bool(change.numerics) == (change.field == "precision")
+
+
+def test_a_change_applies_where_its_field_has_an_effect() -> None:
+    def fields(kind: str, **given: object) -> set[str]:
+        return {change.field for change in changes_for(resolve_step(given), kind, keep_precision=False)}
+
+    assert "small" in MODEL_SIZES
+    assert "optimizer" not in fields("cpu", model="small")
+    assert "optimizer" in fields("cpu", model="small", optimizer="adamw_loop")
+    assert fields("cpu", model="mine:build") == {"precision", "compile"}
+    assert "optimizer" not in fields("cuda", model="small", **{"pass": "forward"})
+    assert "checkpointing" in fields("cpu", model="small", checkpointing="full")
+
+
+# --- the record and its report ----------------------------------------------------------------------------
+
+
+def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> None:
+    text = render(advice_document(some_advice()), "table", width=200)
+    first = (
+        "With precision bf16 the step takes 20.0 ms for 40.0 ms: 0.500 times as long (95 % interval 0.490 to 0.510)."
+    )
+    assert first in text
+    assert "precision bf16 changes the numbers: matrix products take bf16." in text
+    assert "Tried and not kept: compile block, loss fused." in text
+    assert "Not tried, because time was over: compile default." in text
+    assert "steplab run --model small --context 512 --precision bf16" in text
+    assert "torch.autocast(device.type, dtype=torch.bfloat16)" in text
+    [row] = [line for line in text.splitlines() if line.strip().startswith("precision bf16 ") and "kept" in line]
+    assert "18.0 ms" in row  # predicted: 0.45 of 40 ms
+    assert "8.00 GiB" in row
+    assert "slower" in text
+
+
+def test_a_walk_is_stored_as_it_was_and_draws_a_waterfall() -> None:
+    advice = some_advice()
+    assert decode(encode(advice)) == advice
+    check(advice)
+    assert summary_row(advice)["num_kept"] == 1
+    assert advice_chapter([advice]) is not None
+    chart = waterfall(advice)
+    assert chart is not None
+    [svg] = [picture.svg for picture in chart.pictures]
+    assert "the step as given: 40.0 ms" in svg
+    assert "precision bf16: 40.0 ms became 20.0 ms" in svg
+    assert "precision bf16: predicted to become 22.0 ms" in svg

@@ -1,0 +1,294 @@
+"""Steps in turns: who has its turn when, what a record says of its turns, and what happens when a side dies."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from tests.runs import make_run
+
+from steplab.comparison.turns import step_ratio
+from steplab.errors import UserError
+from steplab.lab import turns as lab_turns
+from steplab.lab.turns import measure_in_turns
+from steplab.measurement.observer import Observer
+from steplab.measurement.processes import turns as processes
+from steplab.measurement.processes.turns import Session
+from steplab.measurement.step.session import measure_here
+from steplab.records.codec import new_id
+from steplab.records.failure import Failure
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.turns import Turn, Turns
+from steplab.specs.resolve import resolve_step
+from steplab.store.database import Store
+
+OUT_OF_MEMORY = Failure(kind="out_of_memory", message="asked for 8 GiB more")
+KILLED = Failure(kind="crashed", message="the process was ended by SIGKILL during measure")
+
+
+class Device:
+    """Stands in for the measuring processes: their step times by context, their failures, and who used the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **step_s: float) -> None:
+        self.step_s = {int(name.removeprefix("context_")): seconds for name, seconds in step_s.items()}
+        self.holds = 9
+        """Number of processes whose memory the device holds."""
+        self.dies: dict[int, int] = {}
+        """The turn, from 1, in which the side of a context is killed."""
+        self.present: list[Process] = []
+        self.order: list[tuple[int, int]] = []
+        """Context and steps of each turn."""
+        monkeypatch.setattr(processes, "Conversation", self.start)
+        monkeypatch.setattr(processes, "measure_in_child", self.measure)
+
+    def start(self, module: str, request: Any, listener: Any, timeout_s: float | None, **rest: Any) -> "Process":
+        return Process(self, request, listener)
+
+    def measure(self, spec: Any, **rest: Any) -> Run:
+        self.order.append((spec.context, spec.steps))
+        return self.run(spec, spec.steps)
+
+    def run(self, spec: Any, steps: int) -> Run:
+        samples = (self.step_s[spec.context],) * steps
+        timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),))
+        return make_run(id=new_id(), spec=spec, timing=timing)
+
+
+class Process:
+    def __init__(self, device: Device, request: Any, listener: Any) -> None:
+        import msgspec
+
+        from steplab.measurement.jobs import TurnsTask
+
+        self.task = msgspec.json.decode(request.task, type=TurnsTask)
+        self.device, self.listener, self.turns = device, listener, list[Turn]()
+
+    def listen(self) -> Failure | None:
+        if len(self.device.present) >= self.device.holds:
+            return OUT_OF_MEMORY
+        self.device.present.append(self)
+        self.listener.is_ready = True
+        return None
+
+    def give(self, turn: Turn) -> Failure | None:
+        context = self.task.spec.context
+        self.turns.append(turn)
+        if self.device.dies.get(context) == len(self.turns):
+            return KILLED
+        self.device.order.append((context, turn.steps))
+        run = self.device.run(self.task.spec, sum(each.steps for each in self.turns))
+        told = Turns(session=self.task.session, label=self.task.label, turns=tuple(self.turns))
+        self.listener.measured = dataclasses.replace(run, turns=told)
+        return None
+
+    def end(self) -> None:
+        if self in self.device.present:
+            self.device.present.remove(self)
+
+
+def specs(*contexts: int, steps: int = 30) -> list[Any]:
+    return [resolve_step({"model": "tiny", "context": context, "steps": steps}) for context in contexts]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch, context_1=0.010, context_2=0.011, context_3=0.012)
+
+
+# --- whose turn it is -------------------------------------------------------------------------------------
+
+
+def test_sides_alternate_and_each_begins_every_other_round(device: Device, tmp_path: Path) -> None:
+    found = measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    assert [context for context, _ in device.order] == [1, 2, 2, 1] * 5
+    assert {steps for _, steps in device.order} == {3}
+    assert device.present == []
+    (ratio,) = found.ratios
+    assert ratio is not None
+    assert (ratio.num_a, ratio.num_b, ratio.decision) == (30, 30, "higher")
+    assert ratio.ratio == pytest.approx(1.1)
+    places = [[turn.place for turn in run.turns.turns] for run in found.runs if run.turns]
+    assert sorted(places[0] + places[1]) == list(range(20))
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        assert {row["id"] for row in opened.rows()} == {run.id for run in found.runs}
+
+
+@pytest.mark.parametrize(("steps", "turns"), [(30, [3] * 10), (10, [1] * 10), (8, [1] * 8), (32, [3] * 10 + [2])])
+def test_turns_are_short_and_as_many_as_a_comparison_needs(
+    device: Device, tmp_path: Path, steps: int, turns: list[int]
+) -> None:
+    measure_in_turns(specs(1, 2, steps=steps), store=tmp_path / "store.db")
+    assert sorted((count for context, count in device.order if context == 1), reverse=True) == turns
+
+
+def test_of_three_sides_each_is_compared_with_the_first(device: Device, tmp_path: Path) -> None:
+    found = measure_in_turns(specs(1, 2, 3), store=tmp_path / "store.db")
+    assert [context for context, _ in device.order][:12] == [1, 2, 3, 3, 2, 1] * 2
+    assert [ratio and ratio.ratio for ratio in found.ratios] == pytest.approx([1.1, 1.2])
+    assert [ratio and ratio.num_a for ratio in found.ratios] == [30, 30]
+
+
+def test_sides_that_do_not_fit_together_alternate_as_processes(device: Device, tmp_path: Path) -> None:
+    device.holds = 1
+    found = measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    assert device.order == [(1, 15), (2, 30), (1, 15)]
+    assert all(run.turns and run.turns.alternating and "does not hold" in run.turns.alternating for run in found.runs)
+    assert [len(run.timing.back_to_back[0].best_s) for run in found.runs if run.timing] == [30, 30]
+    (ratio,) = found.ratios
+    assert ratio is not None
+    assert ratio.decision == "higher"
+    assert ratio.threshold == 0.05  # of processes, which differ among themselves
+
+
+def test_a_side_that_does_not_fit_by_itself_is_a_failure(device: Device) -> None:
+    device.holds = 0
+    with Session() as session:
+        side = session.enter("A", specs(1)[0])
+        assert side.failure == OUT_OF_MEMORY
+        assert session.alternating is None
+        assert session.leave(side).failure == OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_a_side_that_is_killed_is_named_and_the_other_is_kept(device: Device, tmp_path: Path, dies: int) -> None:
+    device.dies = {dies: 4}
+    found = measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    lost, kept = found.runs[dies - 1], found.runs[2 - dies]
+    assert lost.failure == KILLED
+    assert kept.failure is None
+    assert kept.timing is not None
+    assert len(kept.timing.back_to_back[0].best_s) in (9, 12)
+    assert found.ratios == (None,)
+    assert device.present == []
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        assert {row["status"] for row in opened.rows()} == {"ok", "crashed"}
+
+
+def test_an_interruption_keeps_the_steps_until_then(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Process.give
+
+    def give(self: Process, turn: Turn) -> Failure | None:
+        if turn.place == 6:
+            raise KeyboardInterrupt
+        return turns(self, turn)
+
+    monkeypatch.setattr(Process, "give", give)
+    with pytest.raises(KeyboardInterrupt):
+        measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    assert device.present == []
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        runs = [opened.get(str(row["id"])) for row in opened.rows()]
+    assert [len(run.timing.back_to_back[0].best_s) for run in runs if isinstance(run, Run) and run.timing] == [9, 9]
+
+
+def test_unlike_sides_are_refused(device: Device, tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    with pytest.raises(UserError, match="the same --steps"):
+        measure_in_turns([*specs(1, steps=10), *specs(2, steps=20)], store=store)
+    with pytest.raises(UserError, match="two or more"):
+        measure_in_turns(specs(1), store=store)
+    assert device.order == []
+
+
+# --- the record of a step in turns ------------------------------------------------------------------------
+
+
+def test_a_record_has_the_steps_of_all_turns_and_those_before_them_apart(torch_settings_put_back: None) -> None:
+    """The step in this process: three turns, with one step before each that is not counted."""
+    spec = resolve_step({"model": "toy", "batch": 1, "context": 4, "warmup": 2, "device": "cpu"})
+    given: Iterator[Turn | None] = iter([Turn(place=0, steps=2), Turn(place=3, steps=1), Turn(place=4, steps=2), None])
+    told: list[Run] = []
+    observer = Observer(next_turn=lambda: next(given), on_measured=told.append)
+    run = measure_here(spec, observer, turns=Turns(session="s", label="A"))
+    assert run == told[-1]
+    assert [len(each.timing.back_to_back[0].best_s) for each in told if each.timing] == [2, 3, 5]
+    assert run.timing is not None
+    assert run.turns is not None
+    assert [(turn.place, turn.steps, len(turn.lead_in_s)) for turn in run.turns.turns] == [
+        (0, 2, 1),
+        (3, 1, 1),
+        (4, 2, 1),
+    ]
+    assert {len(phase.best_s) for phase in run.timing.back_to_back} == {5}
+    assert {len(phase.best_s) for phase in run.timing.warmup} == {2}
+    assert list(run.problems()) == []
+    wrong = dataclasses.replace(run, turns=dataclasses.replace(run.turns, turns=run.turns.turns[:2]))
+    assert [path for path, _ in wrong.problems()] == [".turns"]
+
+
+def test_steps_of_a_turn_are_cut_into_blocks() -> None:
+    turns = Turns(session="s", label="A", turns=(Turn(place=0, steps=2), Turn(place=3, steps=5)))
+    samples = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    assert turns.blocks_of(samples) == ((0, (1.0, 2.0)), (3, (3.0, 4.0, 5.0)), (3, (6.0, 7.0)))
+
+
+# --- the ratio --------------------------------------------------------------------------------------------
+
+
+def in_turns(label: str, blocks: dict[int, float], session: str = "s") -> Run:
+    samples = tuple(seconds for seconds in blocks.values() for _ in range(3))
+    turns = tuple(Turn(place=place, steps=3) for place in blocks)
+    timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=samples),))
+    return make_run(timing=timing, turns=Turns(session=session, label=label, turns=turns))
+
+
+def drifting(place: int) -> float:
+    """A machine that slows down by 2 % from turn to turn."""
+    return 0.1 * 1.02**place
+
+
+def test_a_drift_of_the_machine_cancels() -> None:
+    """Rounds A B, B A, ...: neither side is later on average, so that equal steps have a ratio of 1."""
+    places = [[0, 3, 4, 7, 8, 11, 12, 15, 16, 19], [1, 2, 5, 6, 9, 10, 13, 14, 17, 18]]
+    a, b = (in_turns(label, {p: drifting(p) for p in of}) for label, of in zip("AB", places, strict=True))
+    slower = in_turns("B", {p: 1.1 * drifting(p) for p in places[1]})
+    same, planted = step_ratio(a, b), step_ratio(a, slower)
+    assert same is not None
+    assert planted is not None
+    assert same.ratio == pytest.approx(1, abs=0.02)
+    assert same.decision != "higher"
+    assert planted.decision == "higher"
+
+
+def test_three_per_cent_are_found_and_nothing_in_equal_sides() -> None:
+    """Thirty steps a side, each off by 1 % of its own, on a machine that becomes slower by 20 % meanwhile."""
+    random = Random(1)
+
+    def noisy(places: Sequence[int], scale: float) -> Run:
+        turns = tuple(Turn(place=place, steps=3) for place in places)
+        of_turn = [scale * (1 + 0.01 * place) for place in places]
+        samples = tuple(seconds * random.gauss(1, 0.01) for seconds in of_turn for _ in range(3))
+        timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=samples),))
+        return make_run(timing=timing, turns=Turns(session="s", label="A", turns=turns))
+
+    places = [0, 3, 4, 7, 8, 11, 12, 15, 16, 19], [1, 2, 5, 6, 9, 10, 13, 14, 17, 18]
+    slower = [step_ratio(noisy(places[0], 0.1), noisy(places[1], 0.103), threshold=0.005) for _ in range(60)]
+    equal = [step_ratio(noisy(places[0], 0.1), noisy(places[1], 0.1), threshold=0.005) for _ in range(60)]
+    assert sum(ratio is not None and ratio.decision == "higher" for ratio in slower) >= 57
+    assert sum(ratio is not None and ratio.decision in ("higher", "lower") for ratio in equal) <= 1
+
+
+def test_only_turns_beside_each_other_count() -> None:
+    """The first side was measured beside another one before, when the machine was slower."""
+    a = in_turns("A", {0: 0.9, 3: 0.9, 4: 0.1, 7: 0.1, 8: 0.1})
+    b = in_turns("B", {5: 0.2, 6: 0.2, 9: 0.2})
+    ratio = step_ratio(a, b)
+    assert ratio is not None
+    assert (ratio.a, ratio.b, ratio.num_a) == (0.1, 0.2, 9)
+    per_token = step_ratio(a, b, tokens_ratio=4)
+    assert per_token is not None
+    assert per_token.ratio == pytest.approx(0.5)
+
+
+def test_runs_of_two_sessions_took_no_turns() -> None:
+    assert step_ratio(in_turns("A", {0: 0.1}), in_turns("B", {1: 0.1}, session="other")) is None
+    assert step_ratio(make_run(), make_run()) is None
+
+
+def test_labels_are_letters() -> None:
+    assert [lab_turns.label_of(number) for number in (0, 1, 25, 26)] == ["A", "B", "Z", "27"]
