@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -199,17 +200,55 @@ def test_no_label_is_cut_or_runs_into_another(tmp_path: Path, name: str, width: 
     assert re.fullmatch(r"(\d+ seen(; |$))+", told), told
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-def test_no_text_is_cut_on_a_page_of_every_kind(tmp_path: Path, width: int) -> None:
+@pytest.fixture(scope="module")
+def every_kind() -> str:
+    """A page of records of every kind."""
     runs = [profiled_run(), watched_run({"context": 256}), make_run({"model": "xl"}), out_of_memory()]
     others: list[Record] = [
         make_benchmark(),
         make_comm({"size": ["1MB", "100MB"], "world_size": [2, 4]}),
         make_ddp_run(),
     ]
-    told = labels_seen(render_page([*runs, *others], title="Every kind"), tmp_path, width)
+    return render_page([*runs, *others], title="Every kind")
+
+
+@pytest.mark.parametrize("width", [1920, 1280, 390])
+def test_no_text_is_cut_on_a_page_of_every_kind(every_kind: str, tmp_path: Path, width: int) -> None:
+    told = labels_seen(every_kind, tmp_path, width)
     assert re.fullmatch(r"(\d+ seen(; |$))+", told), told
     assert len(re.findall("seen", told)) > 10
+
+
+ACCESSIBLE = """<script src="axe.min.js"></script><script>addEventListener('load', async () => {
+  for (const closed of document.querySelectorAll('details')) closed.open = true;
+  const found = await axe.run(document, {resultTypes: ['violations'], rules: {'duplicate-id': {enabled: false}}, ONLY});
+  const told = found.violations.map(one => `${one.id} (${one.impact}): ${one.nodes.map(node => node.html).join(' ')}`);
+  document.title = told.join('; ') || `${found.passes.length} rules passed`;
+})</script>"""
+"""Shapes that two pictures share have one name, and are the same."""
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_nothing(every_kind: str, tmp_path: Path, scheme: str) -> None:
+    axe = resources.files(pytest.importorskip("axe_core_python")) / "axe.min.js"
+    (tmp_path / "axe.min.js").write_bytes(axe.read_bytes())
+    only = "runOnly: ['color-contrast']" if scheme == "dark" else ""  # nothing else depends on the scheme
+    copy = re.sub(r"<meta http-equiv=[^>]*>", "", every_kind)
+    copy = copy.replace("</head>", ACCESSIBLE.replace("ONLY", only) + "</head>")
+    (tmp_path / "page.html").write_text(copy, encoding="utf-8")
+    dom = chromium(
+        tmp_path,
+        f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+        "--window-size=1280,1000",
+        "--virtual-time-budget=60000",
+        "--dump-dom",
+        (tmp_path / "page.html").as_uri(),
+    )
+    told = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
+    assert told
+    passed = re.fullmatch(r"(\d+) rules passed", told[1])
+    assert passed, told[1]
+    assert int(passed[1]) >= (1 if scheme == "dark" else 20)
 
 
 def test_the_browser_has_nothing_to_complain_of(pages: dict[str, str], tmp_path: Path) -> None:
