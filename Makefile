@@ -8,10 +8,10 @@ export STEPLAB_STORE := steplab-run/store.db
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check format docs clean
+.PHONY: help run test test-integrations check format docs clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: .venv/installed ## Measure a tiny model on this machine, end to end, in a few minutes: tables and a page
 	$(BIN)/steplab study quick
@@ -19,6 +19,9 @@ run: .venv/installed ## Measure a tiny model on this machine, end to end, in a f
 
 test: .venv/tested check ## Lint, type-check and run the tests
 	$(BIN)/pytest -n 2 --dist worksteal
+
+test-integrations: .venv/integrated ## Run the tests of trainers and trackers, with libraries that take long to install
+	$(BIN)/pytest tests/integrations
 
 check: .venv/tested ## Lint and type-check
 	$(BIN)/ruff check .
@@ -52,4 +55,8 @@ clean: ## Remove the environment and what `make run` and `make docs` made
 
 .venv/documented: .venv/installed
 	$(INSTALL) --editable '.[docs]' --constraint constraints.txt
+	touch $@
+
+.venv/integrated: .venv/tested
+	$(INSTALL) --editable '.[integrations]' --constraint constraints.txt
 	touch $@

@@ -46,7 +46,11 @@ ARROWS = {
         *("records", "specs", "limits", "unpacking", "printing", "units", "errors"),
     },
     "views": {"lab", "report", "records", "printing", "measurement", "errors"},
-    "cli": {"views", "lab", "report", "records", "specs", "limits", "printing", "units", "errors", "measurement"},
+    "integrations": {"lab", "measurement", "records", "specs", "errors"},
+    "cli": {
+        *("integrations", "views", "lab", "report", "measurement"),
+        *("records", "specs", "limits", "printing", "units", "errors"),
+    },
     "__main__": {"cli"},
     "__init__": {"views", "lab", "store", "records", "specs", "errors"},
 }
@@ -83,6 +87,7 @@ TORCH_FREE = [
     "views",
     "cli",
     "lab",
+    "integrations.tracking",
     "measurement.jobs",
     "measurement.processes",
     "__main__",

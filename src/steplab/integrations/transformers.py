@@ -1,0 +1,99 @@
+"""A callback that records the steps of a transformers Trainer.
+
+    from steplab.integrations.transformers import SteplabCallback
+
+    Trainer(..., callbacks=[SteplabCallback("my finetuning")]).train()
+
+A step is an optimizer step with all of its micro-steps. The Trainer tells of its micro-steps and of the optimizer, and
+hooks on the model of its forward pass; what follows until the next event is the backward phase, so that the clipping of
+gradients is part of it. The optimizer phase includes the scheduler and zero_grad.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback
+
+from steplab.integrations.recorded import RecordedTraining
+from steplab.measurement.compat import minds_hooks
+from steplab.records.run import Run
+
+
+class SteplabCallback(TrainerCallback):
+    """Records the first steps of a training as one record in the store, by default 100 after 5 of warm-up.
+
+    The record is stored once they are over. transformers tells callbacks of no exception, so a training that fails
+    earlier leaves no record.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        tokens_per_step: int | None = None,
+        warmup: int = 5,
+        steps: int = 100,
+        profile: range | None = None,
+        store: Path | str | None = None,
+    ) -> None:
+        """Take the options of `steplab.recorder`; the name is by default the run name of the training's arguments.
+
+        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` are those of all ranks.
+        """
+        self._name = name
+        self._training = RecordedTraining(
+            tokens_per_step=tokens_per_step, warmup=warmup, steps=steps, profile=profile, store=store
+        )
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def run(self) -> Run | None:
+        """The record, once it is stored; None before, and on all ranks but the first."""
+        return self._training.run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
+        """Begin to record."""
+        self._remove_hooks()
+        # A compiled model would trace hooks into its graph, or be compiled again for them.
+        hooked = not (args.torch_compile or minds_hooks(model))
+        name = self._name or getattr(args, "run_name", None) or ""
+        self._training.begin(name, device=str(args.device), model=model if hooked else None)
+        if hooked:
+            before = model.register_forward_pre_hook(self._on_forward, prepend=True)
+            self._hooks = [before, model.register_forward_hook(self._on_output)]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin a step, before its first micro-step."""
+        self._training.begin_step()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """End the backward phase of a micro-step that is not the last."""
+        self._training.end_phase()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin the optimizer phase."""
+        self._training.begin_phase("optimizer")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """End a step; after the last one that is recorded, take the hooks off the model."""
+        self._training.end_step()
+        if not self._training.is_running:
+            self._remove_hooks()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Store the record of a training that was shorter than what was asked for."""
+        self._training.end()
+        self._remove_hooks()
+
+    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
+        self._training.begin_phase("forward")
+
+    def _on_output(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._training.begin_phase("backward")
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

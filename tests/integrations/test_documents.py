@@ -1,0 +1,47 @@
+"""What docs/trainers.md and docs/trackers.md show, run as it is written."""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from tests.cli.program import REPOSITORY
+from tests.cli.test_readme import Piece, blocks, commands
+from tests.runs import make_run
+
+from steplab.cli.app import main
+from steplab.store.database import Store
+
+PIECES = [
+    pytest.param(block, id=f"{name}-{block.line}")
+    for name in ("trainers", "trackers")
+    for block in blocks((REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("block", PIECES)
+def test_a_piece_works(block: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run({}, name="a run")
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(run)
+    monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "store.db"))
+    monkeypatch.chdir(tmp_path)
+    if block.language == "python":
+        for library in re.findall(r"from steplab\.integrations\.(transformers|lightning)", block.text):
+            pytest.importorskip(library, reason=f"{library} is missing: pip install {library}")
+        exec(compile(block.text, "docs", "exec"), {})
+        for written in tmp_path.glob("tracked/*/run.json"):
+            one = json.loads(written.read_text(encoding="utf-8"))
+            assert (one["params"]["model"], one["metrics"]["step_time_s"]) == ("small", run.median_s)
+        return
+    assert block.language == "sh"
+    for line in commands(block):
+        words = shlex.split(line.text)
+        while "=" in words[0]:
+            monkeypatch.setitem(os.environ, *words.pop(0).split("=", 1))
+        for option in ("mlflow", "tensorboard"):
+            if f"--{option}" in words:
+                pytest.importorskip(option, reason=f"{option} is missing: pip install 'steplab[{option}]'")
+        assert main(words[1:]) == 0

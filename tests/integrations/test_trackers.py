@@ -1,0 +1,257 @@
+"""Records in MLflow, W&B and TensorBoard, read back from what those wrote."""
+
+import json
+import os
+import socket
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.runs import make_run, out_of_memory, recorder_run
+
+from steplab.cli.commands.export import export
+from steplab.cli.options import FileOptions
+from steplab.errors import UserError
+from steplab.integrations.tracking import Tracked, tracked
+from steplab.records.codec import decode
+from steplab.records.rows import run_row
+from steplab.store.database import Store
+
+RUN = make_run({"context": 256, "batch": 2}, name="a run")
+ROW = run_row(RUN)
+PAGE = "<!doctype html><title>a run</title>"
+
+
+def test_the_configuration_is_parameters_and_the_figures_are_metrics() -> None:
+    one = tracked(RUN, PAGE)
+    assert (one.id, one.name, one.is_ok) == (RUN.id, "a run", True)
+    assert {"model": "small", "context": 256, "batch": 2, "device": "NVIDIA H200"}.items() <= one.params.items()
+    names = ("step_time_s", "forward_s", "tokens_per_s", "mfu", "peak_allocated_bytes")
+    assert {name: one.metrics[name] for name in names} == {name: ROW[name] for name in names}
+    assert not one.params.keys() & one.metrics.keys()
+    assert None not in one.params.values()
+    record = json.loads(one.files["record.json"])
+    record.pop("summary")
+    assert decode(json.dumps(record)) == RUN
+    assert one.files["report.html"] == PAGE.encode()
+
+
+def test_a_loops_own_phases_are_metrics_under_names_that_all_trackers_take() -> None:
+    loop = recorder_run()
+    assert loop.timing is not None
+    phase = loop.timing.phase("load batch")
+    assert phase is not None
+    assert min(phase.best_s) < tracked(loop).metrics["load_batch_s"] < max(phase.best_s)
+
+
+def test_a_failure_has_no_figures() -> None:
+    failed = tracked(out_of_memory())
+    assert not failed.is_ok
+    assert failed.metrics.keys() <= {"peak_allocated_bytes"}
+    assert failed.params["failure"] == "out of memory: asked 8.00 GiB"
+    assert failed.name == f"run {failed.id}"
+
+
+# --- MLflow -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """MLflow's SQLite store in a folder of the test."""
+    pytest.importorskip("mlflow", reason="mlflow is missing: pip install 'steplab[mlflow]'")
+    pytest.importorskip("alembic", reason="alembic is missing: pip install 'steplab[mlflow]'")
+    monkeypatch.chdir(tmp_path)  # for the artifacts, which MLflow puts beside the program
+    path = tmp_path / "mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+    return path
+
+
+def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None:
+    from steplab.integrations.mlflow import export
+
+    one = tracked(RUN, PAGE)
+    for _ in range(2):  # the second finds it there
+        assert export(one) == f"experiment steplab of sqlite:///{mlflow_here}"
+    export(tracked(out_of_memory()))
+    with sqlite3.connect(mlflow_here) as database:
+        runs = database.execute("SELECT run_uuid, name, status, artifact_uri FROM runs ORDER BY status").fetchall()
+        assert [(name, status) for _, name, status, _ in runs] == [
+            (f"run {out_of_memory().id}", "FAILED"),
+            ("a run", "FINISHED"),
+        ]
+        [(uuid, _, _, artifacts)] = runs[1:]
+        params = dict(database.execute("SELECT key, value FROM params WHERE run_uuid = ?", (uuid,)))
+        metrics = dict(database.execute("SELECT key, value FROM metrics WHERE run_uuid = ?", (uuid,)))
+    assert params == {key: str(value) for key, value in one.params.items()}
+    assert metrics == pytest.approx(dict(one.metrics))
+    folder = Path(artifacts.removeprefix("file://"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == one.files
+
+
+@pytest.fixture
+def server(mlflow_here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An MLflow server with a SQLite store, on a free port of the loopback interface."""
+    pytest.importorskip("flask", reason="MLflow's server is missing: pip install mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{mlflow_here}",
+        "--artifacts-destination",
+        str(mlflow_here.parent / "a"),
+    ]
+    process = subprocess.Popen(
+        [*command, *store], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=5)
+            except OSError:
+                assert process.poll() is None
+                time.sleep(0.2)
+            else:
+                break
+        yield address
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(timeout=60)
+
+
+def test_a_server_of_mlflow_takes_records(server: str) -> None:
+    from steplab.integrations.mlflow import export
+
+    one = tracked(RUN, PAGE)
+    assert export(one) == f"experiment steplab of {server}"
+    wanted = {"experiment_ids": ["1"], "filter": "params.context = '256'"}
+    request = urllib.request.Request(
+        f"{server}/api/2.0/mlflow/runs/search",
+        data=json.dumps(wanted).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        [found] = json.load(answer)["runs"]
+    assert {metric["key"]: metric["value"] for metric in found["data"]["metrics"]} == pytest.approx(dict(one.metrics))
+    files = urllib.request.urlopen(
+        f"{server}/get-artifact?path=report.html&run_uuid={found['info']['run_id']}", timeout=60
+    )
+    assert files.read() == one.files["report.html"]
+
+
+# --- W&B and TensorBoard ----------------------------------------------------------------------------------
+
+
+def entries(log: bytes) -> Iterator[bytes]:
+    """The entries of a log in LevelDB's format, which W&B writes: a header of 7 bytes, then blocks of 32 KiB of pieces,
+    each with a checksum, its length and its type (1 whole, 2 first, 3 middle, 4 last)."""
+    entry, at = b"", 7
+    while at + 7 <= len(log):
+        left = 32768 - at % 32768
+        if left < 7:  # too short for a piece, so filled up
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", log, at + 4)
+        entry += log[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield entry
+            entry = b""
+
+
+def test_wandb_has_them_in_a_folder_for_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is missing: pip install 'steplab[wandb]'")
+    from wandb.proto import wandb_internal_pb2
+
+    from steplab.integrations.wandb import export
+
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    one = tracked(RUN, PAGE)
+    folder = Path(export(one))
+    config: dict[str, object] = {}
+    summary: dict[str, float] = {}
+    artifacts: list[str] = []
+    for data in entries((next(folder.glob("*.wandb"))).read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        summary |= {item.key: json.loads(item.value_json) for item in record.summary.update}
+        artifacts += [entry.path for entry in record.request.log_artifact.artifact.manifest.contents]
+        artifacts += [entry.path for entry in record.artifact.manifest.contents]
+    assert one.params.items() <= config.items()
+    assert {key: summary[key] for key in one.metrics} == pytest.approx(dict(one.metrics))
+    assert set(artifacts) == {"record.json", "report.html"}
+
+
+def test_tensorboard_has_figures_and_the_report(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is missing: pip install 'steplab[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from steplab.integrations.tensorboard import export
+
+    one = tracked(RUN, PAGE)
+    for _ in range(2):  # the second finds it there
+        assert export(one, tmp_path) == str(tmp_path)
+    [folder] = tmp_path.iterdir()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found == {name: [pytest.approx(value, rel=1e-6)] for name, value in one.metrics.items()}
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".json", ".html")} == one.files
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> FileOptions:
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(RUN)
+    return FileOptions(store=tmp_path / "store.db")
+
+
+def test_the_command_exports_each_record_with_its_page(
+    filled: FileOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[Tracked] = []
+
+    def take(one: Tracked) -> str:
+        taken.append(one)
+        return "somewhere"
+
+    monkeypatch.setattr("steplab.cli.commands.export._exporter", lambda name, folder: take)
+    export((RUN.id[:6],), mlflow=True, out=filled)
+    [one] = taken
+    assert one.params == tracked(RUN).params
+    assert one.files["report.html"].startswith(b"<!doctype html>")
+    assert capsys.readouterr().err.endswith("exported 1 record to somewhere\n")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"mlflow": True, "wandb": True},
+        {"mlflow": True, "format": "csv"},
+        {"wandb": True, "out": FileOptions(output=Path("runs.csv"))},
+    ],
+)
+def test_two_destinations_at_once_are_refused(asked: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="an export goes to one place"):
+        export((), **asked)  # type: ignore[arg-type]
+
+
+def test_a_tracker_whose_library_is_missing_is_refused_with_the_remedy(
+    filled: FileOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "steplab.integrations.wandb", raising=False)
+    with pytest.raises(UserError, match=r"pip install 'steplab\[wandb\]'"):
+        export((), wandb=True, out=filled)

@@ -1,0 +1,129 @@
+"""A transformers Trainer on a tiny model, recorded by its callback, and set beside `steplab run`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.test_bad_input import TINY_LLAMA
+
+from steplab.measurement.observer import Observer
+from steplab.measurement.step.session import measure_here
+from steplab.records.run import Run
+from steplab.records.timing import Timing
+from steplab.records.validation import check
+from steplab.specs.resolve import resolve_step
+from steplab.store.database import Store
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="accelerate is missing, which the Trainer needs")
+
+BATCH, CONTEXT = 2, 32
+
+
+def tokens(count: int, vocabulary: int, context: int = CONTEXT) -> list[dict[str, torch.Tensor]]:
+    """Random sequences, each its own labels."""
+    drawn = torch.randint(vocabulary, (count, context), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in drawn]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., Run | None]:
+    """Train a model with a recording callback, and give the record."""
+    from steplab.integrations.transformers import SteplabCallback
+
+    def trained(
+        config: dict[str, Any], arguments: dict[str, Any], context: int = CONTEXT, **options: Any
+    ) -> Run | None:
+        callback = SteplabCallback(store=tmp_path / "store.db", **options)
+        asked = {
+            "output_dir": str(tmp_path),
+            "per_device_train_batch_size": BATCH,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        trainer = transformers.Trainer(
+            model=transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config)),
+            args=transformers.TrainingArguments(**(asked | arguments)),
+            train_dataset=tokens(64, config["vocab_size"], context),
+            callbacks=[callback],
+        )
+        trainer.train()
+        assert not trainer.model._forward_hooks
+        assert not trainer.model._forward_pre_hooks
+        return callback.run
+
+    return trained
+
+
+Train = Callable[..., Run | None]
+
+
+def timing_of(run: Run | None) -> Timing:
+    assert run is not None
+    check(run)
+    assert run.timing is not None
+    return run.timing
+
+
+def test_optimizer_steps_are_recorded_with_their_phases(train: Train, tmp_path: Path) -> None:
+    run = train(
+        TINY_LLAMA,
+        {"max_steps": 9, "gradient_accumulation_steps": 2, "run_name": "a run"},
+        warmup=2,
+        steps=4,
+        tokens_per_step=2 * BATCH * CONTEXT,
+    )
+    timing = timing_of(run)
+    assert run is not None
+    assert (run.name, run.failure) == ("a run", None)
+    by_name = {samples.phase: samples.best_s for samples in timing.back_to_back}
+    assert {name: len(samples) for name, samples in by_name.items()} == dict.fromkeys(
+        ("forward", "backward", "optimizer", "step"), 4
+    )
+    parts = zip(by_name["forward"], by_name["backward"], by_name["optimizer"], strict=True)
+    assert all(0 < sum(parts_s) <= step_s for parts_s, step_s in zip(parts, by_name["step"], strict=True))
+    assert timing.between_s is not None
+    with Store.open(tmp_path / "store.db", write=False) as store:
+        assert [stored.id for stored in store.iterate(kind="run")] == [run.id]
+
+
+def test_a_training_that_is_shorter_is_recorded_at_its_end(train: Train) -> None:
+    timing = timing_of(train(TINY_LLAMA, {"max_steps": 3}, warmup=1))
+    step = timing.phase("step")
+    assert step is not None
+    assert len(step.best_s) == 2
+
+
+def test_the_steps_that_were_asked_for_are_profiled_by_module(train: Train) -> None:
+    run = train(TINY_LLAMA, {"max_steps": 6}, warmup=0, steps=2, profile=range(3, 5))
+    step = timing_of(run).phase("step")
+    assert step is not None
+    assert len(step.best_s) == 2  # steps 0 and 1: step 2 runs under the profiler, which begins there
+    assert run is not None
+    assert run.profile is not None
+    assert run.profile.num_steps == 2
+    assert {"forward", "backward", "optimizer"} <= {phase.phase for phase in run.profile.phases}
+    assert "model.layers.*.self_attn.q_proj" in {kernel.range for kernel in run.profile.kernels}
+
+
+def test_a_trainers_step_takes_as_long_as_steplab_run_says(train: Train, tmp_path: Path) -> None:
+    """By the fastest step of each, which other processes on the machine disturb least. Micro-steps taken for steps, or
+    steps for a phase, would be wrong by more than a factor of two; benchmarks/trainer_callback.py has the difference.
+    """
+    context, accumulation = 64, 4
+    config = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
+    config |= {"vocab_size": 2048, "max_position_embeddings": context}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    fields = {"model": f"hf:{tmp_path / 'config.json'}", "context": context, "batch": BATCH, "device": "cpu"}
+    spec = resolve_step(fields | {"accumulation": accumulation, "warmup": 1, "steps": 4})
+    ours = timing_of(measure_here(spec, Observer())).phase("step")
+    arguments = {"max_steps": 5, "gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0}
+    theirs = timing_of(train(config, arguments, warmup=1, steps=4, context=context)).phase("step")
+    assert ours is not None
+    assert theirs is not None
+    assert 1 / 2 < min(theirs.best_s) / min(ours.best_s) < 2
