@@ -14,7 +14,7 @@ from steplab.ops.attention import attention
 from steplab.ops.cross_entropy import linear_cross_entropy
 
 LAYERS, WIDTH, FF, HEADS, VOCABULARY, CONTEXT = 34, 4096, 11008, 32, 151_936, 32_768
-ATTENTION, LOSS, BUDGET, WARM_UP, STEPS = "flash_triton", "fused", 0.8, 3, 10
+ATTENTION, LOSS, BUDGET, WARM_UP, STEPS = "flash_triton", "fused", 0.4, 3, 10
 
 
 class Block(nn.Module):

@@ -59,6 +59,11 @@ def cells() -> list[tuple[DdpRun, DdpCell]]:
     return [(study, cell) for study in studies for cell in study.cells]
 
 
+def is_of_earlier_code(cell: DdpCell) -> bool:
+    """Whether every rank had all averages, as the sharded optimizer had them when it was last recorded over NCCL."""
+    return cell.contender.kind == "sharded" and cell.contender.transport == "collectives"
+
+
 def predicted(study: DdpRun, cell: DdpCell) -> RankMemory:
     spec = dataclasses.replace(study.study.step, layout=Layout(dp=study.study.processes))
     gathering = OLDER_FSDP2 if study.study.processes == 2 else TORCH_OF_RECORDS
@@ -72,8 +77,8 @@ def predicted(study: DdpRun, cell: DdpCell) -> RankMemory:
 def test_the_state_of_every_recorded_variant_is_exact() -> None:
     compared = 0
     for study, cell in cells():
-        if cell.contender.kind == "sharded":
-            continue  # of earlier code, in which every rank had all averages
+        if is_of_earlier_code(cell):
+            continue
         memory, found = cell.ranks[0].moment("after_step"), predicted(study, cell)
         before = cell.ranks[0].moment("before_step")
         assert memory is not None
@@ -91,13 +96,16 @@ def test_the_peak_of_every_recorded_variant_is_within_three_percent() -> None:
     for study, cell in cells():
         rank = cell.ranks[0]
         assert rank.peak is not None
-        if rank.baseline_freed or cell.contender.kind == "sharded":
-            continue  # its own memory is not known, or of earlier code, in which every rank had all averages
+        if rank.baseline_freed or is_of_earlier_code(cell):
+            continue  # its own memory is not known, or not today's
         real = rank.peak.peak_allocated_bytes - (rank.beside_bytes or 0)
         found = predicted(study, cell).peak_bytes
         if cell.contender.kind == "torch_ddp" and real > 1.03 * found:
             again = study.facts.gradient_bytes if study.facts else 0  # both sets of buckets are there for a while
             found += again
+        if cell.contender.kind == "sharded":  # its gradients go one by one, of which the plan keeps some too long
+            assert 0 < found / real - 1 < 0.04
+            continue
         errors.append(found / real - 1)
     assert len(errors) >= 22
     assert max(map(abs, errors)) < 0.03

@@ -28,18 +28,37 @@ def _sentences(run: DdpRun) -> Iterator[str]:
         return
     winner = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
     theirs = figures.best(compared, "torch_ddp")
-    without_s = figures.baseline_s(winner) or 0.0
-    told = f"{winner.contender.label} adds {_added(winner)} of exposed communication to a step of "
-    told += units.format_time(without_s)
+    others = [cell for cell in compared if cell.contender.kind not in ("torch_ddp", winner.contender.kind)]
+    next_best = min(others, key=lambda cell: figures.step_s(cell) or 0.0, default=None)
+    if _saves(winner):
+        yield _saved(winner)
+        winner = next_best or winner
+    told = _adds(winner)
     if theirs and theirs is not winner:
         told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
     yield f"{told}."
-    if theirs is winner:
-        others = [cell for cell in compared if cell.contender.kind != "torch_ddp"]
-        ours = min(others, key=lambda cell: figures.step_s(cell) or 0.0, default=None)
-        if ours:
-            yield f"Of the other variants, {ours.contender.label} adds least, {_added(ours)}."
+    if theirs is winner and next_best:
+        yield f"Of the other variants, {next_best.contender.label} adds least, {_added(next_best)}."
     yield from _hidden(winner)
+
+
+def _saves(cell: DdpCell) -> bool:
+    """Whether a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
+    bounds = figures.exposed_range_s(cell)
+    return bounds is not None and bounds[1] < 0
+
+
+def _saved(cell: DdpCell) -> str:
+    without_s, shorter_s = figures.baseline_s(cell) or 0.0, -(figures.exposed_s(cell) or 0.0)
+    return (
+        f"A step with {cell.contender.label} takes {units.format_time(without_s - shorter_s)}, "
+        f"{units.format_time(shorter_s)} less than one without communication."
+    )
+
+
+def _adds(cell: DdpCell) -> str:
+    without = units.format_time(figures.baseline_s(cell) or 0.0)
+    return f"{cell.contender.label} adds {_added(cell)} of exposed communication to a step of {without}"
 
 
 def _added(cell: DdpCell) -> str:
