@@ -24,6 +24,7 @@ class FakeSession:
     """Stands in for measurement.processes.turns.Session."""
 
     alternating: str | None = None
+    timeout_s: float | None = None
 
     def __init__(self, told: Told) -> None:
         self._told = told

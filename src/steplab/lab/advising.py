@@ -54,9 +54,9 @@ def advise(
         advice = advise("small", context=512)
         advice.best, advice.overall.ratio
 
-    With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and an
-    attempt may take no longer than that. `on_change` is called with what is measured next. An interrupted walk is
-    stored as far as it got. Raises UserError for a step that cannot be measured.
+    With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and a
+    change may take no longer than what is left. `on_change` is called with what is measured next. An interrupted walk
+    is stored as far as it got. Raises UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields

@@ -31,6 +31,8 @@ class Taking(Protocol):
 
     alternating: str | None
     """Why each turn has a process of its own; None: processes stay alive and wait."""
+    timeout_s: float | None
+    """The time in which a side must be warm and take each turn, for sides that enter from now on; None: any."""
 
     def __enter__(self) -> Self: ...
 
@@ -72,6 +74,10 @@ class StoredSession:
     def alternating(self) -> str | None:
         """Why each turn has a process of its own; None: processes stay alive and wait."""
         return self._session.alternating
+
+    def limit(self, timeout_s: float | None) -> None:
+        """Set the time limit of sides that enter from now on."""
+        self._session.timeout_s = timeout_s
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
         """Build a step and warm it up. Raises UserError for a step that cannot be measured at all."""

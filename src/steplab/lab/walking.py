@@ -116,8 +116,13 @@ class Walk:
         return [attempt for attempt in self.attempts if attempt.kept]
 
     def _has_time(self) -> bool:
-        """Whether another change can be tried, if it takes as long as the longest until now."""
-        return self.budget_s is None or self.clock() - self._began_s + self._longest_s <= self.budget_s
+        """Whether another change can be tried, if it takes as long as the longest until now; it may take no longer
+        than what is left."""
+        if self.budget_s is None:
+            return True
+        left_s = self.budget_s - (self.clock() - self._began_s)
+        self.taking.limit(max(left_s, 1.0))
+        return left_s >= self._longest_s
 
     def _next(self) -> Change | None:
         """The change that promises most; after those, one of which nothing is predicted; last, one that should cost."""

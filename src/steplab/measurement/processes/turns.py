@@ -75,7 +75,9 @@ class Session:
         self.id = new_id()
         self.alternating: str | None = None
         """Why each turn has a process of its own; None: processes stay alive and wait."""
-        self._timeout_s, self._on_progress = timeout_s, on_progress
+        self.timeout_s = timeout_s
+        """The time limit of sides that enter from now on."""
+        self._on_progress = on_progress
         self._sides: list[Side] = []
         self._turns = 0
         self._last: Side | None = None
@@ -133,7 +135,7 @@ class Session:
         side.listener = Listener(JOBS["turns"], self._on_progress)
         task = TurnsTask(spec=side.spec, session=self.id, label=side.label)
         request = Request(job="turns", task=msgspec.Raw(encode(task)), device=side.spec.device)
-        side.conversation = Conversation(CHILD, request, side.listener, self._timeout_s, surroundings=side.surroundings)
+        side.conversation = Conversation(CHILD, request, side.listener, self.timeout_s, surroundings=side.surroundings)
         self._heard(side, side.conversation.listen())
 
     def _heard(self, side: Side, failure: Failure | None) -> None:
@@ -193,7 +195,7 @@ class Session:
         run = measure_in_child(
             dataclasses.replace(side.spec, steps=steps),
             surroundings=side.surroundings,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             on_progress=self._on_progress,
         )
         turn = Turn(place=self._turns, steps=steps)
