@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ OF_EVERY_COMMAND = {
     "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH")))),
     "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "1",  # two test processes share few cores
+    "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "torchinductor_tests"),  # homes are new in each test
 }
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02

@@ -100,6 +100,14 @@ def test_a_run_without_timing_has_none() -> None:
     assert words(dataclasses.replace(run_of(other_cpus=2.0), timing=None)) == []
 
 
+def test_a_machine_that_was_suspended_is_a_warning_and_every_sample_is_kept() -> None:
+    run = run_of(suspended_s=12.0)
+    assert words(run) == ["suspended"]
+    assert "suspended for 12.0 s" in disturbances(run)[0].text
+    assert words(run_of(suspended_s=0.001)) == []
+    assert decode(encode(run)) == run
+
+
 # --- where they are shown ---------------------------------------------------------------------------------
 
 

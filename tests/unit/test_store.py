@@ -25,7 +25,7 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.model import model_spec
 from steplab.specs.step import StepSpec
 from steplab.specs.study import StudySpec
-from steplab.store.cells import cell_key, study_fingerprint
+from steplab.store.cells import cell_key, study_fingerprint, study_keys
 from steplab.store.database import Store
 from steplab.store.location import default_path
 
@@ -674,3 +674,15 @@ def integrity(path: Path) -> str:
         return str(raw.execute("PRAGMA integrity_check").fetchone()[0])
     finally:
         raw.close()
+
+
+def test_a_clock_that_was_set_back_hides_no_attempt_that_stands(store: Store) -> None:
+    study = StudySpec(name="s", description="", cells=(TINY,))
+    identity = store.begin_study(study)
+    store.add(make_run("crashed", second=30, study=identity, failure="crashed"))
+    store.add(make_run("ok", second=10, study=identity))
+    assert [row["id"] for row in store.rows(study=identity)] == ["ok"]
+    assert store.finished_cells(identity) == set(study_keys(study))
+    assert [row["num_ok"] for row in store.studies()] == [1]
+    store.add(make_run("again", second=5, study=identity, failure="timeout"))
+    assert [row["id"] for row in store.rows(study=identity)] == ["ok"]

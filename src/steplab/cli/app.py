@@ -1,6 +1,7 @@
 """The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -20,6 +21,19 @@ from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
 from steplab.printing import plain
 
+_FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
+_OF_THE_MACHINE = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: _FREE_SPACE,
+    errno.EROFS: "set TMPDIR to a folder that can be written",
+    errno.EIO: "the disk fails",
+    errno.EMFILE: "raise the limit of open files by `ulimit -n`",
+    errno.ENFILE: "the machine has too many files open",
+    errno.ENOMEM: "the memory is full",
+    errno.EAGAIN: "the limit of processes is reached (`ulimit -u`)",
+}
+"""Errors of the operating system that are no defect of steplab, with what to do about each."""
 _LONGEST_MESSAGE = 1500
 """Characters of an error: one may quote a whole argument or a line of a file."""
 
@@ -91,12 +105,27 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
         # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # a defect in steplab
+    except Exception as error:
+        if fault := _fault_of_the_machine(error):
+            return _fail(fault, 1, given)
+        # a defect in steplab
         return _fail(
             f"internal error: {type(error).__name__}: {error}; repeat the command with --debug to see the traceback",
             1,
             given,
         )
+
+
+def _fault_of_the_machine(error: Exception) -> str | None:
+    """What the operating system refused, and what to do about it; None for another error."""
+    if not isinstance(error, OSError):
+        return None
+    if "No usable temporary directory" in str(error):
+        return f"there is no folder for temporary files that can be written; {_FREE_SPACE}"
+    if error.errno not in _OF_THE_MACHINE:
+        return None
+    where = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror}{where}; {_OF_THE_MACHINE[error.errno]}"
 
 
 @contextmanager

@@ -6,12 +6,14 @@ from steplab import stats
 from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
-from steplab.units import counted
+from steplab.units import counted, format_time
 
 _NOTICEABLE = 0.1
 """Share of the machine's processors from which other processes matter."""
 _CROWDED = 1.5
 """Runnable processes per processor from which a machine is overloaded, where nothing better is known."""
+_SUSPENDED_S = 0.1
+"""Seconds of suspension from which it was one; less is the time between the readings of two clocks."""
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
 """Reasons of a lower clock that are faults of cooling or power supply; the power limit is part of the GPU."""
 
@@ -31,14 +33,15 @@ def disturbances(run: Run) -> tuple[Disturbance, ...]:
 
     The rules: a quarter of the steps take more than twice the median; the step time does not settle within 5 %; the
     device waits for the host; other processes used the processors or the GPU; the GPU's clock was lowered by heat or
-    by the power supply.
+    by the power supply; the machine was suspended.
     """
     step = run.timing.phase("step") if run.timing else None
     if run.timing is None or step is None or not step.best_s:
         return ()
     found = [_outliers(step.best_s), _unsettled(run), _waiting(run)]
     if run.environment:
-        found += [_busy(run, run.environment), _shared(run.environment), _slowed(run.environment)]
+        environment = run.environment
+        found += [_busy(run, environment), _shared(environment), _slowed(environment), _suspended(environment)]
     return tuple(disturbance for disturbance in found if disturbance)
 
 
@@ -108,3 +111,10 @@ def _slowed(environment: Environment) -> Disturbance | None:
     if not reasons:
         return None
     return Disturbance(word="slowed clock", text=f"The GPU ran below its clock: {', '.join(reasons)}.")
+
+
+def _suspended(environment: Environment) -> Disturbance | None:
+    if (environment.suspended_s or 0.0) < _SUSPENDED_S:
+        return None
+    text = f"The machine was suspended for {format_time(environment.suspended_s or 0.0)} during the measurement."
+    return Disturbance(word="suspended", text=text)

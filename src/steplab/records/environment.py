@@ -66,6 +66,9 @@ class Environment:
     other_cpus: float | None = None
     """Mean number of logical processors that other processes kept busy during the warm-up and the measured steps; None:
     not known, as for steps of several processes and those that were over too soon to tell."""
+    suspended_s: float | None = None
+    """Seconds for which the machine was suspended (asleep) during the warm-up and the measured steps; None: not
+    known."""
     variables: dict[str, str] = field(default_factory=dict)
     """Values of the environment variables on an allow-list that were set; no other variable is stored."""
     gaps: tuple[str, ...] = ()

@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass
 
-NOT_SUPERSEDED = """NOT EXISTS (
+FINISHED = "('ok', 'out_of_memory', 'error')"
+"""The statuses of an attempt that stands. A cell that crashed or timed out may go better next time."""
+NOT_SUPERSEDED = f"""NOT EXISTS (
     SELECT 1 FROM record AS newer
     WHERE newer.study = record.study AND newer.cell = record.cell AND newer.kind = record.kind
-    AND (newer.created_utc, newer.seq) > (record.created_utc, record.seq)
+    AND (newer.status IN {FINISHED}, newer.created_utc, newer.seq)
+        > (record.status IN {FINISHED}, record.created_utc, record.seq)
 )"""
-"""True for the last attempt at a cell, and for every record outside of a study."""
+"""True for the last attempt at a cell, and for every record outside of a study.
+
+One that stands is never hidden by one that crashed or timed out: attempts end with the first that stands, so that the
+other can be the newer only by a clock that was set back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

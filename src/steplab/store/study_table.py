@@ -7,10 +7,7 @@ from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
 from steplab.store.cells import fingerprint_of_format_1, study_fingerprint, study_keys
 from steplab.store.connection import Connection
-from steplab.store.selection import NOT_SUPERSEDED
-
-# A cell that crashed or timed out is not finished: it may go better next time, and is measured again.
-_FINISHED = "status IN ('ok', 'out_of_memory', 'error')"
+from steplab.store.selection import FINISHED, NOT_SUPERSEDED
 
 
 def begin_study(connection: Connection, study: StudySpec) -> str:
@@ -51,7 +48,8 @@ def latest_study(connection: Connection) -> str | None:
 def finished_cells(connection: Connection, study_id: str) -> set[str]:
     """Keys of the study's measurements that need no further attempt."""
     found = connection.query(
-        f"SELECT DISTINCT cell FROM record WHERE study = ? AND (kind = 'run' OR instr(cell, ':')) AND {_FINISHED}",
+        "SELECT DISTINCT cell FROM record"
+        f" WHERE study = ? AND (kind = 'run' OR instr(cell, ':')) AND status IN {FINISHED}",
         study_id,
     )
     return {str(row[0]) for row in found if row[0] is not None}

@@ -17,6 +17,7 @@ import msgspec
 
 from steplab.errors import SteplabError
 from steplab.measurement.jobs import JOBS
+from steplab.measurement.machine.compiled_code import keep_compiled_code_private
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.messages import Request
 from steplab.records.codec import encode
@@ -61,6 +62,7 @@ def answer(
     """
     from steplab.measurement import compat
 
+    keep_compiled_code_private()
     last_sent_s = 0.0
 
     def on_step(iteration: int) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from steplab.errors import SteplabError
 from steplab.measurement import compat
+from steplab.measurement.machine.causes import cause_of
 from steplab.measurement.machine.device import Device
 from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
@@ -46,9 +47,15 @@ def has_no_kernel(error: Exception) -> bool:
 
 
 def failure_of(error: BaseException, stage: str | None) -> Failure:
-    """Any other error as a Failure: its first line, and the last lines of its traceback."""
+    """Any other error as a Failure: its cause where that is known, its first line, and its last lines."""
     lines = tuple(str(error).splitlines()[-_LAST_LINES:])
-    return Failure(kind="error", message=_first_line(error), phase=stage, last_lines=lines if len(lines) > 1 else ())
+    cause, first_line = cause_of(str(error)), _first_line(error)
+    return Failure(
+        kind=cause.kind if cause else "error",
+        message=f"{cause.words} ({first_line})" if cause else first_line,
+        phase=stage,
+        last_lines=lines if len(lines) > 1 else (),
+    )
 
 
 def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | None) -> Failure:

@@ -1,4 +1,4 @@
-"""How busy other processes keep the processors while this one measures."""
+"""What else happens to the machine while this process measures: work of other processes, and suspension."""
 
 import time
 
@@ -22,6 +22,32 @@ class OtherProcesses:
         if elapsed_s < _SHORTEST_S:
             return None
         return max(_elsewhere_s() - self._elsewhere_s, 0.0) / elapsed_s
+
+
+class Suspension:
+    """Counts the time for which the machine is suspended, from when it is made. The clock of the samples stands still
+    then, so that they do not show it."""
+
+    def __init__(self) -> None:
+        self._before_s = _suspended_s()
+
+    def seconds(self) -> float | None:
+        """Seconds of suspension until now; None where the system has no clocks that tell."""
+        now_s = _suspended_s()
+        return None if now_s is None or self._before_s is None else max(now_s - self._before_s, 0.0)
+
+
+def _suspended_s() -> float | None:
+    clocks = _suspension_clocks()
+    return time.clock_gettime(clocks[0]) - time.clock_gettime(clocks[1]) if clocks else None
+
+
+def _suspension_clocks() -> tuple[int, int] | None:
+    """A clock that counts suspension, and one that does not: of Linux, and of macOS."""
+    for counting, not_counting in (("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"), ("CLOCK_MONOTONIC", "CLOCK_UPTIME_RAW")):
+        if hasattr(time, counting) and hasattr(time, not_counting):
+            return getattr(time, counting), getattr(time, not_counting)
+    return None
 
 
 def _elsewhere_s() -> float:

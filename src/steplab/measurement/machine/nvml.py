@@ -4,6 +4,7 @@ The GPU is found by UUID: NVML numbers all GPUs of the machine, torch only those
 visible, so that an index means different GPUs to the two.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ _CLOCK_LIMITS = {
     0x80: "power brake",
 }
 """NVML's bits for the reasons of a lower clock (nvml.h, nvmlClocksEventReasons), without those that a user chose."""
+
+_MOST_HZ, _MOST_W, _LEAST_C, _MOST_C = 20e9, 100e3, -100.0, 300.0
+"""Bounds beyond those of any GPU: a driver in trouble answers 0, negative numbers, or 2^32 - 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,43 +43,52 @@ def read(uuid: str) -> Reading | str:
         return "nvidia-ml-py is not installed (pip install 'steplab[nvidia]')"
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return f"NVML cannot be started: {error}"
+    except Exception as error:  # of a driver's library that is not there or does not fit, anything
+        return _in_one_line(f"NVML cannot be started: {error}")
 
-    def ask(function, *arguments, scale: float):  # type: ignore[no-untyped-def]
+    def ask(function, *arguments, scale: float, most: float, least: float = 0.0):  # type: ignore[no-untyped-def]
+        """A figure in base units; None for one that the GPU does not report, or that no GPU can have."""
         try:
-            return function(handle, *arguments) * scale
-        except pynvml.NVMLError:
-            return None  # a GPU may lack one figure and report the others
+            value = function(handle, *arguments) * scale
+            return value if least < value < most else None
+        except Exception:
+            return None
 
     try:
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         return Reading(
             driver=pynvml.nvmlSystemGetDriverVersion(),
-            sm_clock_hz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM, scale=1e6),
-            memory_clock_hz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM, scale=1e6),
-            power_limit_w=ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, scale=1e-3),
-            temperature_c=ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU, scale=1.0),
+            sm_clock_hz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM, scale=1e6, most=_MOST_HZ),
+            memory_clock_hz=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM, scale=1e6, most=_MOST_HZ),
+            power_limit_w=ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, scale=1e-3, most=_MOST_W),
+            temperature_c=ask(
+                pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU, scale=1.0, least=_LEAST_C, most=_MOST_C
+            ),
             clock_limits=_clock_limits(pynvml, handle),
             other_processes=_other_processes(pynvml, handle),
         )
-    except pynvml.NVMLError as error:
-        return f"NVML does not know GPU {uuid}: {error}"
+    except Exception as error:  # what can be measured is worth more than what describes it
+        return _in_one_line(f"NVML cannot read GPU {uuid}: {error}")
     finally:
-        pynvml.nvmlShutdown()
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _clock_limits(pynvml: Any, handle: Any) -> tuple[str, ...] | None:
     try:
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    except pynvml.NVMLError:
+        return tuple(words for bit, words in _CLOCK_LIMITS.items() if reasons & bit)
+    except Exception:
         return None
-    return tuple(words for bit, words in _CLOCK_LIMITS.items() if reasons & bit)
 
 
 def _other_processes(pynvml: Any, handle: Any) -> int | None:
     """The number of other processes that compute on the GPU. A container sees only its own."""
     try:
         return sum(process.pid != os.getpid() for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    except pynvml.NVMLError:
+    except Exception:
         return None

@@ -231,4 +231,4 @@ class Hearing:
 
 def _is_suffered(failure: Failure) -> bool:
     """Whether the failure only says that another rank is gone."""
-    return failure.kind == "error" and any(word in failure.message for word in _LOST_CONNECTION)
+    return failure.kind in ("error", "timeout") and any(word in failure.message for word in _LOST_CONNECTION)

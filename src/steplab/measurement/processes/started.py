@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from steplab.errors import SteplabError
+from steplab.measurement.machine.causes import cause_of
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
 
@@ -27,7 +28,14 @@ def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
     else:
         name = None
         message = f"the process ended during {stage} with exit code {returncode}"
-    return Failure(kind="crashed", message=message, phase=stage, signal=name, last_lines=last_lines)
+    cause = cause_of("\n".join(last_lines))
+    return Failure(
+        kind=cause.kind if cause and cause.kind != "error" else "crashed",
+        message=f"{cause.words} ({message})" if cause else message,
+        phase=stage,
+        signal=name,
+        last_lines=last_lines,
+    )
 
 
 def named(failure: Failure, rank: int, host: str | None) -> Failure:

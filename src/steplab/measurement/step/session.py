@@ -14,7 +14,7 @@ from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from, failure_of
-from steplab.measurement.machine.load import OtherProcesses
+from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.flop_count import count_flops
@@ -85,6 +85,7 @@ class _Warm:
     first_step_s: float | None
     states: tuple[AllocatorState, ...]
     others: OtherProcesses
+    suspension: Suspension
 
 
 class _Cell:
@@ -114,7 +115,7 @@ class _Cell:
         step = make_step(workload, spec, device.torch_device, self.world)
         first_step_s = self.compile(step.phases) if spec.compile != "off" else None
         self.meet()
-        others = OtherProcesses()
+        others, suspension = OtherProcesses(), Suspension()
         self.begin("warmup", spec.warmup)
         states = [device.allocator_state()]
 
@@ -131,6 +132,7 @@ class _Cell:
             first_step_s=first_step_s,
             states=tuple(state for state in states if state),
             others=others,
+            suspension=suspension,
         )
 
     def measure(self, watcher: Watcher | None) -> Run:
@@ -144,8 +146,11 @@ class _Cell:
         before_drain = _nothing if spec.warmup else self.read_clocks
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         step_peak = device.peak("step")
-        if self.world is None:  # the other ranks would be counted as other processes
-            self.environment = dataclasses.replace(self.environment, other_cpus=warm.others.mean_cpus())
+        # The other ranks would be counted as other processes.
+        other_cpus = warm.others.mean_cpus() if self.world is None else None
+        self.environment = dataclasses.replace(
+            self.environment, other_cpus=other_cpus, suspended_s=warm.suspension.seconds()
+        )
         synchronised: tuple[PhaseSamples, ...] = ()
         phase_peaks: tuple[PeakMemory, ...] = ()
         if device.asynchronous:
@@ -191,6 +196,7 @@ class _Cell:
             assert step is not None
             taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
             peak = device.peak("step")
+            self.environment = dataclasses.replace(self.environment, suspended_s=warm.suspension.seconds())
             timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
             run = dataclasses.replace(
                 self.record(timing=timing, memory=self.memory(warm, (peak,) if peak else ())),

@@ -1,0 +1,59 @@
+"""What errors of a GPU, of NCCL and of gloo mean: they name the call that met the fault, and not what to do about it.
+
+The texts of CUDA are those of cudaGetErrorString, after which torch adds three lines of advice; those of NCCL and gloo
+are of torch's process groups. "Xid" is the number under which NVIDIA's driver logs a fault of a GPU:
+https://docs.nvidia.com/deploy/xid-errors/.
+"""
+
+import re
+from dataclasses import dataclass
+
+from steplab.records.failure import FailureKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """The cause of an error."""
+
+    words: str
+    """The cause and what to do, in one line."""
+    kind: FailureKind
+    """crashed or timeout for a fault of the machine, after which `--resume` measures again; error for one of the
+    code."""
+
+
+_XID = "`dmesg | grep Xid` has the driver's reason"
+_CAUSES: tuple[tuple[str, FailureKind, str], ...] = (
+    (r"GPU is lost|device is lost|fallen off the bus", "crashed", f"the GPU no longer answers: {_XID}"),
+    (r"uncorrectable.* ECC error|ECC error", "crashed", f"the GPU's memory has an uncorrectable error: {_XID}"),
+    (r"unspecified launch failure", "crashed", f"a kernel or the GPU under it failed: {_XID}"),
+    (r"NVLink error|hardware stack error", "crashed", f"the GPU failed: {_XID}"),
+    (
+        r"illegal memory access|misaligned address|device-side assert",
+        "error",
+        "a kernel used a wrong address or index: CUDA_LAUNCH_BLOCKING=1 names the line that started it",
+    ),
+    (
+        r"CUDA-capable device.* busy or unavailable",
+        "crashed",
+        "another process holds the GPU for itself: nvidia-smi names it",
+    ),
+    (
+        r"Watchdog caught collective operation timeout|collective operation timed out",
+        "timeout",
+        "a collective of NCCL did not end: a rank did not take part, or the network between the GPUs failed",
+    ),
+    (
+        r"Timed out waiting \d+\s?ms for \w+ operation",
+        "timeout",
+        "a collective of gloo did not end: a rank did not take part, or the network failed",
+    ),
+)
+
+
+def cause_of(text: str) -> Cause | None:
+    """The cause behind the text of an error, or behind the last lines of a process; None if it is not known."""
+    for pattern, kind, words in _CAUSES:
+        if re.search(pattern, text, re.IGNORECASE):
+            return Cause(words=words, kind=kind)
+    return None
