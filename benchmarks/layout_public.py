@@ -1,18 +1,16 @@
-"""Published steps whose ranks split the model: layouts of a job ranked, and memory of ranks, beside what was measured.
+"""Memory of published steps' ranks beside what their sources state; their times are `steplab plan check --table`'s.
 
 python benchmarks/layout_public.py benchmarks/public_training.json.xz > table.md     (from the root of the checkout)
 
 Other programs keep other state (16-bit weights with fp32 copies of which ranks share a part, or fp32 shards of weights
-that are used in 16 bits alone), pad the vocabulary so that tp divides it, split no tokens between the products of
-tensor parallelism before 2022, and do not wait for DTensor. What a rank keeps is put in the place of ours here; the
-rest is predicted as steplab would run it.
+that are used in 16 bits alone), pad the vocabulary so that tp divides it, and before 2022 split no tokens between the
+products of tensor parallelism. What a rank keeps is put in the place of ours here; the rest is predicted as steplab
+would run it.
 """
 
 import dataclasses
-import itertools
 import lzma
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,15 +18,12 @@ import msgspec
 
 from steplab.errors import SteplabError
 from steplab.plan.cards import outside_bytes
-from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import rank_groups
-from steplab.plan.layout.time import LayoutClock
 from steplab.plan.layout.traffic import gathered_elements
 from steplab.plan.memory import workspace_of
 from steplab.plan.public import PublicLayout, PublicRow, read_rows, step_of
-from steplab.plan.rates import gpu_named
 from steplab.records.prediction import RankMemory
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
@@ -36,8 +31,6 @@ from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.units import GIB
 
-APART = 1.05
-"""Pairs of layouts whose measured times differ by less are not ranked."""
 PADDING = 128
 """The vocabulary is padded to a multiple of that for each rank of tp, as Megatron-LM does
 (--make-vocab-size-divisible-by)."""
@@ -73,52 +66,6 @@ def spec_of(row: PublicRow) -> StepSpec:
 
 def name_of_gpu(row: PublicRow) -> str:
     return row.steplab_gpu or UNSTATED[row.gpu]
-
-
-def time_of(row: PublicRow, spec: StepSpec) -> float | None:
-    name = name_of_gpu(row)
-    clock = LayoutClock(gpu_named(name), machine_of(hardware_named(name), 8), head_start=True)
-    found = clock.time(spec)
-    return found.seconds if found else None
-
-
-def rankings(rows: Iterable[PublicRow]) -> None:
-    """For each job with several layouts: pairs that are far enough apart, and how many are ranked as measured."""
-    jobs: dict[tuple[object, ...], list[PublicRow]] = defaultdict(list)
-    for row in rows:
-        if row.scored and row.time_grade in "AB" and row.measured_s and row.gpus and row.gpus > 1:
-            sequences = (
-                (row.micro_batch or 0)
-                * (row.grad_accum or 0)
-                * (row.gpus // (row.layout.tp or 1) // (row.layout.pp or 1))
-            )
-            jobs[row.group, row.model.key, row.gpu, row.gpus, row.seq, sequences].append(row)
-    print("| job | layouts | pairs | as measured | ties |\n|---|---|---|---|---|")
-    total, right = 0, 0
-    for job, members in jobs.items():
-        timed = []
-        for row in members:
-            try:
-                predicted = time_of(row, spec_of(row))
-            except SteplabError as error:
-                print(f"left out {row.id}: {error}", file=sys.stderr)
-                continue
-            if predicted:
-                timed.append((row, predicted))
-        if len({str(spec_of(row)) for row, _ in timed}) < 2:
-            continue
-        pairs, agreed = 0, 0
-        for (one, predicted_one), (other, predicted_other) in itertools.combinations(timed, 2):
-            real_one, real_other = one.measured_s or 0.0, other.measured_s or 0.0
-            if max(real_one, real_other) < APART * min(real_one, real_other):
-                continue
-            pairs += 1
-            agreed += (real_one < real_other) == (predicted_one < predicted_other)
-        total, right = total + pairs, right + agreed
-        share = f"{agreed} ({100 * agreed / pairs:.0f} %)" if pairs else "–"
-        shown = ", ".join(str(part) for part in job if part is not None)
-        print(f"| {shown} | {len(timed)} | {pairs} | {share} | {len(timed) * (len(timed) - 1) // 2 - pairs} |")
-    print(f"\n{right} of {total} pairs ({100 * right / max(total, 1):.0f} %) are ranked as measured.\n")
 
 
 def memory(rows: Iterable[PublicRow]) -> None:
@@ -160,7 +107,11 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
         return size - ours + 16 * weights / spec.layout.fsdp
     if "master" not in kept:
         return size
-    gradients = 4 if "fp32" in str(row.precision.get("gradients")) else 2
+    # Weights in 16 bits are whole on each rank, so that none are gathered, as FSDP2 does with ours.
+    size -= sum(term.num_bytes * term.count for term in rank.terms if term.what == "gathered weights")
+    # Gradients that are summed in fp32 after a backward pass are all there in 16 bits besides until then
+    # (nanotron, src/nanotron/optim/gradient_accumulator.py).
+    gradients = 4 + 2 if "fp32" in str(row.precision.get("gradients")) else 2
     ranks = row.layout.shard_ranks or 1 if "zero1" in str(row.layout.shard) else 1
     return size - ours + weights * (2 + gradients + 12 / ranks)
 
@@ -168,7 +119,6 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
 def main(path: str) -> None:
     content = Path(path).read_bytes()
     rows = read_rows(lzma.decompress(content) if path.endswith(".xz") else content, path)
-    rankings(rows)
     memory(rows)
 
 

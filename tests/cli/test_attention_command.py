@@ -32,8 +32,8 @@ TINY = ("--sequence", "16,32", "--dim", "8", "--heads", "2", "--causal", "--devi
             ("--grid", "nowhere"),
             "no grid 'nowhere': choose one of choice, long, peers, study, tiny, or give the path of a TOML file",
         ),
-        (("--hardware", "H200 SXM"), "--hardware needs --derive"),
-        (("--derive", "--hardware", "abacus"), "unknown hardware 'abacus'"),
+        (("--gpu", "H200 SXM"), "--gpu needs --derive"),
+        (("--derive", "--gpu", "abacus"), "unknown hardware 'abacus'"),
         (("--derive", "--output", "page.html"), "this command does not write html; choose one of table, json, csv"),
         (
             ("--implementation", "plain", "--against", "sdpa"),
@@ -146,6 +146,6 @@ def test_a_stored_benchmark_is_listed_shown_reported_and_accounted_for(
 
 
 def test_memory_is_accounted_for_a_gpu_one_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["attention", "--derive", "--hardware", "RTX 4090", "--grid", "long", "--dtype", "fp32", "--dim", "64"]
+    asked = ["attention", "--derive", "--gpu", "RTX 4090", "--grid", "long", "--dtype", "fp32", "--dim", "64"]
     assert main(asked) == 0
     assert "does not fit: 1×1×65536×64 causal fp32" in capsys.readouterr().out

@@ -141,7 +141,7 @@ def test_any_model_has_the_state_of_its_parameters(model: str) -> None:
 
 def test_a_gpus_communications_share_one_link() -> None:
     """An H100: 989 TFLOP/s in bf16 and 450 GB/s in one direction; 8b's blocks, by the times added up."""
-    found = accounting("8b", card="H100 SXM", mesh="fsdp=32,tp=2")
+    found = accounting("8b", gpu="H100 SXM", mesh="fsdp=32,tp=2")
     own, width, keys, inner = figures(found), 4096, 4096, 11008
     elements = 2 * width * (width + keys) + 3 * width * inner
 
@@ -159,7 +159,7 @@ def test_a_gpus_communications_share_one_link() -> None:
 
 def test_without_tensor_parallelism_weights_alone_are_communicated() -> None:
     """An H100 then needs its FLOPs for a byte of its link in tokens, whatever the model."""
-    found = accounting("8b", card="H100 SXM", mesh="fsdp=16")
+    found = accounting("8b", gpu="H100 SXM", mesh="fsdp=16")
     own = figures(found)
     assert own["b"] == pytest.approx(C_H100 / 450e9)
     assert not {"b_sum", "T_TP"} & set(own)
@@ -215,7 +215,7 @@ def test_a_page_shows_a_derivation_too() -> None:
 def test_the_figures_that_are_put_in_give_the_figure_that_comes_out() -> None:
     """What is shown is read back and computed; it is rounded to four digits."""
     for model, card in (("xxl", "TPU v5p"), ("8b", "H100 SXM"), ("small", "TPU v5p")):
-        for figure in derived(accounting(model, card=card, mesh="fsdp=16,tp=2")).values():
+        for figure in derived(accounting(model, gpu=card, mesh="fsdp=16,tp=2")).values():
             assert figure.in_figures is not None
             text = figure.in_figures.text.replace(",", "").replace("²", "**2").replace("√", "math.sqrt")
             shown = eval(text.replace("×", "*"), {"math": math})
@@ -264,5 +264,7 @@ def test_the_command_needs_no_torch_and_refuses_an_unknown_field(capsys: pytest.
     assert "20,444 tokens" in " ".join(in_a_fresh_process(code, "plan", "accounting", "--model", "xxl").split())
     assert main(["plan", "accounting", "--precision", "bf16"]) == 2
     assert "--precision" in capsys.readouterr().err
+    assert main(["plan", "accounting", "--model", "xxl", "--flops", "459"]) == 2
+    assert "type --flops 459e12, not 459" in capsys.readouterr().err
     assert main(["plan", "accounting", "--model", "toy"]) == 2
     assert "an accounting for toy is not supported" in capsys.readouterr().err

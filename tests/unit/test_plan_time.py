@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tests.test_architecture import BLOCKED, in_a_fresh_process
 
 from steplab.cli.app import main
+from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flops_per_token
+from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_steps
 from steplab.plan.dry_run.events import Product
@@ -272,6 +274,42 @@ def test_the_command_needs_no_torch() -> None:
     code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
     told = in_a_fresh_process(code, "plan", "time", "--model", "2.7b", "--context", "512", "--precision", "bf16")
     assert "Predicted step time on H200 SXM" in told
+
+
+def test_utilization_is_what_a_record_of_such_a_step_would_have() -> None:
+    spec = resolve_step({"model": "medium", "context": 512, "precision": "bf16", "attention": "sdpa_flash"})
+    found = predict_step_time(spec, gpu_named("H200 SXM"))
+    assert spec.model.shape is not None
+    shape, value = spec.model.shape, {used.convention: used for used in found.utilizations}
+    sizes: ModelSizes = {
+        "num_parameters": num_parameters(shape),
+        "num_embedding_parameters": num_embedding_parameters(shape),
+        "num_layers": shape.num_layers,
+        "attention_width": shape.d_model,
+    }
+    causal = model_flops_per_token("causal", **sizes, context=512, backward=True)
+    executed = executed_flops_per_token(spec, **sizes)
+    assert causal is not None
+    assert executed is not None
+    assert value["causal"].value == pytest.approx(causal * spec.tokens / found.central_s / 989.5e12)
+    norms = 6 * (2 * shape.num_layers + 1) * shape.d_model  # the formula counts their weights as a matrix's
+    assert value["as_executed"].flops == pytest.approx((executed - norms) * spec.tokens, rel=1e-12)
+    assert "sparsity" in value["causal"].peak_source
+    answer = time_document(spec, found).verdict
+    assert answer is not None
+    (told,) = [text for text in answer.sentences if "MFU" in text]
+    assert f"{100 * (value['causal'].value or 0):.1f} % (causal FLOPs, of the dense bf16 peak of 990 TFLOP/s)" in told
+
+
+def test_a_plan_is_written_as_a_page_and_offers_nothing_of_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("time", "memory", "steps"):
+        page = tmp_path / f"{command}.html"
+        assert main(["plan", command, "--model", "tiny", "--output", str(page)]) == 0
+        assert page.read_text().lower().startswith("<!doctype html>")
+        assert main(["plan", command, "--model", "tiny", "--warmup", "3"]) == 2
+    assert "--warmup" in capsys.readouterr().err
 
 
 def test_an_unknown_field_and_a_wrong_peak_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

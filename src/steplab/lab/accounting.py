@@ -12,7 +12,7 @@ from steplab.specs.step import StepSpec
 def plan_accounting(
     spec: StepSpec | str | None = None,
     *,
-    card: str = "TPU v5p",
+    gpu: str = "TPU v5p",
     mesh: str = "fsdp=16,tp=4",
     axes: str | None = None,
     flops_per_s: float | None = None,
@@ -26,16 +26,17 @@ def plan_accounting(
 
     Args:
         spec: with `fields`, as in `measure`; the model, the batch and the context are taken.
-        card: the device of the mesh, a name of the catalogue; `flops_per_s` and `axis_bytes_per_s` replace its figures.
+        gpu: the device of the mesh, a GPU or TPU of the catalogue; `flops_per_s` and `axis_bytes_per_s` replace its
+            figures.
         mesh: devices along each axis; `axes`: axes of the network for each, on a torus.
-        counted_in: the card in whose memories weights, gradients and optimizer state are counted.
+        counted_in: the GPU in whose memories weights, gradients and optimizer state are counted.
 
-    Raises UserError for an unknown card, and for a mesh that cannot be; Unsupported for a model whose parts are not
+    Raises UserError for an unknown device, and for a mesh that cannot be; Unsupported for a model whose parts are not
     known.
     """
     asked = asked_step("plan_accounting", spec, fields)
     shape = shape_of(asked.model, f"an accounting for {asked.model.label}")
-    device = device_of(accelerator_named(card), flops_per_s=flops_per_s, axis_bytes_per_s=axis_bytes_per_s)
+    device = device_of(accelerator_named(gpu), flops_per_s=flops_per_s, axis_bytes_per_s=axis_bytes_per_s)
     return account(
         shape,
         model=asked.model.label,

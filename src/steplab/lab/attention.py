@@ -121,7 +121,7 @@ def account_for_memory(
                     return account
     raise UserError(
         "plain attention ran out of memory in no stored benchmark; name a GPU to compute it for: "
-        '--derive --hardware "H200 SXM"'
+        '--derive --gpu "H200 SXM"'
     )
 
 

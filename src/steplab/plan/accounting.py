@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
 from steplab.errors import UserError
 from steplab.plan.formulas import Formula, Root, Symbol
+from steplab.plan.rates import LEAST_PER_S
 from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
@@ -88,6 +89,10 @@ def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_byte
     passes on to it what it can receive, and all axes of the mesh share that. Raises UserError for a card without a
     stated bf16 peak.
     """
+    for option, value, example in (("--flops", flops_per_s, "459e12"), ("--bandwidth", axis_bytes_per_s, "180e9")):
+        if value is not None and value < LEAST_PER_S:
+            unit = "FLOP/s" if option == "--flops" else "bytes per second"
+            raise UserError(f"{option} is in {unit}; type {option} {example}, not {value:g}")
     peak = card.peak_flops("bf16")
     if peak is None and flops_per_s is None:
         raise UserError(f"{card.name} has no stated bf16 peak; give one with --flops")

@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -158,6 +158,8 @@ class Gpu:
     """Whether the rates were fitted on this GPU, rather than on another."""
     sources: tuple[str, ...]
     """Where the figures come from."""
+    peak_sources: dict[str, str] = field(default_factory=dict)
+    """Where each peak comes from."""
 
 
 @functools.cache
@@ -176,7 +178,7 @@ def fitted_stacks() -> tuple[StackRates, ...]:
     return tuple(_committed().stack)
 
 
-_LEAST_PER_S = 1e9
+LEAST_PER_S = 1e9
 """A given figure below it was meant in TFLOP/s or TB/s: no GPU has so few FLOPs or bytes per second."""
 
 
@@ -190,7 +192,7 @@ def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_b
     for what, value in given.items():
         if not value > 0:
             raise UserError(f"{what} must be positive, not {value:g}")
-        if value < _LEAST_PER_S:
+        if value < LEAST_PER_S:
             unit = "bytes per second, as 4.8e12" if what == "bandwidth" else "FLOP/s, as 989e12"
             raise UserError(f"{what} is given in {unit}, not {value:g}")
     if not given:
@@ -198,6 +200,7 @@ def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_b
     return dataclasses.replace(
         gpu,
         peaks=gpu.peaks | dict(peak or {}),
+        peak_sources=gpu.peak_sources | {dtype: f"given: {value:g} FLOP/s" for dtype, value in (peak or {}).items()},
         bandwidth_bytes_per_s=bandwidth_bytes_per_s or gpu.bandwidth_bytes_per_s,
         sources=(*gpu.sources, f"given: {', '.join(f'{what} {value:g}' for what, value in given.items())}"),
     )
@@ -210,6 +213,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     return Gpu(
         name=hardware.name,
         peaks={dtype: each.flops_per_s for dtype, each in hardware.peaks.items()},
+        peak_sources={dtype: each.source for dtype, each in hardware.peaks.items()},
         bandwidth_bytes_per_s=hardware.memory_bandwidth_bytes_per_s,
         multiprocessors=hardware.multiprocessors,
         rates=rates,

@@ -9,14 +9,17 @@ the host. How quick a host is differs by a factor of two between machines, so bo
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import get_args
 
-from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
+from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
 from steplab.plan.rates import Gpu, StepRates
+from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
@@ -61,9 +64,41 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         phases=(*phases, step),
         parts=tuple(parts),
         is_fitted=has_own_rates(spec.precision, gpu),
+        utilizations=_utilizations(spec, gpu, parts, step.seconds),
         sources=gpu.sources,
         notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
         spec=asked,
+    )
+
+
+def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float) -> tuple[Utilization, ...]:
+    """MFU under every convention, of a model whose sizes are known, and HFU from what the kernels execute."""
+    dtype, shape, flops = DTYPE_OF_MATMULS[spec.precision], spec.model.shape, dict[str, float]()
+    if shape is not None:
+        for convention in get_args(Convention):
+            needed = model_flops_per_token(
+                convention,
+                num_parameters=num_parameters(shape),
+                num_embedding_parameters=num_embedding_parameters(shape),
+                num_layers=shape.num_layers,
+                attention_width=shape.num_heads * shape.head_dim,
+                context=spec.context,
+                backward=spec.pass_name != "forward",
+            )
+            if needed is not None:
+                flops[convention] = needed * spec.tokens_of_all
+    flops["as_executed"] = sum(part.flops for part in parts if part.kind != "streaming")
+    return tuple(
+        Utilization(
+            kind="hfu" if convention == "as_executed" else "mfu",
+            convention=convention,
+            flops=each,
+            dtype=dtype,
+            peak_flops_per_s=gpu.peaks[dtype],
+            peak_source=gpu.peak_sources.get(dtype, ""),
+            value=each / step_s / gpu.peaks[dtype],
+        )
+        for convention, each in flops.items()
     )
 
 

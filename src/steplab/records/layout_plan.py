@@ -19,6 +19,8 @@ class AxisTraffic:
     """Axis of the layout: dp, fsdp, tp or pp."""
     collective: str
     """The collective: all_reduce, all_gather, reduce_scatter or send_recv."""
+    carries: str = ""
+    """What is in them, in words."""
     phase: str
     """Phase in which they are sent: forward, backward, after backward, or optimizer."""
     ranks: int

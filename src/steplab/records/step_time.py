@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from steplab.records.run import Utilization
 from steplab.specs.step import StepSpec
 
 STEP_TIME_SCHEMA = "steplab.step_time_prediction/1"
@@ -70,6 +71,8 @@ class StepTimePrediction:
     is_fitted: bool
     """Whether rates of this GPU, this precision and this way of compiling were fitted to records; otherwise those of
     others are used, and the interval is wider."""
+    utilizations: tuple[Utilization, ...] = ()
+    """MFU at the central value under every convention whose sizes are known, and HFU."""
     sources: tuple[str, ...] = ()
     """Sources of the GPU's figures and of the rates."""
     notes: tuple[str, ...] = ()

@@ -91,11 +91,11 @@ def attention(
         bool,
         Parameter(
             help="Measure nothing; print the tensors that plain attention holds in memory in the smallest cell that "
-            "ran out of memory in the newest such benchmark, or, with --hardware, that would on that GPU",
+            "ran out of memory in the newest such benchmark, or, with --gpu, that would on that GPU",
             negative="",
         ),
     ] = False,
-    hardware: Annotated[str | None, Parameter(help="GPU in the catalogue whose memory --derive compares with")] = None,
+    gpu: Annotated[str | None, Parameter(help="GPU of the catalogue whose memory --derive compares with")] = None,
     name: Annotated[str, Parameter(help="Name of the benchmark in listings")] = "",
     timeout: Annotated[
         str, Parameter(help="Time without progress after which a cell is given up: 90s, 5min, 2h")
@@ -112,8 +112,8 @@ def attention(
 
     chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
     color = stdout_color() and out.output is None
-    if hardware is not None and not derive:
-        raise UserError("--hardware needs --derive, because measurements are made on this machine; add --derive")
+    if gpu is not None and not derive:
+        raise UserError("--gpu needs --derive, because measurements are made on this machine; add --derive")
     study = attention_study(
         grid,
         cells.lists(),
@@ -124,7 +124,7 @@ def attention(
         seed=seed,
     )
     if derive:
-        account = account_for_memory(study.cells, hardware, store=out.store)
+        account = account_for_memory(study.cells, gpu, store=out.store)
         emit(render(account_document(account), chosen, color=color), out, chosen)
         return 0
     columns = list(dict.fromkeys(cell.column for cell in study.cells))

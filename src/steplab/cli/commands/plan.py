@@ -2,15 +2,66 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, FileOptions, GivenFields, OutputOptions, StepOptions, step_options
+from steplab.cli.options import SPREAD, FileOptions, GivenFields, step_options
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
 
-plan = App(name="plan", help_format="plaintext")
+if TYPE_CHECKING:
+    from steplab.report.kit.document import Document
+
+plan = App(
+    name="plan",
+    help_format="plaintext",
+    help_epilogue='For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"',
+)
+
+_OF_MEASURING = ("warmup", "steps", "seed")
+"""Fields of a step that have no effect on what is predicted."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+@step_options(without=_OF_MEASURING)
+class PlannedStepOptions(GivenFields):
+    """The step that is predicted. `plan steps` takes a list for each option: --context 128,256."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PlanOutputOptions(FileOptions):
+    """Where a prediction is written, and how it is shown."""
+
+    format: Annotated[
+        Literal["table", "json", "csv", "md", "latex", "html"] | None,
+        Parameter(help="Format of the output [default: by the suffix of --output, else table]", group="Output"),
+    ] = None
+
+
+def _chosen(out: PlanOutputOptions) -> str:
+    """The format that is written."""
+    from steplab.cli.output import ROW_FORMATS, chosen_format
+
+    return chosen_format(out.format, out, allowed=(*ROW_FORMATS, "html"))
+
+
+def _write(document: "Document", chosen: str, out: PlanOutputOptions, record: object = None) -> None:
+    """Print a document, or write it to a file; as JSON the record, where there is one."""
+    import msgspec
+
+    from steplab.cli.output import emit, stdout_color
+    from steplab.report.kit.html import to_html
+    from steplab.report.kit.rendering import render
+
+    if chosen == "json" and record is not None:
+        emit(msgspec.json.format(msgspec.json.encode(record)).decode(), out, chosen)
+    elif chosen == "html":
+        emit(to_html(document), out, chosen)
+    else:
+        emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
 
 
 @plan.command
@@ -19,7 +70,7 @@ def memory(
     gpu: Annotated[
         str | None, Parameter(help="GPU of the catalogue that the step should fit [default: each of the catalogue]")
     ] = None,
-    step: StepOptions = StepOptions(),
+    step: PlannedStepOptions = PlannedStepOptions(),
     variant: Annotated[
         str | None,
         Parameter(
@@ -35,7 +86,7 @@ def memory(
             group=SPREAD,
         ),
     ] = True,
-    out: OutputOptions = OutputOptions(),
+    out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Predict the peak memory of a step on a CUDA device, with everything that it consists of.
 
@@ -49,22 +100,13 @@ def memory(
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
-    import msgspec
-
-    from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.lab.planning import plan_memory
-    from steplab.report.kit.rendering import render
     from steplab.report.plan.document import plan_document
     from steplab.specs.resolve import resolve_step
 
-    spec = resolve_step(step.fields())
-    chosen = chosen_format(out.format, out)
+    spec, chosen = resolve_step(step.fields()), _chosen(out)
     prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
-    if chosen == "json":
-        emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
-    else:
-        document = plan_document(spec, prediction)
-        emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+    _write(plan_document(spec, prediction), chosen, out, prediction)
 
 
 @plan.command
@@ -82,8 +124,8 @@ def time(
     bandwidth: Annotated[
         float | None, Parameter(help="Memory bandwidth that replaces the catalogue's, in bytes per second: 4.8e12")
     ] = None,
-    step: StepOptions = StepOptions(),
-    out: OutputOptions = OutputOptions(),
+    step: PlannedStepOptions = PlannedStepOptions(),
+    out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Predict the time of a step on a GPU, by phase and by kind of kernel, with a 90 % interval.
 
@@ -97,26 +139,19 @@ def time(
 
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
-    import msgspec
-
-    from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.lab.planning import chosen_gpu, plan_time
-    from steplab.report.kit.rendering import render
     from steplab.report.plan.time import time_document
     from steplab.specs.resolve import resolve_step
 
-    spec = resolve_step(step.fields())
-    chosen = chosen_format(out.format, out)
+    spec, chosen = resolve_step(step.fields()), _chosen(out)
     prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
-    if chosen == "json":
-        emit(msgspec.json.format(msgspec.json.encode(prediction)).decode(), out, chosen)
-    else:
-        emit(render(time_document(spec, prediction), chosen, color=stdout_color() and out.output is None), out, chosen)
+    _write(time_document(spec, prediction), chosen, out, prediction)
 
 
 _OF_LAYOUTS = (
     *("layout", "batch", "accumulation", "microbatches", "data_parallel", "bucket_size_mb"),
-    *("reshard_after_forward", "pipeline_schedule", "device", "pass", "warmup", "steps", "seed"),
+    *("reshard_after_forward", "pipeline_schedule", "device", "pass"),
+    *_OF_MEASURING,
 )
 """Fields of a step that follow from a layout, or have no effect on it."""
 
@@ -150,11 +185,7 @@ def layout(
         str | None, Parameter(help="Record of `steplab comm` whose communication profile replaces the node's link")
     ] = None,
     step: JobOptions = JobOptions(),
-    format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
-    ] = None,
-    out: FileOptions = FileOptions(),
+    out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Rank all layouts of a training step on a number of GPUs by predicted time.
 
@@ -167,17 +198,11 @@ def layout(
     For example: steplab plan layout --model 8b --context 4096 --precision bf16 --attention sdpa_cudnn --compile
     default --checkpointing full --gpus 64 --gpu "H100 SXM" --global-batch 512
     """
-    import msgspec
-
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.lab.layout_planning import plan_layout
-    from steplab.report.kit.html import to_html
-    from steplab.report.kit.rendering import render
     from steplab.report.plan.layouts import layouts_document
     from steplab.specs.resolve import resolve_step
 
-    spec = resolve_step(step.fields())
-    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    spec, chosen = resolve_step(step.fields()), _chosen(out)
     found = plan_layout(
         spec,
         gpus=gpus,
@@ -188,35 +213,27 @@ def layout(
         profile=profile,
         store=out.store,
     )
-    if chosen == "json":
-        emit(msgspec.json.format(msgspec.json.encode(found)).decode(), out, chosen)
-    elif chosen == "html":
-        emit(to_html(layouts_document(found)), out, chosen)
-    else:
-        emit(render(layouts_document(found), chosen, color=stdout_color() and out.output is None), out, chosen)
+    _write(layouts_document(found), chosen, out, found)
 
 
 @plan.command
 def steps(
     *,
     gpu: Annotated[str, Parameter(help="GPU of the catalogue, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
-    step: StepOptions = StepOptions(),
-    out: OutputOptions = OutputOptions(),
+    step: PlannedStepOptions = PlannedStepOptions(),
+    out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Predict memory and time of several steps in one table; every option of the step takes a list.
 
     For example: steplab plan steps --model small,xl --context 128,1024 --precision fp32,bf16
     """
-    from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.lab.planning import plan_steps
-    from steplab.report.kit.rendering import render
     from steplab.report.plan.steps import planned_document
     from steplab.specs.study import study_from_grids
 
-    chosen = chosen_format(out.format, out)
+    chosen = _chosen(out)
     cells = study_from_grids("plan", "", [step.grid()]).cells
-    document = planned_document(plan_steps(cells, gpu=gpu))
-    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+    _write(planned_document(plan_steps(cells, gpu=gpu)), chosen, out)
 
 
 @plan.command
@@ -261,11 +278,7 @@ def check(
             "compressed"
         ),
     ] = None,
-    format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
-    ] = None,
-    out: FileOptions = FileOptions(),
+    out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Set predictions of time and memory beside what was measured.
 
@@ -277,16 +290,11 @@ def check(
 
     For example: steplab plan check --output check.html
     """
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
     from steplab.lab.plan_checking import check_plan
-    from steplab.report.kit import html
-    from steplab.report.kit.rendering import render
     from steplab.report.plan.check import check_document
 
-    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
-    document = check_document(check_plan(out.store, table))
-    color = stdout_color() and out.output is None
-    emit(html.to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)
+    chosen = _chosen(out)
+    _write(check_document(check_plan(out.store, table)), chosen, out)
 
 
 _OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))
@@ -303,19 +311,17 @@ class ModelOptions(GivenFields):
 def accounting(
     *,
     model: ModelOptions = ModelOptions(),
-    card: Annotated[
-        str, Parameter(help="Device of the mesh, by its name in the catalogue of GPUs and TPUs")
-    ] = "TPU v5p",
+    gpu: Annotated[str, Parameter(help="Device of the mesh, a GPU or TPU by its name in the catalogue")] = "TPU v5p",
     mesh: Annotated[str, Parameter(help="Devices along each axis: FSDP and tensor parallelism")] = "fsdp=16,tp=4",
     axes: Annotated[
         str | None, Parameter(help="Axes of the network for each axis of the mesh [default: fsdp=2,tp=1 on a torus]")
     ] = None,
-    flops: Annotated[float | None, Parameter(help="FLOP/s of a device, in place of the card's bf16 peak")] = None,
+    flops: Annotated[float | None, Parameter(help="FLOP/s of a device, in place of its bf16 peak: 459e12")] = None,
     bandwidth: Annotated[
-        float | None, Parameter(help="Bytes/s that a device receives along one axis, in place of the card's")
+        float | None, Parameter(help="Bytes/s that a device receives along one axis, in place of its own: 180e9")
     ] = None,
-    counted_in: Annotated[str, Parameter(help="Card in whose memories the fp32 state is counted")] = "H100 SXM",
-    out: OutputOptions = OutputOptions(),
+    counted_in: Annotated[str, Parameter(help="GPU in whose memories the fp32 state is counted")] = "H100 SXM",
+    out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Derive what a model takes at scale: memory, devices, and the batch that hides communication.
 
@@ -326,21 +332,18 @@ def accounting(
 
     For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
     """
-    from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.lab.accounting import plan_accounting
-    from steplab.report.kit.rendering import render
     from steplab.report.plan.accounting import accounting_document
     from steplab.specs.resolve import resolve_step
 
-    spec = resolve_step(model.fields())
-    chosen = chosen_format(out.format, out)
+    spec, chosen = resolve_step(model.fields()), _chosen(out)
     found = plan_accounting(
         spec,
-        card=card,
+        gpu=gpu,
         mesh=mesh,
         axes=axes,
         flops_per_s=flops,
         axis_bytes_per_s=bandwidth,
         counted_in=counted_in,
     )
-    emit(render(accounting_document(found), chosen, color=stdout_color() and out.output is None), out, chosen)
+    _write(accounting_document(found), chosen, out)

@@ -204,6 +204,7 @@ class LayoutClock:
         return AxisTraffic(
             axis=each.axis,
             collective=each.collective,
+            carries=each.carries,
             phase=each.phase,
             ranks=each.group.size,
             link=self.machine.network if self._crosses(each) else self.machine.node,

@@ -26,6 +26,8 @@ class Traffic:
     """dp, fsdp, tp or pp."""
     collective: str
     """all_reduce, all_gather, reduce_scatter or send_recv."""
+    carries: str
+    """What is in them, in words."""
     phase: str
     """forward, backward, after backward, or optimizer."""
     message_bytes: int
@@ -72,15 +74,15 @@ def _data_parallel(spec: StepSpec, sharing: Sharing) -> Iterator[Traffic]:
     phase = "backward" if buckets.during_backward else "after backward"
     for size, count in Counter(buckets.sizes_bytes).items():
         yield Traffic(
-            axis="dp", collective=collective, phase=phase, message_bytes=size, count=count, group=group,
-            beside=buckets.during_backward,
+            axis="dp", collective=collective, carries="gradients, in buckets", phase=phase, message_bytes=size,
+            count=count, group=group, beside=buckets.during_backward,
         )  # fmt: skip
     if sharing.owned:  # the next forward pass waits for its weights part by part
         number = len(buckets.sizes_bytes)
         size = sharing.owned.parameters_bytes // number
         yield Traffic(
-            axis="dp", collective="all_gather", phase="forward", message_bytes=size, count=number, group=group,
-            beside=True,
+            axis="dp", collective="all_gather", carries="updated weights", phase="forward", message_bytes=size,
+            count=number, group=group, beside=True,
         )  # fmt: skip
 
 
@@ -107,18 +109,18 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
             for phase, count in (("forward", forward), ("backward", forward if again and gradients else 0)):
                 if count:
                     yield Traffic(
-                        axis="fsdp", collective="all_gather", phase=phase, message_bytes=padded * of_one, count=count,
-                        group=fsdp, beside=True,
+                        axis="fsdp", collective="all_gather", carries="weights", phase=phase,
+                        message_bytes=padded * of_one, count=count, group=fsdp, beside=True,
                     )  # fmt: skip
             if gradients:
                 yield Traffic(
-                    axis="fsdp", collective="reduce_scatter", phase="backward", message_bytes=padded * reduced,
-                    count=number, group=fsdp, beside=True,
+                    axis="fsdp", collective="reduce_scatter", carries="gradients", phase="backward",
+                    message_bytes=padded * reduced, count=number, group=fsdp, beside=True,
                 )  # fmt: skip
         if gradients and sharing.replicas > 1:
             yield Traffic(
-                axis="dp", collective="all_reduce", phase="backward", message_bytes=padded * reduced // fsdp.size,
-                count=number, group=groups["dp"], beside=True,
+                axis="dp", collective="all_reduce", carries="gradients of shards", phase="backward",
+                message_bytes=padded * reduced // fsdp.size, count=number, group=groups["dp"], beside=True,
             )  # fmt: skip
 
 
@@ -143,10 +145,11 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
     gradients = spec.pass_name != "forward"
 
     def sent(collective: str, phase: str, of_one: int, number: int) -> Iterator[Traffic]:
+        carries = "activations" if phase == "forward" else "activations and their gradients"
         if number:
             yield Traffic(
-                axis="tp", collective=collective, phase=phase, message_bytes=whole * of_one, count=number * calls,
-                group=group, beside=False,
+                axis="tp", collective=collective, carries=carries, phase=phase, message_bytes=whole * of_one,
+                count=number * calls, group=group, beside=False,
             )  # fmt: skip
 
     # Forward the norms' outputs are gathered and the last products' sums scattered; backward the other way round.
@@ -162,8 +165,8 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
     if spec.pass_name == "train":
         size = _FP32_BYTES * spec.model.shape.d_model
         yield Traffic(
-            axis="tp", collective="all_reduce", phase="optimizer", message_bytes=size, count=2 * blocks + ends[1],
-            group=group, beside=False,
+            axis="tp", collective="all_reduce", carries="gradients of norms", phase="optimizer", message_bytes=size,
+            count=2 * blocks + ends[1], group=group, beside=False,
         )  # fmt: skip
 
 
@@ -181,6 +184,7 @@ def _staged(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
             yield Traffic(
                 axis="pp",
                 collective="send_recv",
+                carries="activations" if phase == "forward" else "gradients of activations",
                 phase=phase,
                 message_bytes=size,
                 count=count,

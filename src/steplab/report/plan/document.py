@@ -59,9 +59,20 @@ def _of_rank(prediction: MemoryPrediction) -> str:
 def _fits(cards: Sequence[CardFit]) -> Iterator[str]:
     """On which GPUs the step fits, first of all; nothing where no GPU was asked about."""
     named = {verdict: [card.gpu for card in cards if card.verdict == verdict] for verdict in _ANSWERS}
-    told = [answer.format(", ".join(named[verdict])) for verdict, answer in _ANSWERS.items() if named[verdict]]
+    told = [answer.format(_some(verdict, named[verdict])) for verdict, answer in _ANSWERS.items() if named[verdict]]
     if told:
         yield f"The step {'; '.join(told)}."
+
+
+def _some(verdict: str, gpus: Sequence[str]) -> str:
+    """Few GPUs by their names; of many, the largest first, how many there are and the one at the edge."""
+    if len(gpus) <= _MOST_NAMED:
+        return ", ".join(gpus)
+    edge, which = (gpus[0], "largest") if verdict == "does not fit" else (gpus[-1], "smallest")
+    return f"{len(gpus)} GPUs of the catalogue, the {which} of which is the {edge}"
+
+
+_MOST_NAMED = 3
 
 
 def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:

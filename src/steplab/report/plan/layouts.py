@@ -218,6 +218,7 @@ def _traffic(best: LayoutCandidate) -> Table:
         columns=(
             Column(key="axis", header="axis"),
             Column(key="collective", header="collective"),
+            Column(key="carries", header="carries", wraps_from=12),
             Column(key="phase", header="phase"),
             Column(key="ranks", header="ranks", quantity=LABEL),
             Column(key="link", header="link", rank=2),
@@ -238,6 +239,7 @@ def _traffic_row(each: AxisTraffic) -> Row:
     return {
         "axis": each.axis,
         "collective": each.collective.replace("_", "-"),
+        "carries": each.carries,
         "phase": each.phase,
         "ranks": each.ranks,
         "link": each.link,

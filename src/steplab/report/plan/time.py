@@ -16,6 +16,7 @@ from steplab.report.kit.document import (
     notes_section,
 )
 from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
+from steplab.report.run.one_run import utilization_figures
 from steplab.specs.step import StepSpec, describe
 
 _BOUND = {
@@ -28,6 +29,11 @@ _BOUND = {
 def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
     """All that is predicted of the time of a step; for programs the rows of `time_rows`."""
     step, time = prediction.step, units.format_time
+    mfu = next((used for used in prediction.utilizations if used.convention == "causal"), None)
+    utilized = ""
+    if mfu is not None and mfu.value is not None and mfu.peak_flops_per_s is not None:
+        peak = units.format_rate(mfu.peak_flops_per_s, "FLOP/s")
+        utilized = f", an MFU of {100 * mfu.value:.1f} % (causal FLOPs, of the dense {mfu.dtype} peak of {peak})"
     tokens = " ".join(units.format_rate(spec.tokens_of_all / step.seconds, " tokens/s").split())
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
@@ -36,7 +42,7 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
             sentences=(
                 f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a "
                 f"probability of 90 %; {_BOUND[step.bound]}.",
-                f"That is {tokens} on one GPU.",
+                f"That is {tokens} on one GPU{utilized}.",
             )
         ),
         sections=tuple(_sections(prediction)),
@@ -53,6 +59,7 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
         slow = f"a slow one {time(step.slow_host_s)}"
     host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
     yield named_section("Phases", _phases(prediction), Sentences(texts=(host,)))
+    yield named_section("Utilization", *utilization_figures(prediction.utilizations))
     yield named_section("Where the device's time goes", _parts(prediction))
     yield from notes_section(prediction.notes)
     yield from notes_section(prediction.sources, "Sources")
@@ -133,10 +140,17 @@ def _part_rows(prediction: StepTimePrediction) -> list[Row]:
 
 
 def time_rows(prediction: StepTimePrediction) -> list[Row]:
-    """One row for each phase and the step, for each kind of kernel, and for each note and source; `row` tells them
-    apart. The seconds of the parts of a phase sum to its device_s, and those of the phases to the step's."""
+    """One row for each phase and the step, kind of kernel, convention of MFU and HFU, note and source.
+
+    `row` tells them apart. The seconds of the parts of a phase sum to its device_s, and those of the phases to the
+    step's.
+    """
     rows: list[Row] = [{"row": "phase", **_phase(phase)} for phase in prediction.phases]
     rows += [{"row": "part", **row} for row in _part_rows(prediction)]
+    rows += [
+        {"row": used.kind, "what": used.convention, "share": used.value, "flops": used.flops, "dtype": used.dtype}
+        for used in prediction.utilizations
+    ]
     rows += [{"row": "note", "what": note} for note in prediction.notes]
     rows += [{"row": "source", "what": source} for source in prediction.sources]
     names = dict.fromkeys(name for row in rows for name in row)

@@ -6,7 +6,7 @@ from statistics import median
 from steplab import stats, units
 from steplab.records.failure import Failure
 from steplab.records.rows import Row
-from steplab.records.run import Run
+from steplab.records.run import Run, Utilization
 from steplab.records.timing import Timing, find_phase, lead_s
 from steplab.report.kit.document import (
     Block,
@@ -129,7 +129,14 @@ def warmup_effects(timing: Timing) -> Table:
 
 
 def utilization_blocks(run: Run) -> Iterator[Block]:
-    """MFU and HFU under each convention, with the peak that they are relative to."""
+    """MFU and HFU under each convention, with the peak that they are relative to, and what is doubtful about them."""
+    yield from utilization_figures(run.utilizations)
+    if found := doubts(run):
+        yield Sentences(texts=tuple(found), role="warning")
+
+
+def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
+    """The same of a measured or predicted step."""
     rows: list[Row] = [
         {
             "figure": f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
@@ -140,7 +147,7 @@ def utilization_blocks(run: Run) -> Iterator[Block]:
             "devices": used.num_devices if used.num_devices > 1 else None,
             "dtype": used.dtype,
         }
-        for used in run.utilizations
+        for used in utilizations
     ]
     yield Table(
         name="utilization",
@@ -155,9 +162,7 @@ def utilization_blocks(run: Run) -> Iterator[Block]:
         ),
         rows=tuple(rows),
     )
-    yield Sentences(texts=tuple(dict.fromkeys(f"Peak: {used.peak_source}." for used in run.utilizations)), role="note")
-    if found := doubts(run):
-        yield Sentences(texts=tuple(found), role="warning")
+    yield Sentences(texts=tuple(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations)), role="note")
 
 
 def memory_blocks(run: Run) -> Iterator[Block]:
