@@ -4,11 +4,13 @@ import gzip
 import json
 import lzma
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
 
 from steplab.explain.api import DIAGNOSES, explain
+from steplab.lab.explaining import shares_when_compiled
 from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings
 from steplab.records.run import Run
@@ -85,6 +87,28 @@ def test_the_predicted_gain_is_near_the_measured_one(runs: dict[str, Run], cell:
     assert trial is not None
     assert trial.saved_s is not None
     assert found_in(runs[cell])[kind].saves_s == pytest.approx(trial.saved_s, rel=1 / 3)
+
+
+def test_what_compiling_saves_is_predicted_by_a_plan_of_the_step(runs: dict[str, Run]) -> None:
+    """Every recorded eager step whose compiled one was recorded too, and where fusing saves enough to be told."""
+    errors = []
+    for cell, run in runs.items():
+        compiled = runs.get(cell.replace("-off", "-default"))
+        if not cell.endswith("-off") or compiled is None:
+            continue
+        for found in explain(run, compiled=shares_when_compiled(run)):
+            if found.kind == "fusable_elementwise" and found.saves_s is not None:
+                errors.append(abs(found.saves_s / (step_s(run) - step_s(compiled)) - 1))
+    assert len(errors) >= 8
+    assert median(errors) <= 0.1
+    assert max(errors) <= 0.25
+
+
+def step_s(run: Run) -> float:
+    assert run.timing
+    step = run.timing.phase("step")
+    assert step
+    return median(step.best_s)
 
 
 def test_nothing_is_predicted_of_a_step_that_the_profiler_did_not_see(runs: dict[str, Run]) -> None:

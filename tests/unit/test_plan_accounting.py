@@ -182,11 +182,11 @@ def test_activations_that_fill_a_device_are_told() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"card": "TPU v9"}, "unknown hardware 'TPU v9'; did you mean TPU v5p. Else choose one of .*TPU v5p"),
+        ({"gpu": "TPU v9"}, "unknown hardware 'TPU v9'; did you mean TPU v5p. Else choose one of .*TPU v5p"),
         ({"mesh": "dp=2,tp=2"}, "a mesh has fsdp and tp alone, as in fsdp=16,tp=4, not dp=2,tp=2"),
         ({"mesh": "tp=4"}, "gathers no weights; give fsdp at least 2"),
         ({"mesh": "fsdp=x"}, "layout 'fsdp=x' is not known"),
-        ({"card": "H100 SXM", "axes": "fsdp=2,tp=1"}, "H100 SXM has one link for all axes of a mesh; leave --axes out"),
+        ({"gpu": "H100 SXM", "axes": "fsdp=2,tp=1"}, "H100 SXM has one link for all axes of a mesh; leave --axes out"),
     ],
 )
 def test_what_cannot_be_is_one_line(options: dict[str, str], message: str) -> None:

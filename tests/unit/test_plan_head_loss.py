@@ -21,6 +21,7 @@ from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import Count, Sizes
 from steplab.plan.memory import predict_memory
 from steplab.records.codec import decode
+from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.model import TransformerShape
 from steplab.specs.resolve import resolve_step
@@ -151,7 +152,32 @@ def test_the_plain_softmax_of_chunks_is_an_estimate() -> None:
     assert chunked.peak_bytes >= fused.peak_bytes
 
 
-@pytest.mark.parametrize("field", ["compile default", "layout fsdp=2"])
+def test_a_compiled_model_has_the_loss_in_chunks_of_an_eager_one() -> None:
+    """It is an operator of its own there: the gradients are formed in the forward pass, and logits are never whole."""
+    fields: dict[str, object] = {"model": "small", "context": 512, "precision": "bf16", "attention": "sdpa_flash"}
+    fields |= {"model.vocab_size": 131_072, "model.num_layers": 2}
+    plain, fused = (predict_memory(resolve_step(fields | {"loss": loss, "compile": "default"})) for loss in LOSSES)
+    eager = predict_memory(resolve_step(fields | {"loss": "fused"}))
+    tokens, width = 4 * 512, 768
+
+    def at_the_head(found: MemoryPrediction) -> dict[str, int]:
+        names = ("logits of a chunk", "losses of the tokens", "gradient of final norm")
+        return {term.what: term.num_bytes * term.count for term in found.terms if term.what in names}
+
+    assert fused.kind == "estimate"
+    assert at_the_head(fused) == at_the_head(eager)
+    assert at_the_head(fused)["gradient of final norm"] == 4 * tokens * width
+    assert fused.at_peak["gradients"] == 4 * 131_072 * width
+    assert not any(term.what == "logits" for term in fused.terms)
+    assert fused.at_peak["optimizer_state"] == plain.at_peak["optimizer_state"]
+    micro_steps = predict_memory(resolve_step(fields | {"loss": "fused", "compile": "default", "accumulation": 2}))
+    assert micro_steps.peak_bytes > fused.peak_bytes
+
+
+LOSSES = ("plain", "fused")
+
+
+@pytest.mark.parametrize("field", ["compile block", "layout fsdp=2"])
 def test_what_is_not_known_of_a_loss_in_chunks_is_refused(field: str) -> None:
     name, value = field.split()
     with pytest.raises(Unsupported, match=rf"with {field} and loss fused is not supported: .* leave one of"):

@@ -178,8 +178,27 @@ def test_from_the_second_micro_step_on_gradients_are_there_at_the_peak_by_hand()
     # Of a model compiled as a whole all gradients of a micro-step are there before they are added up.
     compiled = predict(accumulation=2, compile="default", batch=1, context=1)
     assert compiled.phase_peaks["backward"] >= 4 * N + ROTARY // T + 2 * 4 * N + 8 * N
-    with pytest.raises(Unsupported, match=r"with compile block is not supported: .* use --compile default"):
-        predict(compile="block")
+
+
+def test_blocks_compiled_one_by_one_keep_what_they_keep_compiled_as_a_whole() -> None:
+    """Head and loss are those of an eager model."""
+    eager, whole, blocks = (
+        predict(compile=mode, attention="sdpa_flash", precision="bf16") for mode in ("off", "default", "block")
+    )
+    assert blocks.kind == "estimate"
+    assert (blocks.rank, blocks.ranks) == ("", ())
+    assert not any("NCCL has most" in note for note in blocks.notes)
+    for category in ("parameters", "optimizer_state", "workspaces"):
+        assert blocks.at_peak[category] == whole.at_peak[category] == eager.at_peak[category]
+
+    def of_blocks(found: MemoryPrediction) -> dict[str, int]:
+        return {term.what: term.num_bytes * term.count for term in found.terms if term.what in IN_BLOCKS}
+
+    assert of_blocks(blocks) == of_blocks(whole)
+    assert {term.what for term in blocks.terms} & {term.what for term in eager.terms} >= {"log probabilities"}
+
+
+IN_BLOCKS = ("query, key, value and output", "gate, up and their product", "attention output")
 
 
 @pytest.mark.parametrize(

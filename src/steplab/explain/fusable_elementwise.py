@@ -5,6 +5,7 @@ from steplab.explain.chains import FUSABLE, Chain, chains
 from steplab.explain.waiting import is_launch_bound
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
+from steplab.records.step_time import CompiledShares
 from steplab.specs.command import command
 from steplab.units import format_bytes, format_percent, format_time
 
@@ -21,12 +22,14 @@ def fusable_elementwise(case: Case) -> Finding | None:
     if profile is None or not case.is_eager:
         return None
     found = chains(profile)
+    model = tuple(phase.phase for phase in profile.phases if phase.phase != "optimizer")
+    low_s = case.per_step(profile, sum(profile.category_s(category, model) for category in FUSABLE))
     fused_s = case.per_step(profile, sum(chain.saves_s for chain in found))
+    if case.compiled is not None:
+        fused_s = low_s * (1 - case.compiled.memory_bound)
     busy_s = case.busy_s(profile)
     if fused_s <= CONSIDERABLE * busy_s:
         return None
-    model = tuple(phase.phase for phase in profile.phases if phase.phase != "optimizer")
-    low_s = case.per_step(profile, sum(profile.category_s(category, model) for category in FUSABLE))
     fields = {"compile": "default"} if case.spec else {}
     saves_s, prediction = _gain(case, profile, found, fused_s)
     worst = ", ".join(
@@ -66,6 +69,8 @@ def fusable_elementwise(case: Case) -> Finding | None:
 def _gain(case: Case, profile: Profile, found: list[Chain], fused_s: float) -> tuple[float, str]:
     """Seconds saved per step, and how they were found. A launch-bound step lasts as long as its launches, so there the
     number of launches decides."""
+    if case.compiled is not None:
+        return _planned_gain(case, profile, case.compiled, fused_s)
     told = (
         "Each chain (operators of one range in one phase, between two matmuls) is taken to last as long as its longest "
         "call, which moves as many bytes as the ends of the chain. Left out: what a compiler fuses across modules."
@@ -77,6 +82,22 @@ def _gain(case: Case, profile: Profile, found: list[Chain], fused_s: float) -> t
     told += (
         " The step is launch-bound: it is taken to last as long as its launches, of which fusing leaves "
         f"{format_percent(kept)}."
+    )
+    return max(0.0, case.step_s - after_s), told
+
+
+def _planned_gain(case: Case, profile: Profile, compiled: CompiledShares, fused_s: float) -> tuple[float, str]:
+    """The same by a plan of the step, whose rules of fusion reach across modules and know casts and constants."""
+    told = (
+        f"`steplab plan time` of this step, eager and compiled: of the time of such kernels fusion leaves "
+        f"{format_percent(compiled.memory_bound)}, across modules and with casts and copies."
+    )
+    if case.step_s is None or not is_launch_bound(case, profile):
+        return fused_s, told + case.host_limit(profile, fused_s)
+    after_s = max(case.busy_s(profile) - fused_s, compiled.host * case.step_s)
+    told += (
+        " The step is launch-bound: it is taken to last as long as its launches, of which compiling leaves "
+        f"{format_percent(compiled.host)} of the host's time, or as the device's work if that is longer."
     )
     return max(0.0, case.step_s - after_s), told
 

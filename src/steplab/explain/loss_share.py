@@ -1,6 +1,6 @@
 """The output head and the loss take a large part of the step."""
 
-from steplab.explain.case import Case
+from steplab.explain.case import WORTH_TELLING, Case
 from steplab.explain.shapes import shapes_of
 from steplab.explain.vocabulary import VocabularyPart, vocabulary_part
 from steplab.records.finding import Evidence, Finding
@@ -27,6 +27,8 @@ def loss_share(case: Case) -> Finding | None:
     if matmul_s + loss_s <= CONSIDERABLE * busy_s:
         return None
     saves_s, prediction = _gain(case, part, loss_s)
+    if saves_s is not None and saves_s < WORTH_TELLING * case.length_s(profile):
+        return None
     change, note = _change(case)
     fields = {}
     if built_in is not None and case.is_gpu and case.is_eager:

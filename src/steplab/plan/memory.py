@@ -69,7 +69,7 @@ def predict_memory(
     if shape.num_heads == 0:
         return _without_activations(spec)
     workspace = workspace_of(device)
-    if spec.layout.world_size > 1:
+    if spec.layout.world_size > 1 or spec.compile == "block":
         notes = _notes(spec, workspace.value, device)
         return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
     ledger, foreign = memory_of(spec, workspace=workspace), asked.model.kind == "hf"
@@ -132,12 +132,9 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
-    if spec.compile == "block" and spec.layout.world_size == 1:
-        why = "what the compiler keeps for backward is known of a model that is compiled as a whole"
-        raise Unsupported(f"{what} with compile block", why, "use --compile default, or measure it: `steplab memory`")
-    if spec.loss != "plain" and (spec.compile != "off" or spec.layout.world_size > 1):
-        other = f"compile {spec.compile}" if spec.compile != "off" else f"layout {spec.layout}"
-        why = "gradients that are formed in the forward pass are known of an eager step of one process"
+    if spec.loss != "plain" and (spec.compile == "block" or spec.layout.world_size > 1):
+        other = f"layout {spec.layout}" if spec.layout.world_size > 1 else "compile block"
+        why = "gradients that are formed in the forward pass are known of one process, eager or compiled as a whole"
         raise Unsupported(f"{what} with {other} and loss {spec.loss}", why, "leave one of them out")
     if spec.layout.world_size > 1:
         if spec.optimizer == "adamw_triton" and spec.pass_name == "train":

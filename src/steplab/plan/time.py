@@ -20,7 +20,7 @@ from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
 from steplab.plan.rates import Gpu, StepRates
 from steplab.records.run import Utilization
-from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
+from steplab.records.step_time import Bound, CompiledShares, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.hf_shape import shape_of
@@ -69,6 +69,16 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
         spec=asked,
     )
+
+
+def compiled_shares(spec: StepSpec, gpu: Gpu) -> CompiledShares:
+    """What compiling leaves of the eager step of `spec`. Raises Unsupported as `predict_step_time` does."""
+    eager, compiled = (predict_step_time(dataclasses.replace(spec, compile=mode), gpu) for mode in ("off", "default"))
+    memory_bound = [
+        sum(part.seconds for part in each.parts if part.kind == "streaming" and part.phase != "optimizer")
+        for each in (eager, compiled)
+    ]
+    return CompiledShares(memory_bound=memory_bound[1] / memory_bound[0], host=compiled.step.host_s / eager.step.host_s)
 
 
 def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float) -> tuple[Utilization, ...]:

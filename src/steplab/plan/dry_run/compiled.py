@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype
-from steplab.plan.dry_run.tensors import Tensor
-from steplab.plan.dry_run.transformer import Parameters
+from steplab.plan.dry_run.tensors import Slot, Tensor
+from steplab.plan.dry_run.transformer import HeadLoss, Parameters
 from steplab.specs.checkpointing import is_recomputed
 from steplab.specs.step import StepSpec
 
@@ -35,8 +35,10 @@ def _num_bytes(kinds: list[_Kind]) -> int:
 class CompiledTransformer:
     """The passes of the model, as far as they hold memory."""
 
-    def __init__(self, m: Machine, spec: StepSpec) -> None:
-        self._machine, self._spec = m, spec
+    def __init__(self, m: Machine, spec: StepSpec, head_loss: HeadLoss | None) -> None:
+        """head_loss: the output head and the loss together, which are operators of their own in compiled code too."""
+        self._machine, self._spec, self._head_loss = m, spec, head_loss
+        self._normed: Slot | None = None
         self.parameters = Parameters(m)
         """As in the eager model."""
         self._kept: list[list[Tensor]] = []
@@ -55,6 +57,8 @@ class CompiledTransformer:
             else:
                 self._kept.append(self._made(self._of_block(checkpointed=self._is_checkpointed(index))))
         m.where = "head and loss"
+        if self._head_loss is not None:
+            return self._head_and_loss(self._head_loss)
         head = self._made(self._of_head())
         if m.tape is not None:
             self._kept.append(head)
@@ -66,10 +70,11 @@ class CompiledTransformer:
         m = self._machine
         m.start_products()
         m.where = "head and loss"
-        gradient = m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
+        gradient = self._gradient_of_head(loss)
         self._kept.pop()
         tied = m.sizes.shape.head == "tied"
-        self._leave_gradients([*self.parameters.norm.values(), *([] if tied else [self.parameters.head])])
+        made_already = tied or self._head_loss is not None
+        self._leave_gradients([*self.parameters.norm.values(), *([] if made_already else [self.parameters.head])])
         gradient = m.new(m.sizes.stream, m.weight_dtype, "gradient of the residual stream")
         for index, parameters in reversed(list(enumerate(self.parameters.of_blocks))):
             m.where = f"block {index}"
@@ -84,6 +89,26 @@ class CompiledTransformer:
             if parameter.slot.gradient is None:
                 parameter.slot.gradient = made  # else it is added in place to what is there
         self._left.clear()
+
+    def _head_and_loss(self, head_loss: HeadLoss) -> Tensor:
+        m = self._machine
+        x = m.new(m.sizes.stream, m.weight_dtype, "final norm")
+        x.slot = self._normed = Slot(x.dtype)
+        if m.tape is not None:
+            self._kept.append(self._made([_Kind(m.sizes.stream, m.weight_dtype, "residual stream, normalised")]))
+        return head_loss(m, x, self.parameters.head)
+
+    def _gradient_of_head(self, loss: Tensor) -> Tensor:
+        """That of what the head takes; with a loss in chunks it is there, and so is that of the head's weight."""
+        m = self._machine
+        if self._head_loss is None:
+            return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
+        assert m.tape is not None
+        assert loss.slot is not None
+        assert self._normed is not None
+        loss.slot.gradient = m.new(m.sizes.one, loss.dtype, "gradient of the loss")
+        m.tape.run_backward(m)
+        return self._normed.take()
 
     def _is_checkpointed(self, index: int) -> bool:
         return self._spec.checkpointing == "selective" or is_recomputed(self._spec.checkpointing, index)

@@ -98,7 +98,7 @@ class _Step:
         self._model = (
             Transformer(m, attention_of(spec.attention), spec.checkpointing, _head_loss_of(spec))
             if spec.compile == "off"
-            else CompiledTransformer(m, spec)
+            else CompiledTransformer(m, spec, _head_loss_of(spec))
         )
         self._parameters = self._model.parameters.all
         for parameter in self._parameters:

@@ -16,11 +16,13 @@ from steplab.units import format_bytes
 def predict_layout_memory(
     spec: StepSpec, workspace_bytes: int, variant: Variant | None, notes: Sequence[str], *, sequence_parallel: bool
 ) -> MemoryPrediction:
-    """The prediction for the ranks that need most, with all others beside it."""
+    """The prediction for the ranks that need most, with all others beside it; of one process, compiled block by block,
+    the same without NCCL."""
     ranks = memory_by_rank(spec, workspace_bytes, variant, sequence_parallel=sequence_parallel)
     worst = worst_of(ranks)
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
-    shared = _shared_bytes(spec, variant)
+    shared, alone = _shared_bytes(spec, variant), spec.layout.world_size == 1
+    of_ranks = [] if alone else _notes(spec, variant, outside, shared)
     least = worst.peak_bytes + outside + shared
     safe = safe_device_bytes(worst.reserved_bytes, outside + shared)
     return MemoryPrediction(
@@ -30,14 +32,14 @@ def predict_layout_memory(
         peak_where=worst.peak_where,
         terms=worst.terms,
         phase_peaks=worst.phase_peaks,
-        notes=(*notes, *_notes(spec, variant, outside, shared), *(() if sequence_parallel else (_WHOLE_TOKENS,))),
+        notes=(*notes, *of_ranks, *(() if sequence_parallel else (_WHOLE_TOKENS,))),
         kind="estimate",
         reserved_bytes=worst.reserved_bytes,
         least_device_bytes=least,
         safe_device_bytes=safe,
         cards=fits_of("estimate", least, safe),
-        rank=worst.ranks,
-        ranks=ranks,
+        rank="" if alone else worst.ranks,
+        ranks=() if alone else ranks,
         spec=spec,
     )
 
@@ -52,6 +54,8 @@ def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
 
 def num_communicators(layout: Layout) -> int:
     """Groups that a rank exchanges messages with: one for each axis that it shares with others."""
+    if layout.world_size == 1:
+        return 0
     return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)
 
 
