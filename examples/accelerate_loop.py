@@ -14,7 +14,7 @@ model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
 batches = torch.utils.data.DataLoader(torch.randn(25 * 64 * accelerator.num_processes, 256), batch_size=64)
 model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), batches)
 
-with steplab.recorder("accelerate loop", device=str(accelerator.device), model=model) as rec:
+with steplab.recorder("accelerate loop", device=accelerator.device, model=model) as rec:
     for batch in batches:
         with rec.step():
             with rec.phase("forward"):

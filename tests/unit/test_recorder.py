@@ -272,6 +272,15 @@ def test_a_store_that_cannot_be_written_is_refused_before_the_loop_begins(tmp_pa
     assert not began
 
 
+@pytest.mark.parametrize("device", [torch.device("cpu", 0), torch.device("cpu"), "cpu"])
+def test_a_device_of_torch_is_taken(tmp_path: Path, device: torch.device | str) -> None:
+    with recorder("mine", device=device, store=tmp_path / "s.db") as rec, rec.step():
+        pass
+    assert rec.run is not None
+    assert rec.run.environment is not None
+    assert rec.run.environment.device.kind == "cpu"
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="device cuda:99"), recorder("mine", device="cuda:99", store=tmp_path / "s.db"):
         pass

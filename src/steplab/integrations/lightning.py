@@ -51,7 +51,7 @@ class SteplabCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to record."""
         name = self._name or type(pl_module).__name__
-        self._training.begin(name, device=str(trainer.strategy.root_device), model=pl_module)
+        self._training.begin(name, device=trainer.strategy.root_device, model=pl_module)
         self._step_before = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

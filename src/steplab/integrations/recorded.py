@@ -8,6 +8,7 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from steplab.errors import SteplabError
@@ -36,7 +37,7 @@ class RecordedTraining:
         """Whether steps are being recorded."""
         return self._recorder is not None
 
-    def begin(self, name: str, *, device: str, model: nn.Module | None) -> None:
+    def begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
         """Begin to record; `model` names the modules in a profile. Raises SteplabError as `steplab.recorder` does."""
         opened = recorder(
             name,

@@ -59,7 +59,7 @@ class SteplabCallback(TrainerCallback):
         # A compiled model would trace hooks into its graph, or be compiled again for them.
         hooked = not (args.torch_compile or minds_hooks(model))
         name = self._name or getattr(args, "run_name", None) or ""
-        self._training.begin(name, device=str(args.device), model=model if hooked else None)
+        self._training.begin(name, device=args.device, model=model if hooked else None)
         if hooked:
             before = model.register_forward_pre_hook(self._on_forward, prepend=True)
             self._hooks = [before, model.register_forward_hook(self._on_output)]

@@ -13,6 +13,7 @@ from steplab.lab.profiling import read_profile, with_profile
 from steplab.specs.device import check_device
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from steplab.measurement.recorder.recorder import Recorder
@@ -29,7 +30,7 @@ def recorder(
     steps: int | None = None,
     profile: range | None = None,
     model: "nn.Module | None" = None,
-    device: str = "auto",
+    device: "torch.device | str" = "auto",
     store: Path | str | None = None,
 ) -> "Iterator[Recorder]":
     """Time the steps of a loop, and store them as one record at its end.
@@ -57,7 +58,7 @@ def recorder(
     """
     from steplab.measurement.recorder.recorder import Recorder
 
-    check_device(device)
+    device = _device_name(device)
     name = checked_name(name)
     with folder_for(None) as folder:
         recording = Recorder(
@@ -79,6 +80,15 @@ def recorder(
                 _keep(opened, recording.finish(error), recording.trace)
                 raise
             recording.run = _keep(opened, recording.finish(), recording.trace)
+
+
+def _device_name(device: "torch.device | str") -> str:
+    """The name of a device for steplab, which knows one CPU: torch may say cpu:0. Raises UserError for a name that no
+    device has."""
+    kind, _, index = str(device).partition(":")
+    name = f"cuda:{index}" if kind == "cuda" and index else kind if index == "0" else str(device)
+    check_device(name)
+    return name
 
 
 def _keep(store: "Store | None", run: "Run", trace: Path | None) -> "Run | None":
