@@ -8,7 +8,7 @@ export STEPLAB_STORE := steplab-run/store.db
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-integrations check format docs clean
+.PHONY: help run test test-integrations check format docs release clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,8 +36,12 @@ docs: .venv/documented ## Build the documentation as a site: site/index.html
 	$(BIN)/python docs/gallery/make.py
 	$(BIN)/mkdocs build --strict --quiet
 
+release: .venv/tested ## Build the wheel and the sdist in dist/, and try both in a clean environment
+	$(BIN)/pytest -m release tests/cli/test_packaging.py
+	$(BIN)/python -m hatchling build --clean -d dist
+
 clean: ## Remove the environment and what `make run` and `make docs` made
-	rm -rf .venv steplab-run site
+	rm -rf .venv steplab-run site dist
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
