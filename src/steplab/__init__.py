@@ -7,9 +7,9 @@ A spec goes in, a record comes out, everything else reads records:
     steplab.show(run)  # at a prompt its report, in a notebook its page
 
 Every verb of the command line is a function of the same name: measure (`steplab run`), sweep, study, profile, memory,
-precision, attention, comm, ddp, doctor, explain, ab, advise, plan, show, report, load, tag, note. docs/python.md has
-examples, and `help(steplab.measure)` describes the fields of a step. Importing this package imports neither torch nor
-anything heavy; each name is loaded when it is first used.
+precision, attention, comm, ddp, doctor, explain, compare, history, ab, advise, plan, show, report, load, tag, note.
+docs/python.md has examples, and `help(steplab.measure)` describes the fields of a step. Importing this package imports
+neither torch nor anything heavy; each name is loaded when it is first used.
 """
 
 import sys
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from steplab.lab.annotating import note, tag
     from steplab.lab.attention import attention
     from steplab.lab.comm import comm
+    from steplab.lab.comparing import compare
     from steplab.lab.ddp import ddp
     from steplab.lab.explaining import explain
+    from steplab.lab.history import history
     from steplab.lab.importing import import_files
     from steplab.lab.keeping import load
     from steplab.lab.layout_planning import plan_layout
@@ -57,9 +59,11 @@ _HOMES = {
     "advise": "steplab.lab.advising",
     "attention": "steplab.lab.attention",
     "comm": "steplab.lab.comm",
+    "compare": "steplab.lab.comparing",
     "ddp": "steplab.lab.ddp",
     "doctor": "steplab.lab.machine",
     "explain": "steplab.lab.explaining",
+    "history": "steplab.lab.history",
     "import_files": "steplab.lab.importing",
     "import_snapshot": "steplab.lab.memory_import",
     "import_trace": "steplab.lab.profiling",
@@ -112,9 +116,11 @@ __all__ = [
     "advise",
     "attention",
     "comm",
+    "compare",
     "ddp",
     "doctor",
     "explain",
+    "history",
     "import_files",
     "import_snapshot",
     "import_trace",

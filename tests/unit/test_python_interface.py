@@ -25,7 +25,7 @@ from steplab.store.database import Store
 
 COMMANDS = {path.stem.strip("_") for path in (Path(steplab.__file__).parent / "cli" / "commands").glob("[!_]*.py")}
 UNDER_ANOTHER_NAME = {"run": "measure", "list": "list_records", "import": "import_files", "tune": None}
-UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "schema": None, "completion": None}
+UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "store": "Store", "schema": None, "completion": None}
 """Commands without a function of their name: the name that there is, or None."""
 
 
@@ -190,6 +190,17 @@ def test_a_report_replaces_no_file_of_another_kind(filled: str, tmp_path: Path) 
         view.save(filled, "html", force=True)
     with pytest.raises(UserError, match="does not say a format"):
         view.save(tmp_path / "page.pdf")
+
+
+def test_records_are_compared_and_shown_over_commits(filled: str) -> None:
+    before, after = make_run({"context": 128}), make_run({"context": 128}, seed=1)
+    found = steplab.compare(before, [after])
+    assert found.outcome == "fine"
+    assert steplab.compare(before.id, after, store=filled).outcome == "fine"
+    assert before.id in str(steplab.show(found))
+    assert "small" in str(steplab.show(steplab.history("step_time", store=filled)))
+    with pytest.raises(UserError, match="at least one on each side"):
+        steplab.compare(before, [])
 
 
 def test_findings_are_shown_with_their_run(filled: str) -> None:

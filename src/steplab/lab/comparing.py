@@ -31,22 +31,38 @@ class Found:
 
 
 def compare(
-    a: str,
-    b: str,
+    a: Record | Sequence[Record] | str,
+    b: Record | Sequence[Record] | str = "last",
     *,
     threshold: float | None = None,
     allow: Collection[str] = (),
     store: Path | str | None = None,
 ) -> Comparison:
-    """How the records B differ from the records A; `find_records` says what A and B may be.
+    """How the records B differ from the records A, as `steplab compare` says it.
+
+        found = steplab.compare(before, after, allow=["torch"])
+        found.outcome  # fine, undecided or regression
+        steplab.show(found)
+
+    A and B are records, or a text; `find_records` says what that may be. `threshold` is the smallest difference that
+    matters, as a share; `allow` names fields that may differ.
 
     Raises UserError for a text that stands for no record, and errors.Inconclusive for records that are not alike in a
     field that `allow` does not name.
     """
-    before, after = (find_records(text, store=store) for text in (a, b))
+    before, after = (_given(each, store) for each in (a, b))
     return compare_records(
         before.side, after.side, before.records, after.records, threshold=threshold, allow=frozenset(allow)
     )
+
+
+def _given(given: Record | Sequence[Record] | str, store: Path | str | None) -> Found:
+    if isinstance(given, str):
+        return find_records(given, store=store)
+    records = [given] if isinstance(given, Record) else list(given)
+    if not records:
+        raise UserError("no records to compare; give at least one on each side")
+    return _found(", ".join(record.id for record in records), records)
 
 
 def find_records(text: str, *, store: Path | str | None = None) -> Found:

@@ -13,7 +13,9 @@ from steplab.lab.explaining import findings_of, run_to_explain
 from steplab.lab.keeping import has_store, load
 from steplab.lab.memory_references import memory_references
 from steplab.records.codec import encode_with_summary
+from steplab.records.comparison import Comparison
 from steplab.records.finding import Findings
+from steplab.records.history import Series
 from steplab.records.layout_plan import LayoutPlan
 from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
@@ -21,6 +23,8 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
+from steplab.report.compare.document import compare_document
+from steplab.report.history.document import history_document
 from steplab.report.kit import html
 from steplab.report.kit.document import Bars, Block, Chart, Deferred, Document, Section, Table
 from steplab.report.kit.rendering import render
@@ -33,19 +37,28 @@ from steplab.report.run.words import annotations
 from steplab.report.sections import SECTIONS, Context
 from steplab.views.view import View
 
-Shown = Record | Findings | PlannedStep | MemoryPrediction | StepTimePrediction | LayoutPlan
+Shown = (
+    Record
+    | Findings
+    | Comparison
+    | tuple[Series, ...]
+    | PlannedStep
+    | MemoryPrediction
+    | StepTimePrediction
+    | LayoutPlan
+)
 
 
 def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> View:
-    """Everything about one record, as `steplab show` says it; also about findings and predictions.
+    """Everything about one record, as `steplab show` says it; also about findings, comparisons and predictions.
 
         steplab.show(run)  # text at a prompt, tables and pictures in a notebook
         steplab.show("last").save("run.html")
         steplab.show(steplab.plan("small", context=512, gpu="H100 SXM"))
 
-    `shown` is a record, a result of `explain` or of a `plan` function, or the id of a stored record, the beginning of
-    one, or `last`. The store is asked for what a profile or a memory profile is compared with. Raises UserError where
-    there is no such record.
+    `shown` is a record, a result of `explain`, `compare`, `history` or a `plan` function, or the id of a stored record,
+    the beginning of one, or `last`. The store is asked for what a profile or a memory profile is compared with. Raises
+    UserError where there is no such record.
     """
     if isinstance(shown, str):
         shown = load(shown, store=store)
@@ -91,6 +104,10 @@ def _document(shown: Any, store: Path | str | None) -> Document:
     match shown:
         case Findings():
             return findings_document(run_to_explain(shown.run_id, store=store), shown)
+        case Comparison():
+            return compare_document(shown)
+        case (Series(), *_):
+            return history_document(shown)
         case PlannedStep():
             return planned_document([shown])
         case LayoutPlan():
@@ -99,7 +116,9 @@ def _document(shown: Any, store: Path | str | None) -> Document:
             return plan_document(spec, shown)
         case StepTimePrediction(spec=spec) if spec:
             return time_document(spec, shown)
-    raise UserError(f"a {type(shown).__name__} is nothing to show; give a record, an id, findings or a prediction")
+    raise UserError(
+        f"a {type(shown).__name__} is nothing to show; give a record, its id, or what explain, compare or plan gave"
+    )
 
 
 def _blocks(section: Section) -> Iterator[Block]:
