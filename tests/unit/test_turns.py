@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.runs import make_run
 
+from steplab.comparison.comparing import compare
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab import turns as lab_turns
@@ -18,6 +19,7 @@ from steplab.measurement.processes import turns as processes
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.step.session import measure_here
 from steplab.records.codec import new_id
+from steplab.records.comparison import Side
 from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
@@ -234,7 +236,7 @@ def in_turns(label: str, blocks: dict[int, float], session: str = "s") -> Run:
     samples = tuple(seconds for seconds in blocks.values() for _ in range(3))
     turns = tuple(Turn(place=place, steps=3) for place in blocks)
     timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=samples),))
-    return make_run(timing=timing, turns=Turns(session=session, label=label, turns=turns))
+    return make_run(id=new_id(), timing=timing, turns=Turns(session=session, label=label, turns=turns))
 
 
 def drifting(place: int) -> float:
@@ -253,6 +255,10 @@ def test_a_drift_of_the_machine_cancels() -> None:
     assert same.ratio == pytest.approx(1, abs=0.02)
     assert same.decision != "higher"
     assert planted.decision == "higher"
+    before, after = (Side(told=name, ids=(run.id,)) for name, run in (("A", a), ("B", slower)))
+    [figure] = [each for each in compare(before, after, [a], [slower]).figures if each.name == "step time"]
+    assert figure.ratio is not None, "`compare` of the two records says the same"
+    assert (figure.ratio.ratio, figure.ratio.low) == (planted.ratio, planted.low)
 
 
 def test_three_per_cent_are_found_and_nothing_in_equal_sides() -> None:
@@ -264,7 +270,7 @@ def test_three_per_cent_are_found_and_nothing_in_equal_sides() -> None:
         of_turn = [scale * (1 + 0.01 * place) for place in places]
         samples = tuple(seconds * random.gauss(1, 0.01) for seconds in of_turn for _ in range(3))
         timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=samples),))
-        return make_run(timing=timing, turns=Turns(session="s", label="A", turns=turns))
+        return make_run(id=new_id(), timing=timing, turns=Turns(session="s", label="A", turns=turns))
 
     places = [0, 3, 4, 7, 8, 11, 12, 15, 16, 19], [1, 2, 5, 6, 9, 10, 13, 14, 17, 18]
     slower = [step_ratio(noisy(places[0], 0.1), noisy(places[1], 0.103), threshold=0.005) for _ in range(60)]

@@ -8,6 +8,7 @@ from steplab.comparison.kernels import kernel_changes
 from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.memory import memory_changes
 from steplab.comparison.samples import ALPHA, FEWEST, compare_samples, compare_values
+from steplab.comparison.turns import ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
 from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side, Unlike
 from steplab.records.disturbances import disturbances
@@ -146,8 +147,8 @@ def _told(value: Scalar) -> str:
 
 def _doubts(before: _Cell, after: _Cell) -> list[str]:
     """Why a difference between the times of two cells may be the machine's; nothing for enough processes of each, which
-    tell by themselves how much they differ."""
-    if min(len(before.good), len(after.good)) >= FEWEST:
+    tell by themselves how much they differ, and nothing for runs in turns, which the machine disturbs alike."""
+    if min(len(before.good), len(after.good)) >= FEWEST or _pair_in_turns(before, after):
         return []
     return [
         f"{side} ({run.id}): {disturbance.text}"
@@ -170,7 +171,10 @@ def _figures(
         blocks_b = [figure.samples for figure in after.figure(first.name)]
         if not blocks_b:
             continue
-        ratio = _ratio(first, blocks_a, blocks_b, threshold, alpha if first.decides else ALPHA)
+        at_most = alpha if first.decides else ALPHA
+        ratio = _in_turns(before, after, blocks_a, blocks_b, threshold, at_most) or _ratio(
+            first, blocks_a, blocks_b, threshold, at_most
+        )
         if ratio and ratio.decision != "same" and doubtful and first.unit != "bytes":
             ratio = replace(ratio, decision="undecided", more=None)
         yield ComparedFigure(
@@ -201,6 +205,34 @@ def _ratio(
     if (single and count < FEWEST) or not all(all(block) for block in (*blocks_a, *blocks_b)):
         return None
     return compare_samples(blocks_a, blocks_b, in_turns=False, threshold=threshold, alpha=alpha)
+
+
+def _in_turns(
+    before: _Cell,
+    after: _Cell,
+    blocks_a: list[tuple[float, ...]],
+    blocks_b: list[tuple[float, ...]],
+    threshold: float | None,
+    alpha: float,
+) -> Ratio | None:
+    """The ratio of the times of two runs that took turns with each other; None for others, and for single values."""
+    pair = _pair_in_turns(before, after)
+    if pair is None or not all(blocks_a[0]) or not all(blocks_b[0]):
+        return None
+    if any(
+        len(blocks[0]) != run.turns.num_steps
+        for run, blocks in zip(pair, (blocks_a, blocks_b), strict=True)
+        if run.turns
+    ):
+        return None
+    return ratio_in_turns(*pair, blocks_a[0], blocks_b[0], threshold=threshold, alpha=alpha)
+
+
+def _pair_in_turns(before: _Cell, after: _Cell) -> tuple[Run, Run] | None:
+    """The two runs of a pair of cells, if they took turns with each other."""
+    if len(before.runs) != 1 or len(after.runs) != 1 or not took_turns(before.runs[0], after.runs[0]):
+        return None
+    return before.runs[0], after.runs[0]
 
 
 def _middle(blocks: Sequence[Sequence[float]]) -> float:

@@ -1,8 +1,8 @@
-"""The ratio of the step times of two runs that took turns on one device."""
+"""The ratio of the times of two runs that took turns on one device."""
 
 from collections.abc import Sequence
 
-from steplab.comparison.samples import Blocks, compare_samples
+from steplab.comparison.samples import ALPHA, Blocks, compare_samples
 from steplab.records.comparison import Ratio
 from steplab.records.run import Run
 
@@ -10,26 +10,42 @@ from steplab.records.run import Run
 def step_ratio(a: Run, b: Run, *, threshold: float | None = None, tokens_ratio: float = 1.0) -> Ratio | None:
     """The step time of `b` over that of `a`, on the tokens of a step of `a`.
 
-    A run that was there before the other may have had turns beside further runs; those are left out. `tokens_ratio` is
-    the tokens per step of `b` divided by those of `a`. None: one of them has no steps, or they took no turns with each
-    other.
+    `tokens_ratio` is the tokens per step of `b` divided by those of `a`. None: one of them has no steps, or they took
+    no turns with each other.
     """
-    of_a, of_b = _blocks(a), _blocks(b)
-    if not of_a or not of_b or not a.turns or not b.turns or a.turns.session != b.turns.session:
+    of_a, of_b = _steps_s(a), tuple(sample / tokens_ratio for sample in _steps_s(b))
+    if not of_a or not of_b or not took_turns(a, b):
         return None
-    if of_a[0][0] < of_b[0][0]:
-        of_a = _beside(of_a, of_b)
+    return ratio_in_turns(a, b, of_a, of_b, threshold=threshold)
+
+
+def took_turns(a: Run, b: Run) -> bool:
+    """Whether the steps of two runs alternated."""
+    return a.turns is not None and b.turns is not None and a.turns.session == b.turns.session and a.id != b.id
+
+
+def ratio_in_turns(
+    a: Run, b: Run, of_a: Sequence[float], of_b: Sequence[float], *, threshold: float | None, alpha: float = ALPHA
+) -> Ratio | None:
+    """The ratio of samples of two runs that took turns, one of each step; None if no turns lie beside each other.
+
+    A run that was there before the other may have had turns beside further runs; those are left out.
+    """
+    assert a.turns is not None
+    assert b.turns is not None
+    placed_a, placed_b = a.turns.blocks_of(tuple(of_a)), b.turns.blocks_of(tuple(of_b))
+    if not placed_a or not placed_b:
+        return None
+    if placed_a[0][0] < placed_b[0][0]:
+        placed_a = _beside(placed_a, placed_b)
     else:
-        of_b = _beside(of_b, of_a)
-    return _ratio(
-        [samples for _, samples in of_a],
-        [[sample / tokens_ratio for sample in samples] for _, samples in of_b],
-        threshold,
-        alternating=bool(a.turns.alternating or b.turns.alternating),
-    )
+        placed_b = _beside(placed_b, placed_a)
+    blocks_a, blocks_b = ([samples for _, samples in placed] for placed in (placed_a, placed_b))
+    alternating = bool(a.turns.alternating or b.turns.alternating)
+    return _ratio(blocks_a, blocks_b, threshold, alpha, alternating=alternating)
 
 
-_Placed = Sequence[tuple[int, tuple[float, ...]]]
+_Placed = tuple[tuple[int, tuple[float, ...]], ...]
 """Samples of blocks, each with the place of its turn."""
 
 
@@ -38,18 +54,22 @@ def _beside(earlier: _Placed, later: _Placed) -> _Placed:
     first, last = later[0][0], later[-1][0]
     start = max(place for place, _ in earlier if place < first)
     end = min((place for place, _ in earlier if place > last), default=last)
-    return [(place, samples) for place, samples in earlier if start <= place <= end]
+    return tuple((place, samples) for place, samples in earlier if start <= place <= end)
 
 
-def _ratio(of_a: Blocks, of_b: Blocks, threshold: float | None, *, alternating: bool) -> Ratio | None:
+def _ratio(
+    blocks_a: Blocks, blocks_b: Blocks, threshold: float | None, alpha: float, *, alternating: bool
+) -> Ratio | None:
     """Turns are compared pair by pair, in their order; where each was a process of its own they are too few."""
     if alternating:
-        together = [[sample for block in side for sample in block] for side in (of_a, of_b)]
-        return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold)
-    both = min(len(of_a), len(of_b))
-    return compare_samples(of_a[:both], of_b[:both], in_turns=True, threshold=threshold) if both else None
+        together = [[sample for block in side for sample in block] for side in (blocks_a, blocks_b)]
+        return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold, alpha=alpha)
+    both = min(len(blocks_a), len(blocks_b))
+    if not both:
+        return None
+    return compare_samples(blocks_a[:both], blocks_b[:both], in_turns=True, threshold=threshold, alpha=alpha)
 
 
-def _blocks(run: Run) -> _Placed:
+def _steps_s(run: Run) -> tuple[float, ...]:
     step = run.timing.phase("step") if run.timing and not run.failure else None
-    return run.turns.blocks_of(step.best_s) if run.turns and step else ()
+    return step.best_s if step else ()

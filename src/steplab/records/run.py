@@ -160,7 +160,7 @@ class Run(StepRecord):
         if self.timing:
             yield from timing_problems(self.timing, in_each_step=self.spec is not None)
             step = self.timing.phase("step")
-            if self.turns and step and sum(turn.steps for turn in self.turns.turns) != len(step.best_s):
+            if self.turns and step and self.turns.num_steps != len(step.best_s):
                 yield ".turns", f"has other than the {len(step.best_s)} steps of .timing"
             for index, phase in enumerate(self.timing.back_to_back):
                 if self.spec:

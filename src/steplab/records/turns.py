@@ -35,6 +35,11 @@ class Turns:
     alternating: str | None = None
     """Why each turn had a process of its own; None: one process stayed alive for all turns and waited between them."""
 
+    @property
+    def num_steps(self) -> int:
+        """Measured steps of all turns."""
+        return sum(turn.steps for turn in self.turns)
+
     def blocks_of(self, samples: tuple[float, ...]) -> tuple[tuple[int, tuple[float, ...]], ...]:
         """The samples in blocks of at most MOST_IN_A_BLOCK steps of one turn, each with the place of its turn."""
         blocks, first = [], 0

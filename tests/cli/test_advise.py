@@ -1,0 +1,31 @@
+"""steplab advise, as users type it: one real walk on this machine's CPU."""
+
+import json
+
+from tests.cli.program import Program, complaint, tiny
+
+NO_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""torch.compile then gives back what it is given, so that the walk is short."""
+
+
+def test_a_walk_tries_what_applies_stores_each_run_and_ends_with_what_to_type(steplab: Program) -> None:
+    step = tiny(model="tiny", steps="8", compile="default")
+    options = ("--keep-precision", "--budget", "none", "--format", "json")
+    result = steplab("advise", *step, "--model.num-layers", "1", *options, variables=NO_COMPILER)
+    assert result.code == 0, result.stderr
+    tried = {f"{row['field']} {row['value']}": row for row in result.rows()}
+    assert set(tried) == {"attention sdpa", "loss chunked", "model.projections merged"}
+    for name, row in tried.items():
+        assert row["after_s"] > 0, name
+        assert row["kept"] == (row["result"] == "kept"), name
+    stored = {row["id"]: row for row in steplab("list", "--format", "json").rows()}
+    assert {row["run_id"] for row in tried.values()} <= set(stored)
+    [walk] = [row for row in stored.values() if row["kind"] == "advise"]
+    shown = json.loads(steplab("show", walk["id"], "--format", "json").stdout)
+    assert shown["best"] is not None
+    assert [entry["kept"] for entry in shown["tried"]] == [row["kept"] for row in tried.values()]
+
+
+def test_a_wrong_request_is_one_line(steplab: Program) -> None:
+    assert "'soon'" in complaint(steplab.here("advise", *tiny(), "--budget", "soon"), 2)
+    assert "one process" in complaint(steplab.here("advise", *tiny(layout="dp=2")), 2)
