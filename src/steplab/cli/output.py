@@ -2,12 +2,12 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
-from steplab.lab.files import Destination, compressed, format_of, refuse_the_same
+from steplab.lab.files import Destination, format_of, packed, refuse_the_same
 from steplab.printing import plain, plain_json, plain_with_colors
 
 _JSON = ("json", "jsonl", "perfetto")
@@ -40,29 +40,34 @@ def chosen_format(
     return chosen
 
 
-def emit(text: str, out: FileOptions | None = None, kind: str = "table") -> None:
+def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = "table") -> None:
     """Print the text, or write it to the file that the options name, either whole or not at all.
 
-    Control characters are written out (steplab.printing). A file whose name ends in .gz is compressed. `kind` is one of
-    lab.files.KINDS. Raises what `chosen_format` raises, and SteplabError where writing fails.
+    A long text may come in pieces that end with whole lines. Control characters are written out (steplab.printing). A
+    file whose name ends in .gz is compressed. `kind` is one of lab.files.KINDS. Raises what `chosen_format` raises, and
+    SteplabError where writing fails.
     """
-    if not text.endswith("\n"):
-        text += "\n"
+    pieces = (text if text.endswith("\n") else f"{text}\n",) if isinstance(text, str) else text
     to_stdout = out is None or out.output is None
     clean = plain_json if kind in _JSON else plain_with_colors if to_stdout and stdout_color() else plain
-    text = clean(text)
     if out is None or out.output is None:
-        try:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise SteplabError(f"cannot write to standard output: {error.strerror}") from error
+        for piece in map(clean, pieces):
+            _print(piece)
         return
-    content = text.encode()
-    _destination(out.output, out, kind).write(compressed(content) if out.output.suffix == ".gz" else content)
+    with _destination(out.output, out, kind).writing() as file, packed(file, out.output) as target:
+        for piece in map(clean, pieces):
+            target.write(piece.encode())
     say(f"wrote {out.output}")
+
+
+def _print(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise SteplabError(f"cannot write to standard output: {error.strerror}") from error
 
 
 def at(path: Path, out: FileOptions) -> FileOptions:

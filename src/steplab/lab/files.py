@@ -13,10 +13,10 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.processes.scratch import scratch_folder
@@ -113,15 +113,25 @@ class Destination:
 
     def write(self, content: bytes) -> None:
         """Create or replace the file, or write to the device. Raises as `check` does."""
+        with self.writing() as file:
+            file.write(content)
+
+    @contextmanager
+    def writing(self) -> Iterator[IO[bytes]]:
+        """A file to write to, which takes its place once the context is left without an error; or the device.
+
+        Raises as `check` does.
+        """
         target = self._checked()
         with self._errors():
             if target is None:
                 with self.path.open("ab") as device:
-                    device.write(content)
+                    yield device
                 return
             with scratch_folder(target.parent) as scratch:
                 written = scratch.path / "written"
-                written.write_bytes(content)
+                with written.open("wb") as file:
+                    yield file
                 _put(written, target)
 
     def take(self, written: Path) -> Path:
@@ -301,9 +311,11 @@ def format_of(path: Path) -> str | None:
     return _FORMATS.get(path.suffix.lower())
 
 
-def compressed(content: bytes) -> bytes:
-    """The content compressed by gzip, with the same bytes each time."""
-    return gzip.compress(content, mtime=0)
+def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
+    """What is written to the file, compressed where its path ends in .gz: the same bytes each time."""
+    if path.suffix != ".gz":
+        return nullcontext(file)
+    return cast(IO[bytes], gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0))
 
 
 def _new_file_mode() -> int:

@@ -14,6 +14,9 @@ from steplab.store.database import Store
 _MOST_TOGETHER = 60
 """Largest number of records of one kind without a study in one report; older ones are left out."""
 
+_TRIED_FIRST = 10
+"""How many of the newest records of each kind are tried, before all are listed because none of these can be read."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRecords:
@@ -64,16 +67,17 @@ def records_to_report(
             return _of_study(opened, newest.sweep_id)
         if kind_of(newest).stands_alone:
             return _selected([newest])
-        alike = opened.iterate(kind=kind_of(newest).name)
-        return _selected([record for record in alike if record.sweep_id is None][-_MOST_TOGETHER:])
+        return _selected(opened.iterate(kind=kind_of(newest).name, outside_studies=True, newest=_MOST_TOGETHER))
 
 
 def _newest(opened: Store) -> Record:
     """The newest measurement that can be read. Raises UserError if there is none."""
-    rows = [row for kind in KINDS.values() if kind.verb != "doctor" for row in opened.rows(kind=kind.name)]
-    for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
-        if record := opened.find(str(row["id"])):
-            return record
+    kinds = [name for name, kind in KINDS.items() if kind.verb != "doctor"]
+    for most in (_TRIED_FIRST, None):
+        rows = [row for name in kinds for row in opened.rows(kind=name, limit=most)]
+        for row in sorted(rows, key=lambda row: str(row["created_utc"]), reverse=True):
+            if record := opened.find(str(row["id"])):
+                return record
     raise UserError(f"no run in {opened.path} yet; `steplab run` makes one")
 
 

@@ -125,13 +125,17 @@ class Store:
         study: str | None = None,
         name: str | None = None,
         all_attempts: bool = False,
+        outside_studies: bool = False,
+        newest: int | None = None,
     ) -> Iterator[Record]:
         """Whole records, oldest first, one at a time; None does not restrict.
 
-        One that cannot be read is left out, with a LeftOut warning.
+        `newest` is how many of the newest are taken. One that cannot be read is left out, with a LeftOut warning.
         """
-        selection = Selection(kind=kind, study=study, name=name, all_attempts=all_attempts)
-        return record_table.iterate(self._connection, selection)
+        selection = Selection(
+            kind=kind, study=study, name=name, all_attempts=all_attempts, outside_studies=outside_studies
+        )
+        return record_table.iterate(self._connection, selection, newest)
 
     def of_unknown_kind(self) -> list[tuple[str, str]]:
         """Id and kind of each record of a kind that this version does not know."""

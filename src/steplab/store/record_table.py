@@ -105,10 +105,15 @@ def _row(record_id: str, created_utc: str, kind: str, name: str, status: str, su
         return {"id": record_id, "created_utc": created_utc, "kind": verb, "name": name, "status": status}
 
 
-def iterate(connection: Connection, selection: Selection) -> Iterator[Record]:
-    """The records that match, oldest first; one that cannot be read is left out, with a warning."""
+def iterate(connection: Connection, selection: Selection, newest: int | None) -> Iterator[Record]:
+    """The newest records that match, oldest first; one that cannot be read is left out, with a warning."""
     sql = f"SELECT id, body FROM record WHERE {selection.condition()} ORDER BY created_utc, seq"
-    for record_id, body in connection.stream(sql, *selection.values()):
+    values: list[object] = [*selection.values()]
+    if newest is not None:
+        last = f"SELECT seq FROM record WHERE {selection.condition()} ORDER BY created_utc DESC, seq DESC LIMIT ?"
+        sql = f"SELECT id, body FROM record WHERE seq IN ({last}) ORDER BY created_utc, seq"
+        values.append(newest)
+    for record_id, body in connection.stream(sql, *values):
         try:
             record = _decode(connection, record_id, body)
         except SteplabError as error:

@@ -28,12 +28,16 @@ class Selection:
     """The name that the user gave."""
     status: str | None = None
     """The record's status: ok, or the kind of a failure."""
+    outside_studies: bool = False
+    """Whether the record must belong to no study."""
     all_attempts: bool = False
     """Whether attempts count that a newer attempt at the same cell has superseded."""
 
     def condition(self) -> str:
         """The condition behind WHERE, with a placeholder for each of `values`."""
         conditions = [f"{column} = ?" for column, _ in self._given()]
+        if self.outside_studies:
+            conditions.append("study IS NULL")
         return " AND ".join([*conditions, "TRUE" if self.all_attempts else NOT_SUPERSEDED])
 
     def values(self) -> list[str]:

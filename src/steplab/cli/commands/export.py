@@ -78,16 +78,16 @@ def export(
         study_id = opened.study_id(study) if study else None
         records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
-            emit("".join(encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
+            emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
         else:
-            every = list(records)
-            runs = [record for record in every if isinstance(record, Run)]
-            if ids and len(runs) < len(every):
+            # a row takes a hundredth of its record, of which a store may have more than fit into memory
+            rows = [run_row(record) if isinstance(record, Run) else None for record in records]
+            if ids and None in rows:
                 raise UserError(
-                    f"csv has one row per run, and {len(every) - len(runs)} of these records are not runs; take "
+                    f"csv has one row per run, and {rows.count(None)} of these records are not runs; take "
                     "--format jsonl, which holds every kind, or `steplab report ID --format csv` for a single record"
                 )
-            emit(render(rows_document([run_row(run) for run in runs]), "csv"), out, chosen)
+            emit(render(rows_document([row for row in rows if row is not None]), "csv"), out, chosen)
 
 
 def _refuse_two(trackers: tuple[object, ...], format: str | None, out: FileOptions) -> None:
