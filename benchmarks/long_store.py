@@ -3,9 +3,9 @@
     python benchmarks/long_store.py
     python benchmarks/long_store.py --records 10000 --repeats 7
 
-Builds the store in a temporary folder, or takes that of --store: each record has 10 measured steps, and half of them are
-in studies of 100 cells. Then each command runs as a user runs it. Peak memory is the largest resident set of the
-process. `steplab --version` beside them is what no store can make faster.
+Builds the store in a temporary folder, or takes that of --store. Each record has 10 measured steps, and half of the
+records are in studies of 100 cells. Then each command runs as a user runs it. Peak memory is the largest resident set
+of the process. `steplab --version` beside them is what no store can make faster.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.model import model_spec
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
+from steplab.store.record_table import ForeignRecord
 from steplab.units import format_bytes
 
 STEPS = 10
@@ -71,7 +72,8 @@ def build(path: Path, num_records: int) -> None:
     """Make the store."""
     with Store.open(path, write=True) as store:
         for first in range(0, num_records, BATCH):
-            store.import_lines(encode(run_of(number)) for number in range(first, min(first + BATCH, num_records)))
+            runs = map(run_of, range(first, min(first + BATCH, num_records)))
+            store.import_records([ForeignRecord(where=run.id, body=encode(run), record=run) for run in runs])
 
 
 def timed(arguments: Sequence[str], repeats: int) -> tuple[list[float], int]:
