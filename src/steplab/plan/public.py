@@ -40,6 +40,8 @@ _NETWORKS = {
 }
 """Parts of a source's words for the network between nodes -> bytes per second of each of eight GPUs: its share of the
 stated bits, 200 Gbit/s for each GPU of Selene, 3200 for a p5 node."""
+_BY_DTENSOR = ("KempnerForge", "torchtitan")
+"""Programs that split tensors by torch's DTensor, which costs Python time; Megatron's and nanotron's layers do not."""
 _PADDED_VOCABULARY = 128
 """Megatron-LM pads the vocabulary to a multiple of this times its tensor-parallel ranks
 (--make-vocab-size-divisible-by)."""
@@ -219,7 +221,7 @@ def split_step(row: PublicRow, gpu: Gpu) -> LayoutTime:
     known = next((speed for words, speed in _NETWORKS.items() if words in str(row.network)), None)
     links = {} if known is None else {"network": known}
     machine = machine_of(hardware_named(gpu.name), row.gpus_per_node or _ONE_NODE, links)
-    found = LayoutClock(gpu, machine).time(spec)
+    found = LayoutClock(gpu, machine, dtensor=row.framework.startswith(_BY_DTENSOR)).time(spec)
     if found is None:
         raise Unsupported(f"predicting {row.id}", f"the network between its machines is not known: {row.network}", "")
     return found

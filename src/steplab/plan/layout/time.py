@@ -42,9 +42,10 @@ UNMEASURED_SPREAD = 0.5
 class LayoutClock:
     """Times of layouts on one GPU and one machine."""
 
-    def __init__(self, gpu: Gpu, machine: Machine, *, head_start: bool = False) -> None:
-        """head_start: whether Python is ahead of the device before each step, as in a data-parallel study."""
-        self.gpu, self.machine, self._head_start = gpu, machine, head_start
+    def __init__(self, gpu: Gpu, machine: Machine, *, head_start: bool = False, dtensor: bool = True) -> None:
+        """head_start: whether Python is ahead of the device before each step, as in a data-parallel study; dtensor:
+        whether tensors are split by torch's DTensor, as steplab's are, which costs Python time."""
+        self.gpu, self.machine, self._head_start, self._dtensor = gpu, machine, head_start, dtensor
         self._times = PartTimes(gpu)
 
     def time(self, spec: StepSpec, variant: Variant | None = None, sharing: Sharing | None = None) -> LayoutTime | None:
@@ -138,7 +139,7 @@ class LayoutClock:
         if self._head_start:
             return 0.0
         rates, eager = self.gpu.rates.host, spec.compile == "off"
-        if spec.layout.tp > 1:
+        if spec.layout.tp > 1 and self._dtensor:
             each = DTENSOR_KERNEL_SLOW_S if slow else DTENSOR_KERNEL_S
         elif eager:
             each = rates.eager_slow_s if slow else rates.eager_s
