@@ -160,8 +160,12 @@ def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
         assert run.spec is not None
         check = found[run.id]
         if run.spec.model.kind == "hf":
-            assert check.unsupported is not None
-            assert "own Transformer" in check.unsupported
+            assert not check.fitted
+            assert check.inside
+            assert check.predicted_peak_bytes == pytest.approx(check.measured_peak_bytes, rel=0.02)
+            assert check.device_waited == (run.spec.model.name != "hf:examples/hf/llama-2.7b.json")
+            if not check.device_waited:
+                assert check.error == pytest.approx(0, abs=0.03)
             continue
         assert check.fitted == (run.spec.model.name == "small")
         assert check.predicted_peak_bytes == pytest.approx(check.measured_peak_bytes, rel=0.03)

@@ -67,6 +67,8 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         high_s=predicted.high_s,
         predicted_peak_bytes=_peak_bytes(spec),
         fitted=gpu.is_fitted and was_fitted(run, gpu.rates),
+        # of a foreign model, whose records are not grouped by phase for a host's pace, by the prediction
+        device_waited=device_waited or (spec.model.kind == "hf" and any(p.bound == "host" for p in predicted.phases)),
         predicted_kinds_s=dict(kinds) if run.profile else {},
         measured_kinds_s=_measured_kinds(run),
     )
