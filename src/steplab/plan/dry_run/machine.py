@@ -56,17 +56,25 @@ class Machine:
     """One device and the state of torch on it."""
 
     def __init__(
-        self, sizes: Sizes, precision: str, workspace: Count, listen: Listener, gathering: Gathering | None = None
+        self,
+        sizes: Sizes,
+        precision: str,
+        workspace: Count,
+        listen: Listener,
+        gathering: Gathering | None = None,
+        *,
+        tells_operators: bool = True,
     ) -> None:
         """workspace: the bytes that a cuBLAS handle takes; one belongs to each thread that multiplies matrices. listen:
-        gets every event. gathering: how FSDP2 gives the weights; None: they are kept whole."""
+        gets every event. gathering: how FSDP2 gives the weights; None: they are kept whole. tells_operators: whether
+        operators are among the events; to describe them takes a third of a dry run's time."""
         self.gathering = gathering
         self.sizes = sizes
         self.phase = ""
         """What part of the step is under way; see `begin`."""
         self.where = ""
         """What part of the model is under way."""
-        self._listen = listen
+        self._listen, self._tells_operators = listen, tells_operators
         self._alive: dict[int, Piece] = {}
         self._num_pieces = 0
         self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
@@ -187,6 +195,8 @@ class Machine:
     ) -> None:
         """An operator ran. fused_flops: of fused attention; also_read_bytes: of tensors that are not among `reads`;
         strided: as in Operator."""
+        if not self._tells_operators:
+            return
         first = (reads or writes)[0]
         kind: Kind
         if fused_flops is not None:

@@ -30,8 +30,8 @@ OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable
 
 @contextmanager
 def dry_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
-    """A step of the plain Transformer."""
-    yield _Step(spec, workspace, listen).run
+    """A step of the plain Transformer, whose operators are not told."""
+    yield _Step(spec, workspace, listen, tells_operators=False).run
 
 
 def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_step) -> Ledger:
@@ -88,11 +88,17 @@ class _Step:
         *,
         split: Split = WHOLE,
         gathering: Gathering | None = None,
+        tells_operators: bool = True,
     ) -> None:
         self._spec = spec = dataclasses.replace(spec, attention=chosen_attention(spec))
         assert spec.model.shape is not None
         self._machine = m = Machine(
-            Sizes(spec.model.shape, spec.batch, spec.context, split), spec.precision, workspace, listen, gathering
+            Sizes(spec.model.shape, spec.batch, spec.context, split),
+            spec.precision,
+            workspace,
+            listen,
+            gathering,
+            tells_operators=tells_operators,
         )
         m.begin("build")
         self._model = (
