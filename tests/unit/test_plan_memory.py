@@ -671,6 +671,6 @@ def test_absurd_sizes_have_a_true_answer(fields: dict[str, object]) -> None:
 
 
 def test_a_wrong_request_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "memory", "--model", "toy"]) == 2
+    assert main(["plan", "memory", "--model", "no_such_module:build"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("steplab: predicting the memory of toy is not supported")
+    assert line.startswith("steplab: cannot import no_such_module for model no_such_module:build")
