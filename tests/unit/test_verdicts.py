@@ -257,6 +257,13 @@ def test_a_plan_says_first_whether_the_step_fits() -> None:
         peak_bytes=2**30, at_peak={"activations": 2**30}, peak_phase="backward", peak_where="somewhere", terms=(),
         cards=cards,
     )  # fmt: skip
-    told = plan_document(resolve_step({"model": "small"}), prediction).verdict.sentences
-    assert told[0] == "The step fits on A, B; does not fit on C."
-    assert told[1].startswith("The peak is 1.00 GiB")
+    told = plan_document(resolve_step({"model": "small"}), prediction)
+    assert told.verdict.sentences[0] == "The step fits on A, B; does not fit on C."
+    assert told.verdict.sentences[1].startswith("The peak is 1.00 GiB")
+    assert told.sections[0].title == "GPUs"
+    many = (*(card(gpu, "fits") for gpu in "ABCDE"), *(card(gpu, "does not fit") for gpu in "FGHIJK"))
+    told = plan_document(resolve_step({"model": "small"}), replace(prediction, cards=many))
+    assert told.verdict.sentences[0] == (
+        "The step fits on 5 GPUs of the catalogue, the smallest of which is the E; "
+        "does not fit on 6 GPUs of the catalogue, the largest of which is the F."
+    )

@@ -76,14 +76,14 @@ _MOST_NAMED = 3
 
 
 def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:
+    if prediction.cards:
+        yield named_section("GPUs", _cards(prediction), Sentences(texts=tuple(_needs(prediction))))
     if prediction.ranks:
         yield named_section("Memory by rank", _ranks(prediction))
     yield named_section("Peak by category", _categories(prediction))
     if prediction.phase_peaks:
         yield named_section("Peaks by phase", _phases(prediction))
     yield named_section("Summands of the peak", _summands(spec, prediction))
-    if prediction.cards:
-        yield named_section("GPUs", _cards(prediction), Sentences(texts=tuple(_needs(prediction))))
     yield from notes_section(prediction.notes)
 
 

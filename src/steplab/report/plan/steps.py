@@ -1,11 +1,11 @@
 """Several planned steps in one table: predicted memory, the smallest GPU that it fits, and predicted time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import Row
-from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, chapter, named_section
+from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, Verdict, chapter, named_section
 from steplab.report.kit.quantities import BYTES, TIME
 from steplab.report.run.columns import TOKENS_PER_S
 from steplab.specs.step import describe
@@ -20,7 +20,28 @@ def planned_document(steps: Sequence[PlannedStep]) -> Document:
     """One row per step, and why a prediction is missing."""
     table = planned_table(steps)
     title = describe(steps[0].spec) if len(steps) == 1 else counted(len(steps), "planned step")
-    return Document(title=title, sections=(named_section("", table, _missing(steps)),), data=table)
+    sections = (named_section("", table, _missing(steps)),)
+    return Document(title=title, verdict=Verdict(sentences=tuple(_fit(steps))), sections=sections, data=table)
+
+
+def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
+    """How many of the steps fit the GPU that their times are of, and which do not."""
+    gpus = {step.time.gpu for step in steps if step.time}
+    if len(gpus) != 1:
+        return
+    (gpu,) = gpus
+    found: dict[str, list[str]] = {}
+    for name, step in zip(labels([step.spec for step in steps]), steps, strict=True):
+        verdict = next((card.verdict for card in step.memory.cards if card.gpu == gpu), None) if step.memory else None
+        if verdict:
+            found.setdefault(verdict, []).append(name)
+    judged = sum(map(len, found.values()))
+    if not judged:
+        return
+    others = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items() if verdict != "fits")
+    count = len(found.get("fits", ()))
+    told = f"{count} of {counted(judged, 'step')}" if judged > 1 else "The step" if count else "No step"
+    yield f"{told} {'fits' if judged == 1 or count == 1 else 'fit'} on {gpu}{f' ({others})' if others else ''}."
 
 
 def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section | None:
