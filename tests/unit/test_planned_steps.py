@@ -1,5 +1,7 @@
 """Several steps planned in one table: what each command says of one step, and what was measured of it."""
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +41,15 @@ def test_what_cannot_be_predicted_has_its_reason() -> None:
     assert "not supported" in why
     text = render(planned_document([step]), "table", width=400)
     assert why in " ".join(text.split())
+
+
+def test_the_answer_is_how_many_steps_fit_the_gpu() -> None:
+    small, large = study_from_grids("plan", "", [{"model": ["small", "2.7b"], "model.num_layers": [1]}]).cells
+    (one,) = planned_document(plan_steps([small], gpu="RTX 4090")).verdict.sentences
+    assert one == "The step fits on RTX 4090."
+    large = dataclasses.replace(large, batch=512)
+    (both,) = planned_document(plan_steps([small, large], gpu="RTX 4090")).verdict.sentences
+    assert re.fullmatch(r"1 of 2 steps fits on RTX 4090 \(does not fit: 2\.7b.*\)\.", both), both
 
 
 def test_an_unknown_gpu_is_refused() -> None:

@@ -23,7 +23,7 @@ from steplab.specs.step import StepSpec, describe
 
 _SMALL = 0.001
 """Share of the peak below which summands come last, and a terminal leaves them out."""
-_ANSWERS = {
+ANSWERS = {
     "fits": "fits on {}",
     "too tight to promise": "may fit on {}, depending on fragmentation",
     "does not fit": "does not fit on {}",
@@ -58,8 +58,8 @@ def _of_rank(prediction: MemoryPrediction) -> str:
 
 def _fits(cards: Sequence[CardFit]) -> Iterator[str]:
     """On which GPUs the step fits, first of all; nothing where no GPU was asked about."""
-    named = {verdict: [card.gpu for card in cards if card.verdict == verdict] for verdict in _ANSWERS}
-    told = [answer.format(_some(verdict, named[verdict])) for verdict, answer in _ANSWERS.items() if named[verdict]]
+    named = {verdict: [card.gpu for card in cards if card.verdict == verdict] for verdict in ANSWERS}
+    told = [answer.format(_some(verdict, named[verdict])) for verdict, answer in ANSWERS.items() if named[verdict]]
     if told:
         yield f"The step {'; '.join(told)}."
 

@@ -5,8 +5,19 @@ from collections.abc import Iterator, Sequence
 from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import Row
-from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, Verdict, chapter, named_section
+from steplab.report.kit.document import (
+    Block,
+    Column,
+    Document,
+    Section,
+    Sentences,
+    Table,
+    Verdict,
+    chapter,
+    named_section,
+)
 from steplab.report.kit.quantities import BYTES, TIME
+from steplab.report.plan.document import ANSWERS
 from steplab.report.run.columns import TOKENS_PER_S
 from steplab.specs.step import describe
 from steplab.specs.study import labels
@@ -35,13 +46,13 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
         verdict = next((card.verdict for card in step.memory.cards if card.gpu == gpu), None) if step.memory else None
         if verdict:
             found.setdefault(verdict, []).append(name)
-    judged = sum(map(len, found.values()))
-    if not judged:
-        return
-    others = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items() if verdict != "fits")
-    count = len(found.get("fits", ()))
-    told = f"{count} of {counted(judged, 'step')}" if judged > 1 else "The step" if count else "No step"
-    yield f"{told} {'fits' if judged == 1 or count == 1 else 'fit'} on {gpu}{f' ({others})' if others else ''}."
+    judged, fitting = sum(map(len, found.values())), len(found.get("fits", ()))
+    if judged == 1:
+        yield f"The step {ANSWERS[next(iter(found))].format(gpu)}."
+    elif judged:
+        others = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items() if verdict != "fits")
+        verb = "fits" if fitting == 1 else "fit"
+        yield f"{fitting} of {judged} steps {verb} on {gpu}{f' ({others})' if others else ''}."
 
 
 def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section | None:
