@@ -162,10 +162,10 @@ def _of_each(make: Callable[[Any], Verdict], name: Callable[[Any], str]) -> Call
         if len(records) == 1:
             return make(records[0])
         told = [(name(record), make(record)) for record in records[-_MOST_ANSWERS:][::-1]]
-        cautions = sum(bool(answer.cautions) for _, answer in told)
+        doubtful = ", ".join(heading for heading, answer in told if answer.cautions)
         return Verdict(
             sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in told if answer.sentences),
-            cautions=(f"Warning: {cautions} of these have warnings, which stand with them.",) if cautions else (),
+            cautions=(f"Warning: there are doubts about {doubtful}, which stand with the record.",) if doubtful else (),
         )
 
     return verdict

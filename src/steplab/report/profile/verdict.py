@@ -9,6 +9,7 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, Table, named_section
 from steplab.report.kit.quantities import PERCENT, TEXT
 from steplab.report.profile.words import time_sentence
+from steplab.specs.step_fields import option_name
 
 _MOST_TOLD = 3
 _NOTE = (
@@ -38,7 +39,8 @@ def _saving(finding: Finding, step_s: float | None) -> str:
     of_step = ""
     if step_s:
         of_step = f" of {units.format_time(step_s)} per step, {units.format_percent(finding.saves_s / step_s)}"
-    return f"changing that saves {saved_words(finding)}{of_step}"
+    change = " ".join(f"{option_name(name)} {value}" for name, value in finding.fields.items()) or "changing that"
+    return f"{change} saves {saved_words(finding)}{of_step}"
 
 
 def saved_words(finding: Finding) -> str:
