@@ -93,7 +93,7 @@ PAGES = {
             PRECISION: _every,
             ATTENTION: _attention,
             COLLECTIVES: _every,
-            DATA_PARALLEL: _every,
+            DATA_PARALLEL: _ids("1c486669f006", "4325a1ec5501", "9a19004587b5"),
             LAYOUTS: _every,
         },
     ),
