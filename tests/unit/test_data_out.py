@@ -22,6 +22,7 @@ from steplab.records.codec import decode, encode_with_summary
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of, summary_row
 from steplab.records.rows import run_row
+from steplab.records.run import Run
 from steplab.records.schema import json_schema
 from steplab.store.database import Store
 
@@ -155,6 +156,9 @@ def test_without_pandas_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
 def test_the_text_of_a_record_is_a_line() -> None:
     for record in (*golden(), make_benchmark()):
         text = repr(record)
+        if isinstance(record, Run):
+            assert len(repr(record.profile)) < 300
+            assert len(repr(record.memory_profile)) < 300
         assert text.startswith(f"<{type(record).__name__} {record.id}: ")
         assert "\n" not in text
         assert len(text) < 300

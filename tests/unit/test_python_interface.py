@@ -131,6 +131,10 @@ def test_a_plan_has_memory_and_time() -> None:
     assert planned.memory == steplab.plan_memory("small", context=64, precision="bf16")
     assert planned.time == steplab.plan_time("small", context=64, precision="bf16", gpu="H100 SXM")
     assert "H100 SXM" in str(steplab.show(planned))
+    for found in (planned, planned.memory, planned.time):
+        assert "\n" not in repr(found)
+        assert "small" in repr(found)
+        assert len(repr(found)) < 200
     assert steplab.plan_accounting("xxl").model == "xxl"
     with pytest.raises(UserError, match="unknown field 'contxt'"):
         steplab.plan("small", contxt=64)
@@ -205,6 +209,7 @@ def test_records_are_compared_and_shown_over_commits(filled: str) -> None:
 
 def test_findings_are_shown_with_their_run(filled: str) -> None:
     findings = steplab.explain(profiled_run().id, store=filled)
+    assert findings.findings[0].title in repr(findings)
     text = str(steplab.show(findings, store=filled))
     assert findings.findings[0].title in text
 

@@ -78,7 +78,7 @@ class Finding:
     """Measured effect of the change; None: it was not tried."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Findings:
     """All findings on one run."""
 
@@ -96,3 +96,8 @@ class Findings:
     """What the record lacks, what could not be diagnosed without it, and how to record it."""
     schema: str = field(default=FINDINGS_SCHEMA)
     """Format of this record."""
+
+    def __repr__(self) -> str:
+        told = "; ".join(finding.title for finding in self.findings[:3]) or "nothing found"
+        more = f"; and {len(self.findings) - 3} more" if len(self.findings) > 3 else ""
+        return f"<{type(self).__name__} on run {self.run_id}: {told}{more}>"

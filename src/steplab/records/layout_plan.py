@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from steplab.records.prediction import Verdict
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, describe
+from steplab.units import counted
 
 LAYOUT_PLAN_SCHEMA = "steplab.layout_plan/1"
 
@@ -95,7 +96,7 @@ class LayoutCandidate:
     """Predicted time; None where it does not fit, or a link is not known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LayoutPlan:
     """Every layout of a job on a number of GPUs, those that fit first, the fastest first."""
 
@@ -122,3 +123,9 @@ class LayoutPlan:
     """What is assumed, and what is left out."""
     schema: str = field(default=LAYOUT_PLAN_SCHEMA)
     """Format of this record."""
+
+    def __repr__(self) -> str:
+        fastest = next((each for each in self.candidates if each.time), None)
+        told = f"the fastest {fastest.layout}" if fastest else "none fits"
+        where = f"{counted(len(self.candidates), 'layout')} on {self.gpus} {self.gpu}"
+        return f"<{type(self).__name__} {describe(self.spec)}: {where}, {told}>"

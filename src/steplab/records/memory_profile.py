@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from steplab.records.problems import Problem, as_long, known
+from steplab.units import format_bytes
 
 MEMORY_CATEGORIES = (
     "parameters",
@@ -154,7 +155,7 @@ class LeftOut:
     """Bytes of these entries together."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryProfile:
     """The memory of one watched step."""
 
@@ -207,6 +208,9 @@ class MemoryProfile:
     """Name of the imported file; None: the step was measured here."""
     notes: tuple[str, ...] = field(default=())
     """What is missing, and why."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} by {self.source}: {format_bytes(self.peak_bytes)} at the peak>"
 
     @property
     def phase_peaks(self) -> dict[str, int]:

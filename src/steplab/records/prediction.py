@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, describe
+from steplab.units import format_bytes
 
 PREDICTION_SCHEMA = "steplab.memory_prediction/1"
 
@@ -80,7 +81,7 @@ class RankMemory:
     """Bytes of the optimizer's state."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class MemoryPrediction:
     """The peak of a step by category, from a dry run of its operators with a model of the allocator."""
 
@@ -119,3 +120,7 @@ class MemoryPrediction:
     """The predicted step; None: not stored."""
     schema: str = field(default=PREDICTION_SCHEMA)
     """Format of this record."""
+
+    def __repr__(self) -> str:
+        step = f"{describe(self.spec)}: " if self.spec else ""
+        return f"<{type(self).__name__} {step}{format_bytes(self.peak_bytes)} in {self.peak_phase}>"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steplab.records.problems import Problem, as_long, known
+from steplab.units import counted, format_time
 
 PHASES = ("forward", "backward", "gradient sync", "optimizer")
 """The phases of a step in order; gradient sync is the wait for gradients that data-parallel ranks average."""
@@ -180,7 +181,7 @@ class Timeline:
                     yield f".{field}[{index}]", f"ends at {end} ns, before it starts at {start} ns"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile:
     """The profile of some steps."""
 
@@ -215,6 +216,11 @@ class Profile:
     doubts: tuple[str, ...] = ()
     """The notes that make the whole profile doubtful: the file was damaged or cut short, or may contain another
     device's work."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} by {self.source}: {counted(self.num_steps, 'step')}, {format_time(self.window_s)}>"
+        )
 
     @property
     def busy_s(self) -> float:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from steplab.records.run import Utilization
-from steplab.specs.step import StepSpec
+from steplab.specs.step import StepSpec, describe
+from steplab.units import format_time
 
 STEP_TIME_SCHEMA = "steplab.step_time_prediction/1"
 
@@ -65,7 +66,7 @@ class CompiledShares:
     """Share of the time that Python takes to launch the step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepTimePrediction:
     """The time of one step of one process, from a dry run of its operators and rates of kernels.
 
@@ -91,6 +92,11 @@ class StepTimePrediction:
     """The predicted step; None: not stored."""
     schema: str = field(default=STEP_TIME_SCHEMA)
     """Format of this record."""
+
+    def __repr__(self) -> str:
+        step = f"{describe(self.spec)}: " if self.spec else ""
+        between = f"90 % interval {format_time(self.low_s)} to {format_time(self.high_s)}"
+        return f"<{type(self).__name__} {step}{format_time(self.central_s)} on {self.gpu} ({between})>"
 
     @property
     def step(self) -> PhaseTimes:
