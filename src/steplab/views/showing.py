@@ -117,7 +117,7 @@ def _document(shown: Any, store: Path | str | None) -> Document:
         case StepTimePrediction(spec=spec) if spec:
             return time_document(spec, shown)
     raise UserError(
-        f"a {type(shown).__name__} is nothing to show; give a record, its id, or what explain, compare or plan gave"
+        f"{type(shown).__name__} is nothing to show; give a record, its id, or what explain, compare or plan gave"
     )
 
 
