@@ -56,11 +56,6 @@ for _file in sorted(Path(commands.__file__).parent.glob("[!_]*.py")):
     )
 
 
-def console() -> None:
-    """Entry point of the installed program."""
-    sys.exit(main())
-
-
 def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -> int:
     """Run one command and return its exit code; every error is printed as one line on standard error.
 
