@@ -1,5 +1,6 @@
 """The walk to a faster step: which change comes next, what is kept, and what the record and its report say."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.registry import summary_row
 from steplab.records.run import Run
 from steplab.records.validation import check
-from steplab.report.advice.document import advice_chapter, advice_document
+from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
 from steplab.specs.changes import CHANGES, changes_for
@@ -267,6 +268,15 @@ def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> N
     assert "18.0 ms" in row  # predicted: 0.45 of 40 ms
     assert "8.00 GiB" in row
     assert "slower" in text
+
+
+def test_a_walk_without_a_gain_says_so() -> None:
+    advice = some_advice()
+    slower = dataclasses.replace(advice, tried=advice.tried[1:], best=advice.spec, best_s=advice.start_s, overall=None)
+    assert "No change that was tried pays: the step as given takes 40.0 ms." in advice_verdict(slower).sentences
+    untried = dataclasses.replace(slower, tried=())
+    assert advice_verdict(untried).sentences[0] == "No change was tried: the step as given takes 40.0 ms."
+    assert advice_verdict(untried).cautions == ()
 
 
 def test_a_walk_is_stored_as_it_was_and_draws_a_waterfall() -> None:

@@ -71,9 +71,10 @@ def measure_here(
         return cell.record(failure=failure)
 
 
-_LEAD_IN, _LEAD_IN_ASYNCHRONOUS = 1, 2
-"""Steps before those of a turn, which are not counted. On a GPU the first takes memory from the driver again, and the
-second lets the host run ahead."""
+_LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
+"""Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
+GPU that are shorter than _SHORT_S the second lets the host run ahead."""
+_SHORT_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +86,13 @@ class _Warm:
     first_step_s: float | None
     states: tuple[AllocatorState, ...]
     others: OtherProcesses
+
+    @property
+    def last_s(self) -> float:
+        """Time of the last warm-up step in seconds; 0 without one."""
+        step = find_phase(self.samples, "step")
+        return step.best_s[-1] if step and step.best_s else 0.0
+
     suspension: Suspension
 
 
@@ -178,7 +186,7 @@ class _Cell:
         """
         device = self.device
         warm = self.warm_up()
-        lead_in = _LEAD_IN_ASYNCHRONOUS if device.asynchronous else _LEAD_IN
+        lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
         # Other processes of the session have the device open, and are no disturbance.
         own = dataclasses.replace(self.environment.device, other_processes=None)
         self.environment = dataclasses.replace(self.environment, device=own)

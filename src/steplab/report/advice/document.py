@@ -72,7 +72,9 @@ def _answer(advice: Advice) -> Iterator[str]:
         yield f"No step ran: {why}."
         return
     best, kept = units.format_time(advice.best_s), ", ".join(tried.words for tried in advice.kept)
-    if not advice.kept:
+    if not advice.tried:
+        yield f"No change was tried: the step as given takes {best}."
+    elif not advice.kept:
         yield f"No change that was tried pays: the step as given takes {best}."
     elif advice.start_s is None:
         yield f"The step as given does not run; with {kept} it takes {best}."
@@ -137,7 +139,7 @@ def _table(advice: Advice) -> Table:
         caption="Each change was measured in turns with the fastest step before it. Saved is the difference to the "
         "median of that step, from and to its 95 % interval; a change is kept if all of the interval pays. Peak memory "
         f"is that {of_what}.",
-        empty="no change applies to this step",
+        empty="no change was tried",
     )
 
 

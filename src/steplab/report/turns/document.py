@@ -41,7 +41,7 @@ def _answers(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequenc
     first = runs[0]
     for run, ratio, said in zip(runs, (None, *ratios), words, strict=True):
         if run.failure:
-            yield f"{_label(run)} ({said}) has no step time: {reason(run.failure.kind, run.failure.message)}."
+            yield f"{_label(run)} ({said}) has no step time: {reason(run.failure.kind, run.failure.message, None)}."
         elif ratio:
             yield _answer(_label(first), f"{_label(run)} ({said})", ratio)
     if first.failure is None and not any(ratios):
