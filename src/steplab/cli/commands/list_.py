@@ -76,4 +76,4 @@ def list_(
             f"steplab, or `steplab rm {record_id}` removes it"
         )
     if found.num_left_out:
-        say(f"showing {counted(limit, 'record')} of more; --limit N shows more")
+        say(f"{counted(limit, 'record')} listed, and there are more; --limit N lists them")
