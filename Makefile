@@ -8,7 +8,7 @@ export STEPLAB_STORE := steplab-run/store.db
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-integrations check format docs release clean
+.PHONY: help run test test-integrations check fuzz format docs release clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ check: .venv/tested ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: .venv/tested ## Attack every reader with new tries for an hour; MINUTES=5 SEED=7 for other figures
+	$(BIN)/python -m tests.fuzz.attack --times 1000 --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1) --keep steplab-run/fuzz
 
 format: .venv/tested ## Format the code
 	$(BIN)/ruff check --fix .

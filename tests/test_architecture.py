@@ -49,7 +49,7 @@ ARROWS = {
     "integrations": {"lab", "measurement", "records", "specs", "errors"},
     "cli": {
         *("integrations", "views", "lab", "report", "measurement"),
-        *("records", "specs", "limits", "printing", "units", "errors"),
+        *("records", "specs", "limits", "unpacking", "printing", "units", "errors"),
     },
     "__main__": {"cli"},
     "__init__": {"views", "lab", "store", "records", "specs", "errors"},

@@ -40,9 +40,11 @@ class Limits:
     """Bytes of records that one import reads; they are held in memory until all of them were checked."""
     record_bytes: int = 64 * MIB
     """Bytes of one record."""
+    num_lines: int = 2_000_000
+    """Lines of a file of records."""
     small_file_bytes: int = 64 * MIB
     """Bytes of a file that is read as a whole: a study, a grid, a configuration, a table, marks of a snapshot."""
-    num_events: int = 20_000_000
+    num_events: int = 10_000_000
     """Events of a trace that are kept: kernels, copies, calls, operators and ranges."""
     num_skipped: int = 200_000_000
     """Events of a trace that are not kept."""

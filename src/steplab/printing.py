@@ -1,8 +1,9 @@
-"""Text from outside without what steers its reader: whatever leaves goes through `plain` or `plain_json`.
+"""Text from outside without what steers its reader: whatever leaves goes through `leaving` or `plain`.
 
 Records, traces, snapshots and names of files may hold escape sequences, which a terminal would obey, marks of writing
-direction, which turn a line around in an editor, and other control characters. The command line calls these functions
-in the two places by which text leaves (`cli.output`), whatever the format.
+direction, which turn a line around in an editor, and other control characters. `leaving` stands where text leaves, the
+command line's output (`cli.output`) and Python's views (`views.view`), whatever the format; `plain` where errors and
+remarks are printed, and where texts are fitted into columns.
 """
 
 import re
@@ -10,12 +11,21 @@ import re
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
 """Control characters (C0 without tab and line feed, DEL, C1), marks of writing direction, line and paragraph
 separators, marks of annotations, and halves of surrogate pairs, in the syntax of a regular expression's set."""
+_JSON = ("json", "jsonl", "perfetto")
+"""The formats that are JSON, in which control characters are written as JSON's escapes."""
 STEERING = re.compile(f"[\n{_STEERING}]")
 """Characters that no text of one line has."""
 _CONTROL = re.compile(f"[{_STEERING}]")
 _SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\\\|\x9c)")
 """Escape sequences that terminals obey: control sequences (colours, the cursor) and commands (setting the title)."""
 _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTROL.pattern}")
+
+
+def leaving(text: str, format: str, *, colored: bool = False) -> str:
+    """The text of an output of this format (lab.files.KINDS) as it may leave; `colored`: with steplab's own colours."""
+    if format in _JSON:
+        return plain_json(text)
+    return plain_with_colors(text) if colored else plain(text)
 
 
 def plain(text: str) -> str:

@@ -19,7 +19,7 @@ from tests.unit.allocator_model import MIB, CachingAllocator
 
 from steplab.cli.app import main
 from steplab.limits import Limits
-from steplab.records.codec import encode
+from steplab.records.codec import encode, encode_with_summary
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.store.database import Store
@@ -192,7 +192,7 @@ def test_a_row_that_cannot_be_read_harms_no_other(
     assert {row["id"] for row in json.loads(capsys.readouterr().out)} == {GOOD.id, OTHER.id}
     assert main(["export"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.encode() == encode(GOOD) + b"\n"
+    assert shown.out.encode() == encode_with_summary(GOOD) + b"\n"
     [line] = shown.err.splitlines()
     assert line.startswith(f"steplab: left out: record {OTHER.id} in {store} cannot be read: ")
     assert line.endswith(f"`steplab rm {OTHER.id}` removes it")
@@ -215,6 +215,49 @@ def test_a_damaged_summary_is_said_and_the_rest_is_listed(store: Path, capsys: p
     assert rows[OTHER.id]["name"] == "other"
     assert f"the summary of record {OTHER.id} is damaged" in shown.err
     assert main(["list"]) == 0
+
+
+def test_a_summary_without_its_keys_is_listed_and_reported(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(store, GOOD, OTHER)
+    spoil(store, OTHER.id, "summary", b'{"cre!ted_utc":"x","status":7}')
+    for words in (
+        ["list"],
+        ["report", "--format", "md"],
+        ["list", "--sort", "created_utc"],
+        ["compare", "good", "other"],
+    ):
+        assert main(words) in (0, 3)
+    assert "internal error" not in capsys.readouterr().err
+
+
+def test_a_record_that_an_index_alone_knows_is_no_internal_error(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(store, GOOD)
+    spoil(store, GOOD.id, "id", GOOD.id.encode())  # a blob, which no text equals
+    assert main(["show", "last"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "the store is damaged; `steplab store repair`" in line
+
+
+@pytest.mark.parametrize("column", ["id", "kind", "created_utc", "name", "status", "cell", "study", "schema"])
+@pytest.mark.parametrize("value", [b"\xff\xfe", "CAST(x'ff1b5b' AS TEXT)", 1.5])
+def test_a_damaged_text_is_listed_as_far_as_it_goes(
+    column: str, value: object, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(store, GOOD, OTHER)
+    with sqlite3.connect(store) as raw:
+        if isinstance(value, str):
+            raw.execute(f"UPDATE record SET {column} = {value} WHERE id = ?", (OTHER.id,))
+        else:
+            raw.execute(f"UPDATE record SET {column} = ? WHERE id = ?", (value, OTHER.id))
+    raw.close()
+    for words in (["list"], ["list", "--format", "csv"], ["list", "--kind", "study"], ["show", GOOD.id], ["report"]):
+        assert main(words) == 0
+    shown = capsys.readouterr()
+    assert GOOD.id in shown.out
+    assert "internal error" not in shown.err
+    assert "\x1b" not in shown.out + shown.err
 
 
 def test_a_record_of_an_unknown_kind_is_named(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

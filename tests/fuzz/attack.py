@@ -1,10 +1,11 @@
 """Runs all attacks, N times the tries of the first one, and prints a table: python -m tests.fuzz.attack --times 10.
 
-Each bad end is printed with its seed and command when it is met, and its file is kept in the folder --keep.
+Each kind of bad end is printed with its seed and command when it is first met, and its file is kept in the folder
+`--keep`; a small one belongs into tests/fuzz/cases. The exit code is 1 if there was a bad end.
 """
 
 import argparse
-import os
+import contextlib
 import random
 import resource
 import shutil
@@ -12,88 +13,89 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.fuzz.attacks import ATTACKS, Attack
+from tests.fuzz.attacks import ATTACKS, Attack, Try
 from tests.fuzz.ending import described
 
 MOST_BYTES = 6 << 30
 """The most address space that the process may take; what asks for more ends in a MemoryError, which is a bad end."""
+_KIND_LETTERS = 110
+_HEADER = ("attack", "tries", "times the first", "bad ends", "longest command", "most memory", "seconds")
 
 
-def attacked(
-    attack: Attack, seed: int, tries: int, deadline_s: float, keep: Path | None
-) -> tuple[int, Counter[str], float]:
-    """Run one attack; returns the number of tries, the bad ends by their kind, and the longest command in seconds."""
-    faults, longest_s, done = Counter[str](), 0.0, 0
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        before = Path.cwd()
-        os.chdir(folder)
-        try:
-            for number, tried in enumerate(attack.make(random.Random(seed), folder)):
-                done = number + 1
-                longest_s = max(longest_s, tried.end.seconds)
-                for fault in tried.faults:
-                    kind = fault[:110]
-                    faults[kind] += 1
-                    if faults[kind] == 1:
-                        print(
-                            f"[{attack.name}, seed {seed}, try {done}] {described(tried.arguments)[:300]}\n    {fault}",
-                            flush=True,
-                        )
-                        if keep and tried.file and tried.file.exists():
-                            keep.mkdir(parents=True, exist_ok=True)
-                            shutil.copy(
-                                tried.file, keep / f"{attack.name.replace(' ', '_')}-{seed}-{done}-{tried.file.name}"
-                            )
-                if done >= tries or time.monotonic() > deadline_s:
-                    break
-        finally:
-            os.chdir(before)
-    return done, faults, longest_s
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of one attack."""
+
+    attack: Attack
+    done: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    """Numbers of bad ends by the beginning of what was wrong."""
+    longest_s: float = 0.0
+    """The processor's time of the longest command."""
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+    def row(self) -> tuple[str, ...]:
+        """The cells of the table."""
+        times = self.done / self.attack.tries
+        counts = (f"{self.done:,}", f"{times:.1f}", str(self.faults.total()), f"{self.longest_s:.1f} s")
+        return (self.attack.name, *counts, f"{self.peak_bytes >> 20} MiB", f"{self.seconds:.0f}")
 
 
-def main() -> int:
+def attacked(attack: Attack, seed: int, tries: int, deadline_s: float, keep: Path | None) -> Outcome:
+    """Run one attack until it was tried so often, or until the deadline."""
+    outcome, began_s = Outcome(attack=attack), time.monotonic()
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        for tried in attack.make(random.Random(seed), Path(name)):
+            outcome.done += 1
+            outcome.longest_s = max(outcome.longest_s, tried.end.seconds)
+            outcome.peak_bytes = max(outcome.peak_bytes, tried.end.peak_bytes)
+            for fault in tried.faults:
+                kind = fault[:_KIND_LETTERS]
+                outcome.faults[kind] += 1
+                if outcome.faults[kind] == 1:
+                    where = f"{attack.name.replace(' ', '_')}-{seed}-{outcome.done}"
+                    print(f"[{where}] {described(tried.arguments)[:300]}\n    {fault}", flush=True)
+                    _keep(tried, where, keep)
+            if outcome.done >= tries or time.monotonic() > deadline_s:
+                break
+    outcome.peak_bytes = outcome.peak_bytes or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    outcome.seconds = time.monotonic() - began_s
+    return outcome
+
+
+def _keep(tried: Try, where: str, folder: Path | None) -> None:
+    if folder and tried.file and tried.file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tried.file, folder / f"{where}-{tried.file.name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the attacks that were asked for, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=float, default=1.0, help="how many times the tries of the first attack")
     parser.add_argument("--minutes", type=float, default=1e6, help="end after so many minutes")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="beginning of the random numbers")
     parser.add_argument("--only", nargs="*", default=list(ATTACKS), choices=list(ATTACKS), metavar="ATTACK")
     parser.add_argument("--keep", type=Path, default=None, help="folder for the files of bad ends")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    began_s = time.monotonic()
-    rows, num_bad = [], 0
+    end_s = time.monotonic() + 60 * given.minutes
+    outcomes = list[Outcome]()
     for number, name in enumerate(given.only):
-        attack = ATTACKS[name]
-        left_s = given.minutes * 60 - (time.monotonic() - began_s)
-        share_s = left_s / (len(given.only) - number)
-        start_s = time.monotonic()
-        tries = max(1, round(attack.tries * given.times))
-        done, faults, longest_s = attacked(
-            attack, given.seed, tries, start_s + share_s, given.keep and given.keep.absolute()
-        )
-        bad = sum(faults.values())
-        num_bad += bad
-        rows.append(
-            (
-                name,
-                f"{done:,}",
-                f"{done / attack.tries:.1f}",
-                f"{bad}",
-                f"{longest_s:.1f} s",
-                f"{time.monotonic() - start_s:.0f} s",
-            )
-        )
-    print()
-    header = ("attack", "tries", "times the first", "bad ends", "longest command", "time")
-    widths = [max(len(row[index]) for row in (header, *rows)) for index in range(len(header))]
-    for row in (header, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"peak memory of the process: {peak_mib:.0f} MiB; seed {given.seed}")
-    return 1 if num_bad else 0
+        share_s = (end_s - time.monotonic()) / (len(given.only) - number)
+        tries = max(1, round(ATTACKS[name].tries * given.times))
+        keep = given.keep.absolute() if given.keep else None
+        outcomes.append(attacked(ATTACKS[name], given.seed, tries, time.monotonic() + share_s, keep))
+    rows = [_HEADER, *(outcome.row() for outcome in outcomes)]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(_HEADER))]
+    print("\n" + "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+    print(f"seed {given.seed}; a try is one command, its length in the processor's time")
+    return 1 if any(outcome.faults for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

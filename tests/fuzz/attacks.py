@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cyclopts import App
 from tests.fuzz import seeds
-from tests.fuzz.ending import End, run
+from tests.fuzz.ending import End, run, run_apart
 from tests.fuzz.mutations import (
     NUMBERS,
     TEXTS,
@@ -66,7 +66,7 @@ _EDGES = (
 def _commands(app: App, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[tuple[str, bool]]]]:
     """Every command, with its options (False for a positional argument)."""
     for name in app:
-        if name.startswith("-"):
+        if name.startswith("-") or name == "completion":  # which would change files of the user's shell
             continue
         one, path = app[name], (*words, name)
         if one.default_command is None:
@@ -88,7 +88,7 @@ def command_lines(random_: random.Random, folder: Path) -> Iterator[Try]:
         path, options = random_.choice(commands)
         words = list(path)
         for name, is_option in random_.sample(options, min(len(options), random_.randint(0, 4))):
-            if name == "--debug" or (name == "--store" and random_.random() < 0.8):
+            if name in ("--debug", "--web") or (name == "--store" and random_.random() < 0.8):
                 continue
             value = random_.choice(_EDGES)
             if name in _SIZES and random_.random() < 0.5:
@@ -202,7 +202,7 @@ def snapshots(random_: random.Random, folder: Path) -> Iterator[Try]:
     (folder / "mark").unlink(missing_ok=True)
     while True:
         how = random_.random()
-        content = random_.choice(seeds.pickles()[:4]) if random_.random() < 0.9 else seeds.pickles()[4]
+        content = random_.choice(seeds.pickles()[:4]) if random_.random() < 0.98 else seeds.pickles()[4]
         if how < 0.4:
             content = mutated_bytes(random_, content)
         elif how < 0.85:
@@ -247,11 +247,61 @@ def studies(random_: random.Random, folder: Path) -> Iterator[Try]:
         store.unlink(missing_ok=True)
 
 
+def settings(random_: random.Random, folder: Path) -> Iterator[Try]:
+    """The file of defaults that a command finds in its folder."""
+    file, store = folder / "steplab.toml", folder / "store.db"
+    seeds.write_store(store)
+    good = 'format = "json"\n[list]\nlimit = 3\n[run]\nmodel = "tiny"\n[plan.memory]\nbatch = 2\n'
+    try:
+        while True:
+            lines = good.splitlines()
+            at = random_.randrange(len(lines))
+            lines[at] = f"{lines[at].partition(' = ')[0]} = {random_.choice(_TOML)}"
+            text = "\n".join(lines).encode()
+            file.write_bytes(text if random_.random() < 0.5 else mutated_bytes(random_, good.encode()))
+            yield _tried(folder, list(random_.choice((("list",), ("plan", "memory"), ("run",)))), store, file=file)
+    finally:
+        file.unlink(missing_ok=True)
+
+
 _TOML = (
     "1", "-1", "9223372036854775807", "9223372036854775808", "1e300", "nan", "inf", "true", '""', '"\\u001b[31m"', "[]",
     "[[]]", "{}", '{a = 1}', "[1, 'a']", "1979-05-27T07:32:00Z", "[0, 1, 2]", "['quick', 'quick']", "'''\na\n'''",
     "[[grid]]", "[grid.x]", "[[unknown]]", "[" * 3000, '"tiny"', "['tiny', 'small', 'xxl']", "0.5", '"8,16"',
 )  # fmt: skip
+
+
+# --- bombs ------------------------------------------------------------------------------------------------------
+
+
+_BOMB_S, _BOMB_BYTES = 60.0, 3 << 29
+"""What a bomb may take: of the processor's time, and 1.5 GiB of memory."""
+_BLOCKS = (
+    b"\0", b" ", b"\n", b"1,", b"{},", b"[", b'"', b"\\", b'{"a":', b'{"cat":"cpu_op","name":"x","ts":1,"dur":1},',
+    b'{"cat":"kernel"},', b"N0", b"(1", b"]a", b"]", b"}", b"(", b"N", b"\x95" + b"\0" * 8, b"]\x94", b"K\x01",
+)  # fmt: skip
+_HEADS = {
+    "import": (b"", b'{"schema":"steplab.run/1","name":"', b'{"schema":"steplab.run/1","notes":['),
+    "import-trace": (b'{"traceEvents":[', b"[", b'{"a":', b'{"'),
+    "import-snapshot": (b"\x80\x04", b"\x80\x04]", b"\x80\x04}(", b"\x80\x04("),
+}
+
+
+def bombs(random_: random.Random, folder: Path) -> Iterator[Try]:
+    """A gibibyte of the same few bytes, out of a megabyte of gzip, or 64 MiB of them as they are."""
+    while True:
+        command = random_.choice(sorted(_HEADS))
+        head, block = random_.choice(_HEADS[command]), random_.choice(_BLOCKS)
+        mebibyte = block * ((1 << 20) // len(block))
+        file = folder / "bomb"
+        if random_.random() < 0.7:
+            file.write_bytes(gzip.compress(head) + gzip.compress(mebibyte, 9) * 1024)
+        else:
+            file.write_bytes(head + mebibyte * 64)
+        words = [command, str(file), "--store", str(folder / "store.db")]
+        end = run_apart(*words, limit_s=_BOMB_S, most_bytes=_BOMB_BYTES)
+        named = f"{command} {head!r}, then {block!r}"
+        yield Try(arguments=(*words, named), end=end, faults=end.faults)
 
 
 # --- what they share --------------------------------------------------------------------------------------------
@@ -293,8 +343,10 @@ ATTACKS = {
         Attack(name="nsys files", tries=855, make=nsys),
         Attack(name="snapshots", tries=704, make=snapshots),
         Attack(name="Kineto traces", tries=1356, make=kineto),
+        Attack(name="bombs", tries=27, make=bombs),
         Attack(name="configurations", tries=300, make=configurations),
+        Attack(name="settings", tries=300, make=settings),
         Attack(name="study files", tries=300, make=studies),
     )
 }
-"""The rows of the table by name; the last two were not in the first attack."""
+"""The rows of the table by name; the last three were not in the first attack."""

@@ -2,9 +2,12 @@
 
 import errno
 import io
+import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import unicodedata
 import warnings
@@ -46,6 +49,8 @@ class End:
     """Of the processor's time."""
     faults: tuple[str, ...]
     """What is not accepted about the end; empty for a good one."""
+    peak_bytes: int = 0
+    """Peak memory of a process of its own; 0 for a command in this process."""
 
 
 def run(*arguments: str, stdin: bytes = b"", limit_s: float = LIMIT_S) -> End:
@@ -57,7 +62,7 @@ def run(*arguments: str, stdin: bytes = b"", limit_s: float = LIMIT_S) -> End:
     code = -1
     with (
         mock.patch.multiple(sys, stdout=out, stderr=err, stdin=given),
-        mock.patch("subprocess.Popen", _not_started),
+        mock.patch("subprocess.Popen", _NotStarted),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("always")
@@ -70,18 +75,50 @@ def run(*arguments: str, stdin: bytes = b"", limit_s: float = LIMIT_S) -> End:
         except BaseException as error:
             faults.append(f"{type(error).__name__} escaped: {error}"[:300])
     stdout, stderr = _text(out), _text(err)
-    faults += judged(code, stdout, stderr)
+    faults += judged(code, stdout, stderr, raised=any(word.startswith("--raise-limits") for word in arguments))
     return End(code=code, stdout=stdout, stderr=stderr, seconds=time.process_time() - began_s, faults=tuple(faults))
 
 
-def judged(code: int, stdout: str, stderr: str) -> Iterator[str]:
-    """What is not accepted about an exit code and what was written."""
+def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
+    """Run one command in a process of its own, which may take `most_bytes` of memory, and judge its end."""
+    words = [sys.executable, "-m", "steplab", *arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        # The shell's limit ends what hangs; the limits of this process hold too.
+        limited = ["sh", "-c", f'ulimit -t {limit_s:.0f}; exec "$@"', "sh", *words]
+        process = subprocess.Popen(limited, stdout=out, stderr=err)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode("utf-8", "surrogateescape"))
+    seconds, peak_bytes = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
+    faults = list(judged(process.returncode, *texts))
+    if peak_bytes > most_bytes:
+        faults.append(f"took {peak_bytes >> 20} MiB of memory, more than {most_bytes >> 20}")
+    return End(
+        code=process.returncode,
+        stdout=texts[0],
+        stderr=texts[1],
+        seconds=seconds,
+        faults=tuple(faults),
+        peak_bytes=peak_bytes,
+    )
+
+
+def judged(code: int, stdout: str, stderr: str, *, raised: bool = False) -> Iterator[str]:
+    """What is not accepted about an exit code and what was written; `raised`: the limits were raised."""
     lines = stderr.splitlines()
+    if "there is not enough memory" in stderr and not raised:
+        yield "took more memory than there is"
     if code not in (*_CODES, -1):
         yield f"exit code {code}"
     yield from (line[:300] for line in lines if "internal error" in line or line.startswith("Traceback"))
     yield from (found[0][:300] for found in _WARNING.finditer(stderr))
-    if code in (1, 2) and not any(line.startswith("steplab: ") for line in lines):
+    told = (
+        lines if code == 1 else [line for line in lines if line.startswith("steplab: ")]
+    )  # a cell that failed has a row
+    if code in (1, 2) and not told:
         yield f"exit code {code} without a line that says why"
     if any(len(line) > _LONGEST_LINE for line in lines):
         yield f"a line of {max(map(len, lines))} characters on standard error"
@@ -113,8 +150,12 @@ def _text(stream: io.TextIOWrapper) -> str:
     return buffer.getvalue().decode("utf-8", "surrogateescape")
 
 
-def _not_started(*arguments: object, **options: object) -> NoReturn:
-    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+class _NotStarted(subprocess.Popen[bytes]):
+    """A process that the system does not let start."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        self.returncode, self._child_created = None, False  # what its end looks at
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def _show(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:

@@ -56,7 +56,7 @@ def record_texts() -> dict[str, bytes]:
 @functools.cache
 def trace() -> dict[str, Any]:
     """The first events of a recorded trace, of every category."""
-    whole = json.loads(lzma.decompress((GOLDEN / "trace_small_256_bf16.json.xz").read_bytes()))
+    whole = json.loads(lzma.decompress((GOLDEN / "excerpt_ddp_2gpu.json.xz").read_bytes()))
     seen: dict[str, int] = {}
     kept = list[Any]()
     for event in whole["traceEvents"]:

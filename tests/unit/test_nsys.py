@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from steplab.errors import UserError
+from steplab.limits import Limits
 from steplab.traces.reading import read_trace
 from steplab.traces.trace import NONE, Trace
 
@@ -250,3 +251,34 @@ def test_a_cut_export_is_refused_in_one_line(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(UserError, match="cannot be read as one: database disk image is malformed"):
         read_trace(path)
+
+
+def test_values_of_other_types_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = export(tmp_path / "t.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        kernels = "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET"
+        wrong = "deviceId = 'zero', streamId = ?, correlationId = 1e300"
+        connection.execute(f"{kernels} {wrong} WHERE start = 200", (b"7",))
+        connection.execute(f"{kernels} end = 0.5 WHERE start = 300")
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET globalTid = ? WHERE start = 150", (float("inf"),))
+        connection.execute("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = ? WHERE start = 170", (-(2**63),))
+        connection.execute("UPDATE StringIds SET value = ? WHERE id = 2", (b"\xff",))
+        connection.execute("UPDATE TARGET_INFO_GPU SET name = 7")
+        connection.commit()
+    trace = read_trace(path)
+    [kernel] = [row for row in rows_of(trace, "work", "start_ns", "device", "stream", "correlation") if row[1] == 200]
+    assert kernel == ("(unnamed)", 200, NONE, NONE, NONE)
+    assert rows_of(trace, "calls", "start_ns", "thread")[0] == ("cudaLaunchKernel", 150, 0)
+    assert len(trace.calls.name) == 3
+    assert trace.device_name is None
+    notes = " ".join(trace.notes)
+    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL left out because they do not end" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL with values of the wrong type, which are left out: 1" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_RUNTIME with values of the wrong type, which are left out: 1" in notes
+
+
+def test_an_export_of_more_rows_than_the_limits_allow_is_refused(tmp_path: Path) -> None:
+    path = export(tmp_path / "t.sqlite")
+    with pytest.raises(UserError, match="has more than 3 kernels, copies, calls, operators and ranges"):
+        read_trace(path, limits=Limits(num_events=3))
+    assert len(read_trace(path, limits=Limits(num_events=3).times(4)).work.name)

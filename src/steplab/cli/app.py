@@ -100,6 +100,8 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
         # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except MemoryError:
+        return _fail("there is not enough memory for this; ask for less, or end other programs", 1, given)
     except Exception as error:
         if fault := _fault_of_the_machine(error):
             return _fail(fault, 1, given)

@@ -11,6 +11,7 @@ from cyclopts import App, ArgumentCollection
 from cyclopts.config import Dict
 
 from steplab.errors import UserError
+from steplab.unpacking import small_file
 
 FILE = "steplab.toml"
 _OF_ONE_CALL = ("output", "force")
@@ -77,7 +78,7 @@ def _nearest(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(small_file(path).decode())
+    except (OSError, UnicodeDecodeError, RecursionError, tomllib.TOMLDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"cannot read {path}: {why}") from error

@@ -8,10 +8,8 @@ from pathlib import Path
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, format_of, packed, refuse_the_same
-from steplab.printing import plain, plain_json, plain_with_colors
+from steplab.printing import leaving, plain
 
-_JSON = ("json", "jsonl", "perfetto")
-"""The kinds of output that are JSON, in which control characters are written as JSON's escapes."""
 ROW_FORMATS = ("table", "json", "csv", "md", "latex")
 """The formats of a table of runs."""
 
@@ -48,14 +46,14 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
     SteplabError where writing fails.
     """
     pieces = (text if text.endswith("\n") else f"{text}\n",) if isinstance(text, str) else text
-    to_stdout = out is None or out.output is None
-    clean = plain_json if kind in _JSON else plain_with_colors if to_stdout and stdout_color() else plain
+    colored = (out is None or out.output is None) and stdout_color()
+    clean = (leaving(piece, kind, colored=colored) for piece in pieces)
     if out is None or out.output is None:
-        for piece in map(clean, pieces):
+        for piece in clean:
             _print(piece)
         return
     with _destination(out.output, out, kind).writing() as file, packed(file, out.output) as target:
-        for piece in map(clean, pieces):
+        for piece in clean:
             target.write(piece.encode())
     say(f"wrote {out.output}")
 

@@ -64,6 +64,8 @@ def _in_lines(file: Path, stream: IO[bytes], limits: Limits) -> Iterator[Foreign
         number += 1
         if len(line) > limits.record_bytes:
             raise LimitReached(f"line {number} has more than {format_bytes(limits.record_bytes)}")
+        if number > limits.num_lines:
+            raise LimitReached(f"it has more than {limits.num_lines:,} lines")
         if unpacked.damage:
             raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")
         if line.strip():

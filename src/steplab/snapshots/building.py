@@ -207,14 +207,14 @@ def _joined(parts: list[Events]) -> Events:
 def _settings(settings: object) -> AllocatorSettings:
     if not isinstance(settings, dict):
         return AllocatorSettings()
-    most = settings.get("max_split_size")
+    most = _int(settings, "max_split_size", NONE)
     divisions = settings.get("roundup_power2_divisions")
-    steps = list(divisions.values()) if isinstance(divisions, dict) else []
+    steps = [_int(divisions, key, 0) for key in divisions] if isinstance(divisions, dict) else []
     return AllocatorSettings(
         # torch's "no limit" is the largest unsigned number, which it writes as -1
-        max_split_bytes=most if isinstance(most, int) and most > 0 else None,
+        max_split_bytes=most if most > 0 else None,
         expandable_segments=bool(settings.get("expandable_segments")),
-        roundup_divisions=tuple(int(step) for step in steps) if all(isinstance(step, int) for step in steps) else (),
+        roundup_divisions=tuple(steps),
     )
 
 
@@ -244,7 +244,7 @@ def _dict(value: object, what: str) -> _Dict:
     return value
 
 
-def _int(owner: _Dict, key: str, absent: int) -> int:
+def _int(owner: _Dict, key: Any, absent: int) -> int:
     value = owner.get(key)
     if value is None:
         return absent

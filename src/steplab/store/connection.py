@@ -212,7 +212,15 @@ def _refuse_folder(path: Path) -> None:
 
 def _connect(path: Path, mode: str, timeout_s: float) -> sqlite3.Connection:
     # as_uri escapes a ? or # in the path. isolation_level=None: transactions begin where we say.
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=timeout_s, isolation_level=None)
+    uri = f"{path.absolute().as_uri()}?{mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=timeout_s, isolation_level=None)
+    connection.text_factory = text_of  # one damaged text must not keep the others from being read
+    return connection
+
+
+def text_of(value: object) -> str:
+    """The text of a value of a damaged row, which may have any type."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:

@@ -65,6 +65,8 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         raise SteplabError(message.format(path=path, error=error)) from error
     except OSError as error:
         raise SteplabError(f"cannot open the store {path}: {error.strerror}; {NAME_ANOTHER}") from error
+    except UnicodeDecodeError as error:  # a name in the file, or SQLite's message about it
+        raise SteplabError(_MESSAGES[sqlite3.SQLITE_CORRUPT].format(path=path, error=error)) from error
     except (UnicodeEncodeError, OverflowError) as error:
         raise UserError(
             f"a text or number that was given can neither be stored nor found in the store {path} ({error}); use valid "

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from steplab.records.registry import KINDS, kind_of, summary_row
 from steplab.records.rows import Row
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
-from steplab.store.connection import Connection
+from steplab.store.connection import Connection, text_of
 from steplab.store.prefix import unique_id
 from steplab.store.selection import Selection
 
@@ -70,8 +71,7 @@ def import_records(connection: Connection, records: Sequence[ForeignRecord]) -> 
 def get(connection: Connection, id_prefix: str) -> Record:
     """The record whose id begins with the prefix."""
     record_id = unique_id(connection, "record", id_prefix)
-    body = connection.query("SELECT body FROM record WHERE id = ?", record_id)[0][0]
-    return _decode(connection, record_id, body)
+    return _decode(connection, record_id, _only(connection, "SELECT body FROM record WHERE id = ?", record_id)[0])
 
 
 def find(connection: Connection, record_id: str) -> Record | None:
@@ -92,17 +92,19 @@ def rows(connection: Connection, selection: Selection, limit: int | None) -> lis
         *selection.values(),
         -1 if limit is None else max(0, limit),
     )
-    return [_row(*columns) for columns in found]
+    return [_row([text_of(value) for value in columns], summary) for *columns, summary in found]
 
 
-def _row(record_id: str, created_utc: str, kind: str, name: str, status: str, summary: bytes) -> Row:
+def _row(columns: Sequence[str], summary: bytes) -> Row:
     """The row as it was stored; a row of an earlier version lacks its kind."""
+    record_id, created_utc, kind, name, status = columns
     verb = KINDS[kind].verb if kind in KINDS else kind
+    sure: Row = {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
     try:
-        return {"kind": verb} | _ROWS.decode(summary)
+        return {"kind": verb} | _ROWS.decode(summary) | sure
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
-        return {"id": record_id, "created_utc": created_utc, "kind": verb, "name": name, "status": status}
+        return {"kind": verb} | sure
 
 
 def iterate(connection: Connection, selection: Selection, newest: int | None) -> Iterator[Record]:
@@ -143,7 +145,8 @@ def ceilings(connection: Connection, device_name: str) -> Iterator[Ceilings]:
 def of_unknown_kind(connection: Connection) -> list[tuple[str, str]]:
     """Id and kind of each record of a kind that this version does not know."""
     marks = ", ".join("?" * len(KINDS))
-    return connection.query(f"SELECT id, kind FROM record WHERE kind NOT IN ({marks}) ORDER BY seq", *KINDS)
+    found = connection.query(f"SELECT id, kind FROM record WHERE kind NOT IN ({marks}) ORDER BY seq", *KINDS)
+    return [(text_of(record_id), text_of(kind)) for record_id, kind in found]
 
 
 def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
@@ -151,13 +154,27 @@ def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
     columns = ("id", "kind", "created_utc", "name", "status", "study")
     ids = dict.fromkeys(unique_id(connection, "record", prefix) for prefix in id_prefixes)
     sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
-    return [dict(zip(columns, connection.query(sql, record_id)[0], strict=True)) for record_id in ids]
+    found = [_only(connection, sql, record_id) for record_id in ids]
+    return [
+        dict(zip(columns, (None if value is None else text_of(value) for value in row), strict=True)) for row in found
+    ]
+
+
+def _only(connection: Connection, sql: str, record_id: str) -> tuple[Any, ...]:
+    """The row of a record that was found before. Raises SteplabError if it is not there: an index is damaged."""
+    found = connection.query(sql, record_id)
+    if not found:
+        raise SteplabError(
+            f"record {record_id} is listed in {connection.path} and not found there: the store is damaged; "
+            "`steplab store repair` saves what can be read"
+        )
+    return found[0]
 
 
 def annotate(connection: Connection, record_id: str, *, tags: Sequence[str], comment: str) -> None:
     """Set the tags and the comment of the record with this id; everything else in it is unchanged."""
     with connection.transaction():
-        body = connection.query("SELECT body FROM record WHERE id = ?", record_id)[0][0]
+        body = _only(connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
         _decode(connection, record_id, body)  # a damaged one is refused
         fields = msgspec.json.decode(body)  # with those that only a later version knows
         changed = msgspec.json.encode(fields | {"tags": list(tags), "comment": comment})

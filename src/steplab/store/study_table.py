@@ -6,7 +6,7 @@ from steplab.records.codec import new_id, now_utc
 from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
 from steplab.store.cells import fingerprint_of_format_1, study_fingerprint, study_keys
-from steplab.store.connection import Connection
+from steplab.store.connection import Connection, text_of
 from steplab.store.selection import FINISHED, NOT_SUPERSEDED
 
 
@@ -58,7 +58,10 @@ def finished_cells(connection: Connection, study_id: str) -> set[str]:
 def cells_in_order(connection: Connection, study_id: str) -> dict[str, int]:
     """The place of each record in the study's list of measurements, by its id; of others after all of them."""
     listed = connection.query("SELECT cells FROM study WHERE id = ?", study_id)
-    keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
+    try:
+        keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # damaged: the order in which they were made is left
+        keys = []
     places = {key: place for place, key in enumerate(keys)}
     found = connection.query("SELECT id, cell FROM record WHERE study = ?", study_id)
     return {str(record_id): places.get(cell, len(places)) for record_id, cell in found}
@@ -82,4 +85,5 @@ def study_rows(connection: Connection) -> list[Row]:
         GROUP BY study.seq ORDER BY study.created_utc DESC, study.seq DESC
         """
     )
-    return [dict(zip(columns, row, strict=True)) for row in found]
+    num_texts = columns.index("num_cells")
+    return [dict(zip(columns, (*map(text_of, row[:num_texts]), *row[num_texts:]), strict=True)) for row in found]

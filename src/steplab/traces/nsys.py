@@ -43,6 +43,8 @@ _ROWS = 20_000
 _LONGEST_VALUE_BYTES = MIB
 """The longest text or blob that SQLite makes of a value; a name has some kilobytes at most."""
 _MOST_GPUS = 1024
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""Errors of a damaged database; the latter for names of tables and columns."""
 
 Integers = NDArray[np.int64]
 
@@ -58,7 +60,7 @@ def read_nsys(path: Path, on_progress: OnProgress, limits: Limits | None = None)
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             export = _Export(connection, limits)
-        except sqlite3.DatabaseError as error:
+        except _UNREADABLE as error:
             raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
         if not export.is_export:
             raise UserError(
@@ -97,7 +99,7 @@ class _Export:
             if base in self._tables:
                 try:
                     read()
-                except sqlite3.DatabaseError as error:
+                except _UNREADABLE as error:
                     self._builder.damage.append(f"table {self._tables[base]} could not be read to its end: {error}")
                     self._builder.notes.append(self._builder.damage[-1])
             on_done(number / len(readers))
@@ -235,7 +237,7 @@ class _Export:
         try:
             cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}" LIMIT {_MOST_GPUS}')
             rows = [dict(zip((column[0] for column in cursor.description), row, strict=True)) for row in cursor]
-        except sqlite3.DatabaseError:
+        except _UNREADABLE:
             return None
         names = {row.get("cuDevice", row.get("id")): row.get("name") for row in rows}
         found = (names.get(device) for device, _ in self._devices.most_common())

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.files import Destination, format_of
+from steplab.printing import leaving
 
 FORMATS = ("table", "json", "csv", "md", "latex", "html")
 """The formats of every view; table is text for a terminal, html a page that needs nothing else."""
@@ -24,13 +25,13 @@ class View:
         return self.render()
 
     def _repr_html_(self) -> str:
-        return self.write("notebook", False)
+        return leaving(self.write("notebook", False), "html")
 
     def render(self, format: str = "table", *, color: bool = False) -> str:
         """The report in one of FORMATS. Raises UserError for another format, or one that does not suit it."""
         if format not in FORMATS:
             raise UserError(f"there is no format '{format}'; choose one of {', '.join(FORMATS)}")
-        return self.write(format, color)
+        return leaving(self.write(format, color), format, colored=color)
 
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
         """Write the report to a file, in the format of its suffix (page.html, rows.csv) unless one is named.
