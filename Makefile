@@ -64,6 +64,8 @@ clean: ## Remove the environment and what `make run` and `make docs` made
 	$(INSTALL) --editable '.[docs]' --constraint constraints.txt
 	touch $@
 
+# torchtitan by itself: it bounds what the others leave open, so that pip would search for long or take an older one.
 .venv/integrated: .venv/tested
 	$(INSTALL) --editable '.[integrations]' --constraint constraints.txt
+	$(INSTALL) 'torchtitan>=0.3' --constraint constraints.txt
 	touch $@
