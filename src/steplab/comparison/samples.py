@@ -9,7 +9,7 @@ Use it so, for two step functions that took turns on one machine, a few steps at
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: not decided
 
 For two processes that ran one after the other, pass `[samples]` for each and `in_turns=False`; for several processes a
-side, one list for each process. Turns must be at least `FEWEST_TURNS` for a difference to be found.
+side, one list for each process. It takes `FEWEST` turns to find a difference, and more if they are noisy.
 
 What is resampled is a unit: a turn; a process, if each side has at least `FEWEST` of them; otherwise a sample. Units
 are drawn in runs of neighbours (the circular block bootstrap of Politis and Romano, 1992), as long as the cube root of
@@ -21,7 +21,7 @@ B is called higher if the whole interval lies above the threshold and the test o
 all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
 apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
 also tell differences that are too small to matter. Where a quarter of a side's samples exceed twice its median, nothing
-is decided.
+is decided. benchmarks/compare_alarms.py counts the alarms on recorded samples.
 """
 
 import itertools
@@ -36,16 +36,15 @@ Blocks = Sequence[Sequence[float]]
 """Samples in the order of time, a list for each turn or each process."""
 
 FEWEST = 6
-"""Number of units from which there is an interval."""
-FEWEST_TURNS = 8
-"""Number of turns from which p can be below ALPHA: 2 / 2**8."""
-ALPHA = 0.01
-"""Largest p with which a difference is called one."""
+"""Number of units from which there is an interval; in turns, p can then be 2 / 2**6."""
+ALPHA, ALPHA_IN_TURNS = 0.01, 0.05
+"""Largest p with which a difference is called one, for processes and for turns. Exchanges within turns are few, and
+what slows both sides is taken out before, so that the interval is the stricter of the two there."""
 IN_TURNS = 0.01
 """Threshold for samples in turns, whose differences are those of the code."""
 SEPARATE = 0.05
 """Threshold for one process a side. Pairs of processes with equal steps on a quiet machine, in the records of H200s of
-this repository, differ by up to 4.8 %, and half of them by more than 0.3 %."""
+this repository, differ by up to 5.0 %, and half of them by more than 0.4 % (benchmarks/compare_alarms.py)."""
 
 _REPLICATES = 1000
 _AT_ONCE = 2_000_000  # values that are resampled together, to bound memory
@@ -55,13 +54,13 @@ _MOST_TIMES_MORE = 100
 
 
 def compare_samples(
-    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, alpha: float = ALPHA
+    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, alpha: float | None = None
 ) -> Ratio:
     """The ratio of the median of B to that of A, its 95 % interval, the test, and what they decide.
 
     `in_turns`: block i of A and block i of B ran side by side. `threshold` is the smallest difference that matters, as
-    a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `alpha` is to be divided by
-    the number of ratios that are decided together.
+    a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `alpha` is the
+    largest p of a difference (None: `ALPHA`, or `ALPHA_IN_TURNS`), less where many ratios are decided together.
 
     Raises ValueError if a side has no samples, a sample is not positive, or turns do not pair up.
     """
@@ -74,6 +73,8 @@ def compare_samples(
         raise ValueError(f"{len(sides[0])} turns of A and {len(sides[1])} of B; each turn needs both")
     separate = not in_turns and min(map(len, sides)) < FEWEST
     units = [np.concatenate(side)[:, None] if separate else _rows_of(side) for side in sides]
+    if alpha is None:
+        alpha = ALPHA_IN_TURNS if in_turns else ALPHA
     if threshold is None:
         threshold = SEPARATE if separate else IN_TURNS
     middles = [float(np.median(np.concatenate(side))) for side in sides]
@@ -98,9 +99,7 @@ def compare_samples(
         p=p,
         threshold=threshold,
         decision=decision,
-        more=_more(interval, threshold, min(map(len, units)), in_turns)
-        if decision == "undecided" and not restless
-        else None,
+        more=_more(interval, threshold, min(map(len, units))) if decision == "undecided" and not restless else None,
     )
 
 
@@ -184,18 +183,17 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
     return "not higher" if high <= 1 + threshold else "undecided"
 
 
-def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, in_turns: bool) -> int | None:
+def _more(interval: tuple[float, float] | None, threshold: float, num_units: int) -> int | None:
     """About how many further units of each side make the interval no wider than the threshold.
 
     Its width falls with the root of the number of units. A ratio that is undecided then is about the threshold itself.
     """
-    fewest = FEWEST_TURNS if in_turns else FEWEST
     if interval is None:
-        return max(fewest - num_units, 1)
+        return max(FEWEST - num_units, 1)
     times = (math.log(interval[1] / interval[0]) / math.log1p(threshold)) ** 2 if threshold else math.inf
-    if times > _MOST_TIMES_MORE or (times <= 1 and num_units >= fewest):
+    if times > _MOST_TIMES_MORE or (times <= 1 and num_units >= FEWEST):
         return None
-    return max(math.ceil(num_units * times), fewest) - num_units
+    return max(math.ceil(num_units * times), FEWEST) - num_units
 
 
 def mann_whitney(a: Any, b: Any) -> float:

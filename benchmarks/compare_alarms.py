@@ -1,0 +1,129 @@
+"""Counts the false alarms of comparisons of identical steps, and how often a planted slowdown is found.
+
+    PYTHONPATH=src python benchmarks/compare_alarms.py > benchmarks/results/compare_alarms_202611.md
+
+Identical pairs are drawn from recorded step times (tests/golden and benchmarks/results), with replacement and in runs
+of neighbours, as many as a comparison has; B is then made slower. It also lists by how much two processes of the same
+step differ, from which the thresholds of steplab.comparison.samples come.
+"""
+
+import gzip
+import itertools
+import lzma
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from steplab.comparison.samples import IN_TURNS, SEPARATE, compare_samples
+from steplab.errors import SteplabError
+from steplab.records.codec import decode
+from steplab.records.disturbances import disturbances
+from steplab.records.rows import step_key
+from steplab.records.run import Run
+
+REPOSITORY = Path(__file__).parents[1]
+PAIRS = 1000
+
+
+def runs() -> list[Run]:
+    """Every recorded run with ten steps or more."""
+    files = [*(REPOSITORY / "tests" / "golden").glob("*.jsonl.*z"), *(REPOSITORY / "benchmarks").glob("results/*.gz")]
+    found = []
+    for file in sorted(files):
+        unpack = lzma.decompress if file.suffix == ".xz" else gzip.decompress
+        for line in unpack(file.read_bytes()).splitlines():
+            try:
+                record = decode(line)
+            except SteplabError:
+                continue  # a file of something else than records
+            if isinstance(record, Run) and len(samples(record)) >= 10:
+                found.append(record)
+    return found
+
+
+def samples(run: Run) -> tuple[float, ...]:
+    """The measured step times."""
+    step = run.timing.phase("step") if run.timing else None
+    return step.best_s if step else ()
+
+
+def drawn(pool: tuple[float, ...], count: int, length: int, random: np.random.Generator) -> list[float]:
+    """Samples in runs of `length` neighbours."""
+    starts = random.integers(0, len(pool), -(-count // length))
+    places = ((starts[:, None] + np.arange(length)) % len(pool)).ravel()[:count]
+    return [pool[place] for place in places]
+
+
+def turns(values: list[float], steps: int) -> list[list[float]]:
+    """The samples as turns of so many steps."""
+    return [values[first : first + steps] for first in range(0, len(values), steps)]
+
+
+def alarms(pools: list[tuple[float, ...]], count: int, length: int, per_turn: int | None) -> tuple[float, float]:
+    """The share of identical pairs that are told apart, and of those with B 3 % slower that are found."""
+    random = np.random.default_rng(0)
+    wrong = found = 0
+    for _ in range(PAIRS):
+        pool = pools[random.integers(len(pools))]
+        a, b = (drawn(pool, count, length, random) for _ in range(2))
+        slow = [1.03 * sample for sample in b]
+        sides = [[each] if per_turn is None else turns(each, per_turn) for each in (a, b, slow)]
+        options = {"in_turns": per_turn is not None, "threshold": IN_TURNS}
+        wrong += compare_samples(sides[0], sides[1], **options).decision in ("higher", "lower")
+        found += compare_samples(sides[0], sides[2], **options).decision == "higher"
+    return wrong / PAIRS, found / PAIRS
+
+
+def between_processes(all_runs: list[Run], *, disturbed: bool) -> list[float]:
+    """By how much the medians of two processes of the same step differ, on one kind of device and version of torch."""
+    alike: dict[tuple[object, ...], list[Run]] = {}
+    for run in all_runs:
+        if run.spec and run.environment:
+            key = (*step_key(run.spec).values(), run.device_name, run.environment.torch)
+            alike.setdefault(key, []).append(run)
+    pairs = [pair for some in alike.values() for pair in itertools.combinations(some, 2)]
+    chosen = [pair for pair in pairs if any(map(disturbances, pair)) == disturbed]
+    medians = [[median(samples(run)) for run in pair] for pair in chosen]
+    return sorted(max(pair) / min(pair) - 1 for pair in medians)
+
+
+def main() -> None:
+    """Print the tables as Markdown."""
+    every = runs()
+    quiet = [samples(run) for run in every if not disturbances(run)]
+    disturbed = [samples(run) for run in every if disturbances(run)]
+    print("# False alarms of comparisons\n")
+    print("Made by `PYTHONPATH=src python benchmarks/compare_alarms.py`.\n")
+    print(f"{PAIRS} identical pairs each, from {len(quiet)} quiet and {len(disturbed)} disturbed recorded runs, at a")
+    print(f"threshold of {IN_TURNS:.0%}. Found: B made 3 % slower.\n")
+    print("| runs | samples a side | drawn in runs of | compared | false alarms | 3 % found |")
+    print("|---|--:|--:|---|--:|--:|")
+    for name, pools in (("quiet", quiet), ("disturbed", disturbed)):
+        for count, length, per_turn in (
+            (10, 1, None),
+            (30, 1, None),
+            (30, 4, None),
+            (30, 1, 1),
+            (30, 4, 1),
+            (30, 3, 3),
+        ):
+            how = "two processes" if per_turn is None else f"turns of {per_turn}"
+            wrong, found = alarms(pools, count, length, per_turn)
+            print(f"| {name} | {count} | {length} | {how} | {wrong:.1%} | {found:.1%} |")
+    print("\n## Two processes of the same step\n")
+    print("| runs | pairs | median difference | 90th percentile | largest |")
+    print("|---|--:|--:|--:|--:|")
+    for name, is_disturbed in (("quiet", False), ("one disturbed", True)):
+        found = between_processes([run for run in every if run.device_name == "NVIDIA H200"], disturbed=is_disturbed)
+        ninth = np.percentile(found, 90)
+        print(f"| H200, {name} | {len(found)} | {median(found):.1%} | {ninth:.1%} | {max(found):.1%} |")
+    noisy = between_processes([run for run in every if run.name == "identical"], disturbed=True)
+    print(
+        f"| overloaded CPU | {len(noisy)} | {median(noisy):.0%} | {np.percentile(noisy, 90):.0%} | {max(noisy):.0%} |"
+    )
+    print(f"\nThe threshold for one process a side is {SEPARATE:.0%}; a disturbed run decides nothing unless in turns.")
+
+
+if __name__ == "__main__":
+    main()

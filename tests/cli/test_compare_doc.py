@@ -1,0 +1,78 @@
+"""Every command of docs/compare.md works, and the jobs in examples/ci are ones that would."""
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.cli.program import REPOSITORY, Program
+from tests.cli.test_readme import blocks, commands
+from tests.runs import make_run
+from tests.unit.test_comparing import slower
+
+from steplab.cli.app import app
+from steplab.records.codec import encode
+
+TEXT = (REPOSITORY / "docs" / "compare.md").read_text(encoding="utf-8")
+JOBS = REPOSITORY / "examples" / "ci"
+RUN = make_run({"model": "tiny", "steps": "30"}, id="aaaa00000000")
+UNDECIDED, REGRESSION = 3, 4
+
+
+@pytest.fixture
+def stored(reader: Program) -> Program:
+    """The program for someone who types, with two equal runs."""
+    again = dataclasses.replace(RUN, id="bbbb00000000", created_utc="2026-11-22T08:00:00Z")
+    (reader.cwd / "runs.jsonl").write_bytes(b"\n".join(map(encode, (RUN, again))))
+    assert reader("import", "runs.jsonl").code == 0
+    return reader
+
+
+def test_every_command_of_the_chapter_works(stored: Program) -> None:
+    pieces = [line for block in blocks(TEXT) if block.language == "sh" for line in commands(block)]
+    assert len(pieces) >= 10
+    for piece in pieces:
+        result = stored(*shlex.split(piece.text)[1:])
+        assert result.code == 0, f"{piece}\n{result.stderr}"
+
+
+def scripts(name: str) -> str:
+    """The shell script of a job, with the baseline's comparison."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    job = yaml.safe_load((JOBS / name).read_text(encoding="utf-8"))
+    if name == "github.yml":
+        return "\n".join(step["run"] for step in job["jobs"]["step-time"]["steps"] if "run" in step)
+    assert job["step-time"]["allow_failure"]["exit_codes"] == UNDECIDED
+    return "\n".join(job["step-time"]["script"])
+
+
+@pytest.mark.parametrize(("name", "slowdown", "code"), [("github.yml", 1.5, REGRESSION), ("gitlab.yml", 1.0, 0)])
+def test_a_job_fails_for_a_regression_alone(stored: Program, name: str, slowdown: float, code: int) -> None:
+    """The job as it stands, but that it finds the run that it would measure."""
+    script = "\n".join(line for line in scripts(name).splitlines() if not line.startswith("steplab run"))
+    assert stored("export", "bbbb", "--output", "baseline.jsonl").code == 0
+    measured = dataclasses.replace(slower(RUN, slowdown), id="cccc00000000", created_utc="2026-11-23T08:00:00Z")
+    (stored.cwd / "new.jsonl").write_bytes(encode(measured))
+    assert stored("import", "new.jsonl").code == 0
+    summary = stored.cwd / "summary.md"
+    ended = subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=stored.cwd,
+        env=os.environ | stored.environment | {"GITHUB_STEP_SUMMARY": str(summary)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == code, ended.stderr
+    assert "<!doctype html>" in (stored.cwd / "comparison.html").read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize("file", sorted(JOBS.glob("*.yml")), ids=lambda file: file.name)
+def test_what_a_job_measures_is_understood(file: Path) -> None:
+    lines = re.findall(r"steplab run [^&\n]*", file.read_text(encoding="utf-8"))
+    assert len(lines) == 2
+    for line in lines:
+        app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
