@@ -23,6 +23,9 @@ from steplab.records.memory_profile import Allocation
 from steplab.records.profile import KernelStats
 from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.records.run_cells import run_cells
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.turns import Turn, Turns
 from steplab.report.compare.document import compare_document
 from steplab.report.compare.words import kernel_words, memory_words, verdict
 from steplab.report.kit.html import to_html
@@ -53,6 +56,7 @@ def slower(run: Run, factor: float) -> Run:
 
 
 STEADY = make_run({"steps": "30"})
+SAMPLES = [s for cell in run_cells(STEADY) for f in cell.figures if f.name == "step time" for s in f.samples]
 
 
 # --- times ------------------------------------------------------------------------------------------------
@@ -102,7 +106,31 @@ def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
     assert len(runs) == 16
     outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
     assert outcomes == {"undecided"}
-    assert "measure A and B in turns" in verdict(compared(*runs[:2])).cautions[0]
+    assert "measures A and B in turns" in verdict(compared(*runs[:2])).cautions[0]
+
+
+def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
+    """What slows both by 30 % cancels, so that 3 % is found at the threshold of turns."""
+    turns = Turns(session="s", label="A", turns=tuple(Turn(place=4 * place, steps=3) for place in range(10)))
+    drift = [1.3 if 9 <= step < 21 else 1.0 for step in range(30)]
+    samples = [d * s for d, s in zip(drift, SAMPLES, strict=True)]
+    a, b = (
+        replace(
+            STEADY,
+            id=letter * 12,
+            timing=Timing(
+                warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=tuple(factor * s for s in samples)),)
+            ),
+            turns=replace(turns, label=letter, turns=tuple(replace(t, place=t.place + shift) for t in turns.turns)),
+        )
+        for letter, factor, shift in (("a", 1.0, 0), ("b", 1.03, 1))
+    )
+    found = compared(a, b)
+    assert found.in_turns
+    assert found.outcome == "regression"
+    assert found.regressions[0].ratio is not None
+    assert found.regressions[0].ratio.ratio == pytest.approx(1.03)
+    assert verdict(found).cautions == ()
 
 
 # --- likeness ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from statistics import median
 from steplab.comparison.kernels import kernel_changes
 from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.memory import memory_changes
-from steplab.comparison.samples import ALPHA, FEWEST, compare_samples, compare_values
+from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
 from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side, Unlike
@@ -76,7 +76,7 @@ def compare(
     several = max(len(cells_a), len(cells_b)) > 1
     named = [(before.label if several else "", before, after) for before, after in pairs]
     doubts = [_doubts(before, after) for before, after in pairs]
-    alpha = ALPHA / max(1, sum(figure.decides for before, _ in pairs for figure in _first_figures(before)))
+    num_decided = max(1, sum(figure.decides for before, _ in pairs for figure in _first_figures(before)))
     allowed: dict[str, Unlike] = {}
     for before, after in pairs:
         allowed |= {found.field: found for found in unlike(before.key, after.key)}
@@ -86,7 +86,7 @@ def compare(
         figures=tuple(
             compared
             for (cell, before, after), doubtful in zip(named, doubts, strict=True)
-            for compared in _figures(cell, before, after, threshold, alpha, doubtful=bool(doubtful))
+            for compared in _figures(cell, before, after, threshold, num_decided, doubtful=bool(doubtful))
         ),
         kernels=tuple(change for cell, before, after in named for change in _kernels(cell, before, after)),
         memory=tuple(change for cell, before, after in named for change in _memory(cell, before, after)),
@@ -96,6 +96,7 @@ def compare(
             for cell, before, after in named
             if after.failure and not before.failure
         ),
+        in_turns=any(_pair_in_turns(before, after) for before, after in pairs),
         doubts=tuple(dict.fromkeys(doubt for found in doubts for doubt in found)),
         notes=tuple(_notes(cells_a, cells_b, named)),
     )
@@ -163,7 +164,7 @@ def _first_figures(cell: _Cell) -> tuple[MeasuredFigure, ...]:
 
 
 def _figures(
-    cell: str, before: _Cell, after: _Cell, threshold: float | None, alpha: float, *, doubtful: bool
+    cell: str, before: _Cell, after: _Cell, threshold: float | None, num_decided: int, *, doubtful: bool
 ) -> Iterator[ComparedFigure]:
     """The figures that both cells have."""
     for first in _first_figures(before):
@@ -171,9 +172,9 @@ def _figures(
         blocks_b = [figure.samples for figure in after.figure(first.name)]
         if not blocks_b:
             continue
-        at_most = alpha if first.decides else ALPHA
-        ratio = _in_turns(before, after, blocks_a, blocks_b, threshold, at_most) or _ratio(
-            first, blocks_a, blocks_b, threshold, at_most
+        together = num_decided if first.decides else 1
+        ratio = _in_turns(before, after, blocks_a, blocks_b, threshold, together) or _ratio(
+            first, blocks_a, blocks_b, threshold, together
         )
         if ratio and ratio.decision != "same" and doubtful and first.unit != "bytes":
             ratio = replace(ratio, decision="undecided", more=None)
@@ -194,7 +195,7 @@ def _ratio(
     blocks_a: list[tuple[float, ...]],
     blocks_b: list[tuple[float, ...]],
     threshold: float | None,
-    alpha: float,
+    num_decided: int,
 ) -> Ratio | None:
     """What can be said of the ratio: bytes are exact, and a few single times have no interval."""
     if figure.unit == "bytes":
@@ -204,7 +205,7 @@ def _ratio(
     single = max(map(len, (*blocks_a, *blocks_b))) == 1
     if (single and count < FEWEST) or not all(all(block) for block in (*blocks_a, *blocks_b)):
         return None
-    return compare_samples(blocks_a, blocks_b, in_turns=False, threshold=threshold, alpha=alpha)
+    return compare_samples(blocks_a, blocks_b, in_turns=False, threshold=threshold, num_decided=num_decided)
 
 
 def _in_turns(
@@ -213,7 +214,7 @@ def _in_turns(
     blocks_a: list[tuple[float, ...]],
     blocks_b: list[tuple[float, ...]],
     threshold: float | None,
-    alpha: float,
+    num_decided: int,
 ) -> Ratio | None:
     """The ratio of the times of two runs that took turns with each other; None for others, and for single values."""
     pair = _pair_in_turns(before, after)
@@ -225,7 +226,7 @@ def _in_turns(
         if run.turns
     ):
         return None
-    return ratio_in_turns(*pair, blocks_a[0], blocks_b[0], threshold=threshold, alpha=alpha)
+    return ratio_in_turns(*pair, blocks_a[0], blocks_b[0], threshold=threshold, num_decided=num_decided)
 
 
 def _pair_in_turns(before: _Cell, after: _Cell) -> tuple[Run, Run] | None:

@@ -9,7 +9,7 @@ Use it so, for two step functions that took turns on one machine, a few steps at
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: not decided
 
 For two processes that ran one after the other, pass `[samples]` for each and `in_turns=False`; for several processes a
-side, one list for each process. It takes `FEWEST` turns to find a difference, and more if they are noisy.
+side, one list for each process. It takes 7 turns to find a difference, and more if they are noisy.
 
 What is resampled is a unit: a turn; a process, if each side has at least `FEWEST` of them; otherwise a sample. Units
 are drawn in runs of neighbours (the circular block bootstrap of Politis and Romano, 1992), as long as the cube root of
@@ -36,8 +36,8 @@ Blocks = Sequence[Sequence[float]]
 """Samples in the order of time, a list for each turn or each process."""
 
 FEWEST = 6
-"""Number of units from which there is an interval; in turns, p can then be 2 / 2**6."""
-ALPHA, ALPHA_IN_TURNS = 0.01, 0.05
+"""Number of units from which there is an interval. The least p of 7 turns, 2 / 2**7, is below `ALPHA_IN_TURNS`."""
+ALPHA, ALPHA_IN_TURNS = 0.01, 0.03
 """Largest p with which a difference is called one, for processes and for turns. Exchanges within turns are few, and
 what slows both sides is taken out before, so that the interval is the stricter of the two there."""
 IN_TURNS = 0.01
@@ -54,13 +54,13 @@ _MOST_TIMES_MORE = 100
 
 
 def compare_samples(
-    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, alpha: float | None = None
+    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, num_decided: int = 1
 ) -> Ratio:
     """The ratio of the median of B to that of A, its 95 % interval, the test, and what they decide.
 
     `in_turns`: block i of A and block i of B ran side by side. `threshold` is the smallest difference that matters, as
-    a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `alpha` is the
-    largest p of a difference (None: `ALPHA`, or `ALPHA_IN_TURNS`), less where many ratios are decided together.
+    a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `num_decided` is
+    the number of ratios that are decided together, which share the probability of a false alarm.
 
     Raises ValueError if a side has no samples, a sample is not positive, or turns do not pair up.
     """
@@ -73,8 +73,7 @@ def compare_samples(
         raise ValueError(f"{len(sides[0])} turns of A and {len(sides[1])} of B; each turn needs both")
     separate = not in_turns and min(map(len, sides)) < FEWEST
     units = [np.concatenate(side)[:, None] if separate else _rows_of(side) for side in sides]
-    if alpha is None:
-        alpha = ALPHA_IN_TURNS if in_turns else ALPHA
+    alpha = (ALPHA_IN_TURNS if in_turns else ALPHA) / num_decided
     if threshold is None:
         threshold = SEPARATE if separate else IN_TURNS
     middles = [float(np.median(np.concatenate(side))) for side in sides]

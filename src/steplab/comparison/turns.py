@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from steplab.comparison.samples import ALPHA, Blocks, compare_samples
+from steplab.comparison.samples import Blocks, compare_samples
 from steplab.records.comparison import Ratio
 from steplab.records.run import Run
 
@@ -25,7 +25,7 @@ def took_turns(a: Run, b: Run) -> bool:
 
 
 def ratio_in_turns(
-    a: Run, b: Run, of_a: Sequence[float], of_b: Sequence[float], *, threshold: float | None, alpha: float = ALPHA
+    a: Run, b: Run, of_a: Sequence[float], of_b: Sequence[float], *, threshold: float | None, num_decided: int = 1
 ) -> Ratio | None:
     """The ratio of samples of two runs that took turns, one of each step; None if no turns lie beside each other.
 
@@ -42,7 +42,7 @@ def ratio_in_turns(
         placed_b = _beside(placed_b, placed_a)
     blocks_a, blocks_b = ([samples for _, samples in placed] for placed in (placed_a, placed_b))
     alternating = bool(a.turns.alternating or b.turns.alternating)
-    return _ratio(blocks_a, blocks_b, threshold, alpha, alternating=alternating)
+    return _ratio(blocks_a, blocks_b, threshold, num_decided, alternating=alternating)
 
 
 _Placed = tuple[tuple[int, tuple[float, ...]], ...]
@@ -58,16 +58,18 @@ def _beside(earlier: _Placed, later: _Placed) -> _Placed:
 
 
 def _ratio(
-    blocks_a: Blocks, blocks_b: Blocks, threshold: float | None, alpha: float, *, alternating: bool
+    blocks_a: Blocks, blocks_b: Blocks, threshold: float | None, num_decided: int, *, alternating: bool
 ) -> Ratio | None:
     """Turns are compared pair by pair, in their order; where each was a process of its own they are too few."""
     if alternating:
         together = [[sample for block in side for sample in block] for side in (blocks_a, blocks_b)]
-        return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold, alpha=alpha)
+        return compare_samples(together[:1], together[1:], in_turns=False, threshold=threshold, num_decided=num_decided)
     both = min(len(blocks_a), len(blocks_b))
     if not both:
         return None
-    return compare_samples(blocks_a[:both], blocks_b[:both], in_turns=True, threshold=threshold, alpha=alpha)
+    return compare_samples(
+        blocks_a[:both], blocks_b[:both], in_turns=True, threshold=threshold, num_decided=num_decided
+    )
 
 
 def _steps_s(run: Run) -> tuple[float, ...]:

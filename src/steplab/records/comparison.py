@@ -182,6 +182,8 @@ class Comparison:
     """Fields in which they differ, and were allowed to."""
     failed: tuple[str, ...] = ()
     """Cells that failed in B and not in A, each with the reason."""
+    in_turns: bool = False
+    """Whether the runs took turns on the device; their step times then belong together, turn by turn."""
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the times, in whole sentences; no time that differs decides then."""
     notes: tuple[str, ...] = ()

@@ -39,6 +39,7 @@ _CAPTION = (
 
 def compare_document(comparison: Comparison) -> Document:
     """All that is said of a comparison."""
+    in_order = sorted(comparison.figures, key=lambda figure: not figure.decides)
     figures = [_group(comparison.figures, group, title) for group, title in _GROUPS.items()]
     return Document(
         title=f"{comparison.b.told} (B) against {comparison.a.told} (A)",
@@ -51,7 +52,7 @@ def compare_document(comparison: Comparison) -> Document:
             named_section("What is compared", Pairs(pairs=tuple(_sides(comparison)))),
             *notes_section(comparison.notes, "Not compared"),
         ),
-        data=Table(name="figures", columns=(), rows=tuple(_row(comparison, figure) for figure in comparison.figures)),
+        data=Table(name="figures", columns=(), rows=tuple(_row(comparison, figure) for figure in in_order)),
     )
 
 
@@ -67,7 +68,7 @@ def _group(figures: Sequence[ComparedFigure], group: str, title: str) -> Section
         headers,
         [((figure.cell,) if cells else ()) + _texts(figure) for figure in found],
         numeric=[header in ("A", "B", "change", "ratio", "p") for header in headers],
-        caption=_CAPTION if group in ("time", "phase", "speed") else "",
+        caption=_CAPTION if group == "time" else "",
     )
     return named_section(title, table)
 
