@@ -114,7 +114,7 @@ def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> 
         ("package.json", ("profile", *tiny(), "--trace")),
         ("weights.pickle", ("memory", *tiny(), "--snapshot")),
         ("kept.marks.json", ("memory", *tiny(), "--snapshot", "kept.pickle", "--output", "text.txt")),
-        ("pyproject.toml", ("tune", "attention", "--tiles")),
+        ("tiles.toml", ("tune", "attention", "--tiles")),
     ],
 )
 def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: str, arguments: Sequence[str]) -> None:
