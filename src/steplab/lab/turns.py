@@ -69,6 +69,8 @@ class StoredSession:
                     self.leave(side)
         finally:
             self._session.__exit__(*exception)
+        if exception and exception[0] is KeyboardInterrupt and self.stored:
+            raise KeyboardInterrupt(f"stored with the turns until then: {', '.join(run.id for run in self.stored)}")
 
     @property
     def alternating(self) -> str | None:
