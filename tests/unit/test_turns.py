@@ -180,7 +180,7 @@ def test_an_interruption_keeps_the_steps_until_then(
         return turns(self, turn)
 
     monkeypatch.setattr(Process, "give", give)
-    with pytest.raises(KeyboardInterrupt, match="stored with the turns until then: [0-9a-f]{12}, [0-9a-f]{12}$"):
+    with pytest.raises(KeyboardInterrupt, match=r"stored with the turns until then: [0-9a-f]{12}, [0-9a-f]{12}$"):
         measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
     assert device.present == []
     with Store.open(tmp_path / "store.db", write=False) as opened:
