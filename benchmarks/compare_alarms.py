@@ -3,8 +3,9 @@
     PYTHONPATH=src python benchmarks/compare_alarms.py > benchmarks/results/compare_alarms_202611.md
 
 Identical pairs are drawn from recorded step times (tests/golden and benchmarks/results), with replacement and in runs
-of neighbours, as many as a comparison has; B is then made slower. It also lists by how much two processes of the same
-step differ, from which the thresholds of steplab.comparison.samples come.
+of neighbours, as many as a comparison has; for turns, neighbours go to A and B alternately. B is then made slower. It
+also lists by how much two processes of the same step differ, from which the thresholds of steplab.comparison.samples
+come.
 """
 
 import gzip
@@ -66,7 +67,11 @@ def alarms(pools: list[tuple[float, ...]], count: int, length: int, per_turn: in
     wrong = found = 0
     for _ in range(PAIRS):
         pool = pools[random.integers(len(pools))]
-        a, b = (drawn(pool, count, length, random) for _ in range(2))
+        if per_turn is None:
+            a, b = (drawn(pool, count, length, random) for _ in range(2))
+        else:
+            steps = turns(drawn(pool, 2 * count, 2 * length, random), per_turn)
+            a, b = ([sample for turn in side for sample in turn] for side in (steps[::2], steps[1::2]))
         slow = [1.03 * sample for sample in b]
         sides = [[each] if per_turn is None else turns(each, per_turn) for each in (a, b, slow)]
         options = {"in_turns": per_turn is not None, "threshold": IN_TURNS}

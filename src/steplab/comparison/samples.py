@@ -9,7 +9,7 @@ Use it so, for two step functions that took turns on one machine, a few steps at
     ratio.exceeds    # True: a regression beyond ratio.threshold; None: not decided
 
 For two processes that ran one after the other, pass `[samples]` for each and `in_turns=False`; for several processes a
-side, one list for each process. It takes 7 turns to find a difference, and more if they are noisy.
+side, one list for each process. It takes 6 turns to find a difference, and more if they are noisy.
 
 What is resampled is a unit: a turn; a process, if each side has at least `FEWEST` of them; otherwise a sample. Units
 are drawn in runs of neighbours (the circular block bootstrap of Politis and Romano, 1992), as long as the cube root of
@@ -36,8 +36,8 @@ Blocks = Sequence[Sequence[float]]
 """Samples in the order of time, a list for each turn or each process."""
 
 FEWEST = 6
-"""Number of units from which there is an interval. The least p of 7 turns, 2 / 2**7, is below `ALPHA_IN_TURNS`."""
-ALPHA, ALPHA_IN_TURNS = 0.01, 0.03
+"""Number of units from which there is an interval. The least p of 6 turns, 2 / 2**6, is below `ALPHA_IN_TURNS`."""
+ALPHA, ALPHA_IN_TURNS = 0.01, 0.05
 """Largest p with which a difference is called one, for processes and for turns. Exchanges within turns are few, and
 what slows both sides is taken out before, so that the interval is the stricter of the two there."""
 IN_TURNS = 0.01
