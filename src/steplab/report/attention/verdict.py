@@ -88,16 +88,18 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
 
 
 def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> Iterator[str]:
-    """The fastest implementations with their mean and range, then those that win on some shapes only."""
+    """The fastest implementations with their means, then those that win on some shapes only."""
     steady = [one for one in comparisons if one.one_sided]
     mixed = [one for one in comparisons if not one.one_sided]
     if steady:
-        told = ", ".join(map(_one_sided_words, steady[:_MOST_TOLD]))
-        counts = {len(one.speeds) for one in steady[:_MOST_TOLD]}
-        several = max(counts) > 1
+        first, *others = steady[:_MOST_TOLD]
+        counts = {len(one.speeds) for one in (first, *others)}
         shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both ran"
-        how = f"geometric mean and range of {shapes}" if several else f"at {shapes}, 95 % interval"
-        yield f"Speed relative to {_title(peer)} in {PASS_WORDS[name]}: {told} ({how})."
+        yield (
+            f"{_title(first.column)} is {_with_error(first)} as fast as {_title(peer)} in {PASS_WORDS[name]}"
+            + "".join(f", {_title(one.column)} {_with_error(one)}" for one in others)
+            + (f": geometric means of {shapes}." if max(counts) > 1 else f": at {shapes}, 95 % interval.")
+        )
     for one in mixed[: max(_MOST_TOLD - len(steady), 1)]:
         faster, slower = (sum(far(one_speed) for one_speed in one.speeds) for far in (_is_faster, _is_slower))
         yield (
@@ -107,12 +109,14 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
         )
 
 
-def _one_sided_words(one: _Comparison) -> str:
+def _with_error(one: _Comparison) -> str:
     if len(one.speeds) == 1:
-        return f"{_title(one.column)} {_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
-    error = f"{max(one.high - one.mean, one.mean - one.low, 0.01):.2f}"
-    between = f"{min(one.speeds):.2f} to {max(one.speeds):.2f}"
-    return f"{_title(one.column)} {_times(one.mean)} ± {error} ({between})"
+        return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
+    return f"{_times(one.mean)} ± {max(one.high - one.mean, one.mean - one.low, 0.01):.2f}"
+
+
+def _with_range(one: _Comparison) -> str:
+    return f"{_title(one.column)} {_with_error(one)} ({min(one.speeds):.2f} to {max(one.speeds):.2f})"
 
 
 def _is_faster(speed: float) -> bool:
@@ -150,7 +154,7 @@ def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
         Bar(
             label=_title(one.column),
             figure=_times(one.mean) if one.one_sided else f"{_times(min(one.speeds))} to {_times(max(one.speeds))}",
-            segments=(Segment(value=one.mean, color=1, tip=_one_sided_words(one)),),
+            segments=(Segment(value=one.mean, color=1, tip=_with_range(one)),),
             detail=units.counted(len(one.speeds), "shape"),
             mark=1.0,
             mark_tip=_title(peer),

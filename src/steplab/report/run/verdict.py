@@ -148,10 +148,12 @@ def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
         for _, found in doubtful:
             for disturbance in found:
                 words[disturbance.word] = words.get(disturbance.word, 0) + 1
-        kinds = ", ".join(f"{word} {count}" for word, count in words.items())
+        kinds = ", ".join(f"{word} {count}" for word, count in words.items()) if len(words) > 1 else next(iter(words))
+        few = len(doubtful) <= _MOST_NAMED
+        where = f": {_named([cell for cell, _ in doubtful], fields)}" if few else "; their rows are marked"
         yield (
-            f"Warning: the step time of {len(doubtful)} of {units.counted(len(cells), 'run')} is doubtful ({kinds}): "
-            f"{_named([cell for cell, _ in doubtful], fields)}."
+            f"Warning: the step time of {len(doubtful)} of {units.counted(len(cells), 'run')} is doubtful ({kinds})"
+            f"{where}."
         )
     failed = [cell for cell in cells if cell.run.failure]
     for kind in dict.fromkeys(cell.run.status for cell in failed):
