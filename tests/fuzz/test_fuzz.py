@@ -49,7 +49,7 @@ def test_what_once_broke_something_is_read_or_refused(path: Path, tmp_path: Path
     file, store = tmp_path / name, str(tmp_path / "store.db")
     file.write_bytes(content)
     command = name.partition("--")[0]
-    words = [command, str(file)] if command != "plan-memory" else ["plan", "memory", "--model", f"hf:{file}"]
+    words = [*command.split("-"), "--model", f"hf:{file}"] if command.startswith("plan-") else [command, str(file)]
     end = run(*words, "--store", store)
     assert not end.faults
     if end.code == 0 and command.startswith("import"):

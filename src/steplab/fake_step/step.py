@@ -1,5 +1,6 @@
 """A step of any model as the dry run's stream of events: built and run by torch on tensors without content."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         with (
             _modules_from_here(),
             redirect_stdout(sys.stderr),
+            _errors_told_once(),
             _settings_of_torch(),
             _conversion_by_data(),
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -63,6 +65,21 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
     except _READS_VALUES as error:
         why = f"it computes with values of tensors, which are not known before it runs ({_said(error)})"
         raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise Unsupported(doing, "a tensor of it has a size beyond 64 bits", "give smaller sizes") from error
+
+
+@contextmanager
+def _errors_told_once() -> Iterator[None]:
+    """torch logs the traceback of an operator that fails, and raises its error as well."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
