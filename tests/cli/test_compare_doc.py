@@ -15,6 +15,7 @@ from tests.unit.test_comparing import slower
 
 from steplab.cli.app import app
 from steplab.records.codec import encode
+from steplab.records.run import Run
 
 TEXT = (REPOSITORY / "docs" / "compare.md").read_text(encoding="utf-8")
 JOBS = REPOSITORY / "examples" / "ci"
@@ -49,16 +50,15 @@ def scripts(name: str) -> str:
     return "\n".join(job["step-time"]["script"])
 
 
-@pytest.mark.parametrize(("name", "slowdown", "code"), [("github.yml", 1.5, REGRESSION), ("gitlab.yml", 1.0, 0)])
-def test_a_job_fails_for_a_regression_alone(stored: Program, name: str, slowdown: float, code: int) -> None:
+def ended_job(stored: Program, name: str, measured: Run) -> subprocess.CompletedProcess[str]:
     """The job as it stands, but that it finds the run that it would measure."""
     script = "\n".join(line for line in scripts(name).splitlines() if not line.startswith("steplab run"))
     assert stored("export", "bbbb", "--output", "baseline.jsonl").code == 0
-    measured = dataclasses.replace(slower(RUN, slowdown), id="cccc00000000", created_utc="2026-11-23T08:00:00Z")
+    measured = dataclasses.replace(measured, id="cccc00000000", created_utc="2026-11-23T08:00:00Z")
     (stored.cwd / "new.jsonl").write_bytes(encode(measured))
     assert stored("import", "new.jsonl").code == 0
     summary = stored.cwd / "summary.md"
-    ended = subprocess.run(
+    return subprocess.run(
         ["bash", "-e", "-c", script],
         cwd=stored.cwd,
         env=os.environ | stored.environment | {"GITHUB_STEP_SUMMARY": str(summary)},
@@ -66,8 +66,23 @@ def test_a_job_fails_for_a_regression_alone(stored: Program, name: str, slowdown
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize(("name", "slowdown", "code"), [("github.yml", 1.5, REGRESSION), ("gitlab.yml", 1.0, 0)])
+def test_a_job_fails_for_a_regression_alone(stored: Program, name: str, slowdown: float, code: int) -> None:
+    ended = ended_job(stored, name, slower(RUN, slowdown))
     assert ended.returncode == code, ended.stderr
     assert "<!doctype html>" in (stored.cwd / "comparison.html").read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize("name", ["github.yml", "gitlab.yml"])
+def test_a_job_whose_baseline_is_of_another_step_fails(stored: Program, name: str) -> None:
+    assert RUN.spec is not None
+    other = dataclasses.replace(RUN, spec=dataclasses.replace(RUN.spec, context=2 * RUN.spec.context))
+    ended = ended_job(stored, name, other)
+    assert ended.returncode not in (0, REGRESSION)
+    assert "not alike" in ended.stderr
+    assert (name, ended.returncode) != ("gitlab.yml", UNDECIDED)  # which it would let pass
 
 
 @pytest.mark.parametrize("file", sorted(JOBS.glob("*.yml")), ids=lambda file: file.name)

@@ -85,8 +85,10 @@ CALLS: dict[str, Callable[[str, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("device", UNKNOWN)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "device"),  # a loop of one's own may run on torch's own name of the CPU
+    [(call, device) for call in CALLS for device in UNKNOWN if (call, device) != ("recorder", "cpu:0")],
+)
 def test_python_refuses_an_unknown_device_before_anything_begins(tmp_path: Path, call: str, device: str) -> None:
     refusal = f"device '{device}' is not known" if device else "device ('' is not known|must be a name, not '')"
     with pytest.raises(UserError, match=refusal):

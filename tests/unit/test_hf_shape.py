@@ -111,7 +111,7 @@ def test_transformers_keeps_at_least_what_is_predicted(config: dict[str, Any], p
     assert sum(kept.values()) >= predicted["activations"] + predicted.get("autocast_copies", 0)
 
 
-def test_a_configuration_is_predicted_as_a_lower_bound_of_the_same_sizes(
+def test_a_configuration_is_predicted_by_its_sizes_and_traced_where_torch_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"
@@ -125,7 +125,7 @@ def test_a_configuration_is_predicted_as_a_lower_bound_of_the_same_sizes(
     assert (of_config.kind, of_sizes.kind) == ("at_least", "dry_run")
     assert any("activations are those of steplab's Transformer" in note for note in of_config.notes)
     assert main(["plan", "memory", "--model", f"hf:{path}", "--context", "64"]) == 0
-    assert "P = 128" in " ".join(capsys.readouterr().out.split())
+    assert "traced: torch ran the model on tensors without content" in " ".join(capsys.readouterr().out.split())
     for wrong in ({"attention": "flash_triton"}, {"checkpointing": "selective"}):
         with pytest.raises(Unsupported, match=re.escape("predicting the memory of hf:")):
             predict_memory(resolve_step({"model": f"hf:{path}", "context": 64} | wrong))

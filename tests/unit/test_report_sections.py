@@ -131,6 +131,10 @@ ARROWS = {
     "comm": {"kit", "environments"},
     "ddp": {"kit", "environments", "run"},
     "ceilings": {"kit", "environments"},
+    "compare": {"kit", "memory"},
+    "history": {"kit", "run"},
+    "store": {"kit"},
+    "benchmark_json": set(),
     "sections": {
         *("run", "advice", "profile", "memory", "precision", "attention", "comm", "ddp", "plan", "ceilings"),
         "kit",

@@ -182,7 +182,7 @@ def test_a_study_that_needs_a_gpu_is_refused_where_there_is_none() -> None:
 NOT_MEASURING = {
     *(field.name for field in dataclasses.fields(OutputOptions)),
     *("name", "timeout"),  # the whole study's
-    *("against", "derive", "hardware"),  # what is shown of a benchmark of attention
+    *("against", "derive", "gpu"),  # what is shown of a benchmark of attention
 }
 
 

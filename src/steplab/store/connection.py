@@ -39,7 +39,9 @@ class Connection:
         """The rows that a statement returns, one at a time, for rows with bodies, which need not all fit into
         memory."""
         with sqlite_errors(self.path):
-            yield from self.sqlite.execute(sql, values)
+            # `yield from` would close the cursor of a reader that stops early, perhaps after the store is closed.
+            for row in self.sqlite.execute(sql, values):  # noqa: UP028
+                yield row
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
