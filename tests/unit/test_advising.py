@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.advice_records import some_advice
+from tests.advice_records import ratio, some_advice
 from tests.runs import make_run
 from tests.unit.explaining import op, profile, timing
 from tests.unit.taking import FakeSession, Told
@@ -16,12 +16,15 @@ from steplab.lab.advising import advise
 from steplab.lab.explaining import with_fields
 from steplab.records.advice import Advice
 from steplab.records.codec import decode, encode
+from steplab.records.comparison import Decision
 from steplab.records.registry import summary_row
 from steplab.records.run import Run
+from steplab.records.turns import Turns
 from steplab.records.validation import check
 from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
+from steplab.report.turns.document import turns_document
 from steplab.specs.changes import CHANGES, changes_for
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
@@ -268,6 +271,26 @@ def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> N
     assert "18.0 ms" in row  # predicted: 0.45 of 40 ms
     assert "8.00 GiB" in row
     assert "slower" in text
+
+
+@pytest.mark.parametrize(
+    ("decision", "walked", "in_turns"),
+    [
+        ("higher", "slower", "B (the other) is slower than A"),
+        ("lower", "kept", "B (the other) is faster than A"),
+        ("same", "no gain", "B (the other) takes as long as A"),
+        ("not higher", "not decided", "and whether it is faster is not decided"),
+        ("undecided", "not decided", "Not decided whether B (the other) differs from A"),
+    ],
+)
+def test_whatever_was_decided_is_said(decision: Decision, walked: str, in_turns: str) -> None:
+    told = ratio(0.020, 0.019, decision)
+    advice = some_advice()
+    (found, *_) = advice.tried
+    advice = dataclasses.replace(advice, tried=(dataclasses.replace(found, kept=decision == "lower", ratio=told),))
+    assert walked in render(advice_document(advice), "csv")
+    labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
+    assert in_turns in render(turns_document(labels, [told], ["as it is", "the other"]), "table", width=300)
 
 
 def test_a_walk_without_a_gain_says_so() -> None:

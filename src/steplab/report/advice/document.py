@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.advice import Advice, Tried
+from steplab.records.comparison import Decision
 from steplab.records.rows import Row
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.environments import environment_section
@@ -181,5 +182,6 @@ def _result(tried: Tried) -> str:
         return tried.failure
     if tried.kept:
         return "kept"
-    decision = tried.ratio.decision if tried.ratio else "undecided"
-    return {"higher": "slower", "same": "no gain", "undecided": "not decided", "lower": "kept"}[decision]
+    decision: Decision = tried.ratio.decision if tried.ratio else "undecided"
+    words: dict[Decision, str] = {"higher": "slower", "same": "no gain", "lower": "kept"}
+    return words.get(decision, "not decided")

@@ -27,8 +27,8 @@ def history_document(histories: Sequence[Series]) -> Document:
 def _answers(histories: Sequence[Series]) -> Iterator[str]:
     changed = [(series, change) for series in histories for change in series.changes]
     if not changed:
-        counted = units.counted(sum(len(series.points) for series in histories), "commit or run")
-        yield f"No change of level was found in {counted}."
+        counted = units.counted(sum(len(series.points) for series in histories), "point")
+        yield f"No change of level was found among {counted}: commits, or runs without one."
     newest = sorted(changed, key=lambda pair: pair[0].points[pair[1].index].created_utc, reverse=True)
     for series, change in newest[:_NAMED]:
         yield f"{series.label}: {change_words(series, change)}."
@@ -82,7 +82,7 @@ def _row(series: Series, point: Point, change: ChangePoint | None) -> Row:
 
 
 def _name(metric: str) -> str:
-    return metric.removesuffix("_per_s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+    return metric.replace("_per_s", "/s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
 def _unit(metric: str) -> Unit:

@@ -56,6 +56,11 @@ def _answer(a: str, b: str, ratio: Ratio) -> str:
     if ratio.decision == "undecided":
         more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
         return f"Not decided whether {b} differs from {a} by more than {within}: {ratio_words(ratio)}, {times}.{more}"
+    if ratio.decision == "not higher":
+        return (
+            f"{b} is not slower than {a} by more than {within}, and whether it is faster is not decided: "
+            f"{ratio_words(ratio)}, {times}."
+        )
     which = "slower" if ratio.decision == "higher" else "faster"
     return f"{b} is {which} than {a}: {ratio_words(ratio)}, {times}."
 
@@ -71,8 +76,9 @@ def alternating_caution(why: str) -> str:
 def _notes(runs: Sequence[Run]) -> Iterator[str]:
     turns = next((run.turns for run in runs if run.turns and run.turns.turns), None)
     if turns and not turns.alternating:
+        steps = units.counted(max(turn.steps for turn in turns.turns), "step")
         yield (
-            f"{len(turns.turns)} turns of {max(turn.steps for turn in turns.turns)} steps, in the order A B B A. "
+            f"{len(turns.turns)} turns of {steps}, in the order A B B A. "
             "Between its turns a side keeps its weights and optimizer state in the device's memory."
         )
     yield "A ratio is the side's median step time divided by that of A. `steplab show ID` shows a side in full."
