@@ -175,6 +175,8 @@ def test_from_the_second_micro_step_on_gradients_are_there_at_the_peak_by_hand()
         same = set(one.at_peak) - {"rounding", "temporaries"}
         assert {name: three.at_peak[name] for name in same} == {name: one.at_peak[name] for name in same}
         assert three.at_peak["temporaries"] == one.at_peak["temporaries"] + scalars
+        million = predict(accumulation=1_000_000, **fields)  # which is not run a million times
+        assert (million.peak_bytes, million.phase_peaks) == (three.peak_bytes, three.phase_peaks)
     # Of a model compiled as a whole all gradients of a micro-step are there before they are added up.
     compiled = predict(accumulation=2, compile="default", batch=1, context=1)
     assert compiled.phase_peaks["backward"] >= 4 * N + ROTARY // T + 2 * 4 * N + 8 * N

@@ -22,6 +22,8 @@ from steplab.specs.step import StepSpec
 _STEPS = 3
 """The optimizer's state is made in the first; after another the allocator has seen everything."""
 _BATCHES = 2
+_MICRO_STEPS = 4
+"""Micro-steps that are enough for memory: from the second on each adds to gradients that are there already."""
 
 
 OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable[[], None]]]
@@ -30,7 +32,8 @@ OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable
 
 @contextmanager
 def dry_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
-    """A step of the plain Transformer, whose operators are not told."""
+    """A step of the plain Transformer, whose operators are not told, nor more micro-steps than make a difference."""
+    spec = dataclasses.replace(spec, accumulation=min(spec.accumulation, _MICRO_STEPS))
     yield _Step(spec, workspace, listen, tells_operators=False).run
 
 
