@@ -39,7 +39,7 @@ CONFIG = {
 }
 BATCH, CONTEXT, WARMUP, STEPS = 4, 64, 5, 20
 CLOCK = time.perf_counter if torch.cuda.is_available() else time.process_time
-"""On a CPU the processor time, which other programs on the machine hardly change."""
+"""Processor time on a CPU, which other programs on the machine affect less than elapsed time."""
 
 
 class Borders(transformers.TrainerCallback):

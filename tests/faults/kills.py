@@ -13,6 +13,7 @@ measures. All tries share one store and one folder for temporary files. What is 
 """
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -107,7 +108,10 @@ class Attack:
             time.sleep(0.002)
         if is_over:  # the machine was busier when the time was taken
             self._durations_s[command] = time.monotonic() - started_s
-        children = [] if is_over else process.children(recursive=True)
+        children = []
+        if not is_over:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended this moment
+                children = process.children(recursive=True)
         came_in_time = not is_over
         self._end(process, children, end)
         result = finish(process)

@@ -46,7 +46,7 @@ class End:
     stdout: str
     stderr: str
     seconds: float
-    """Of the processor's time."""
+    """Processor time, in seconds."""
     faults: tuple[str, ...]
     """What is not accepted about the end; empty for a good one."""
     peak_bytes: int = 0

@@ -290,7 +290,7 @@ def test_a_variant_of_another_layout_is_refused() -> None:
 
 
 def test_without_sequence_parallelism_each_rank_keeps_all_tokens() -> None:
-    """Of a recomputed block its input alone, [B, T, C] in fp32: a quarter of it with tp=4 and tokens split."""
+    """A recomputed block keeps its input alone, [B, T, C] in fp32; with tp=4 and tokens split, a quarter of that."""
     spec = resolve_step({"model": "small", "context": 1024, "checkpointing": "full", "layout": "tp=4"})
 
     def kept(*, sequence_parallel: bool) -> int:

@@ -36,7 +36,7 @@ from steplab.specs.step import StepSpec
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = hardware_named("H200 SXM")
 AS_KEPT = Gathering(low_precision=False)
-"""Of two studies that were measured when FSDP2 gathered weights as they are kept, the embedding with the head."""
+"""How FSDP2 gathered weights when two of the studies were measured: as they are kept, the embedding with the head."""
 
 
 @cache

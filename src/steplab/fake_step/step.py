@@ -66,9 +66,10 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         why = f"it computes with values of tensors, which are not known before it runs ({_said(error)})"
         raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
     except RuntimeError as error:
-        if "overflow" not in str(error):
+        if not any(words in str(error) for words in ("overflow", "negative dimension")):
             raise
-        raise Unsupported(doing, "a tensor of it has a size beyond 64 bits", "give smaller sizes") from error
+        why = "a tensor of it has a size below zero or beyond 64 bits"
+        raise Unsupported(doing, why, "give other sizes") from error
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def plan_time(
 
 
 def _memory_of(spec: StepSpec, variant: Variant | None = None, *, sequence_parallel: bool = True) -> MemoryPrediction:
-    """Of a model that is not steplab's own, by tracing where that is possible."""
+    """Predict the memory of any model; one that is not steplab's own is traced where that is possible."""
     simple = spec.compile == "off" and spec.layout.world_size == 1
     if _is_traced(spec) and (simple or spec.model.kind == "factory"):
         from steplab.fake_step.step import fake_step
