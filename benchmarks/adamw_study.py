@@ -1,10 +1,12 @@
-"""A step of AdamW over float32 parameters: one kernel beside torch's optimizers, in turns in one process.
+"""A step of AdamW: one kernel, over float32 parameters and over bfloat16 weights with float32 masters, beside torch's
+optimizers over float32 parameters, in turns in one process.
 
     python benchmarks/adamw_study.py [--parameters 1e9] [--tensors 1] [--repeats 20] [--output FILE.json] [--blocks]
 
-An update reads parameter, gradient and both moments and writes all but the gradient: 28 bytes a parameter. A copy of as
-many bytes is timed in the same turns, as what the device's memory does at best. Times are from CUDA events; the median
-is given, with the smallest and the largest. --blocks: the kernel in several sizes of blocks.
+An update reads parameter, gradient and both moments and writes all but the gradient: 28 bytes a parameter. With masters
+the gradient has 2 bytes for 4, and 2 are written for the weight: 28 again. A copy of as many bytes is timed in the same
+turns, as what the device's memory does at best. Times are from CUDA events; the median is given, with the smallest and
+the largest. --blocks: the kernel in several sizes of blocks.
 """
 
 import argparse
@@ -35,13 +37,18 @@ def timed_ms(run: Callable[[], object]) -> float:
     return start.elapsed_time(end)
 
 
-def parameters_of(count: int, num_tensors: int) -> list[Tensor]:
+def parameters_of(count: int, num_tensors: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Parameters of equal sizes, with gradients."""
     size = count // num_tensors
-    made = [torch.randn(size, device="cuda").requires_grad_() for _ in range(num_tensors)]
+    made = [torch.randn(size, device="cuda", dtype=dtype).requires_grad_() for _ in range(num_tensors)]
     for parameter in made:
-        parameter.grad = torch.randn(size, device="cuda")
+        parameter.grad = torch.randn(size, device="cuda", dtype=dtype)
     return made
+
+
+def with_masters(count: int, num_tensors: int) -> OneKernelAdamW:
+    weights = parameters_of(count, num_tensors, torch.bfloat16)
+    return OneKernelAdamW(weights, masters={weight: weight.detach().float() for weight in weights}, **OPTIONS)
 
 
 def with_block(made: OneKernelAdamW, block: int, warps: int) -> Callable[[], None]:
@@ -64,6 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             runs[f"one kernel, blocks of {block}, {warps} warps"] = with_block(own, block, warps)
     else:
         runs["one kernel"] = ours.step
+        runs["one kernel, bfloat16 weights with masters"] = with_masters(count, options.tensors).step
         for name in ("fused", "foreach"):
             theirs = torch.optim.AdamW(ours.param_groups[0]["params"], **OPTIONS, **{name: True})
             runs[f"torch {name}"] = theirs.step

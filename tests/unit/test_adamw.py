@@ -129,7 +129,7 @@ def test_gradients_may_be_elsewhere_in_every_step_and_groups_have_their_own_rate
     [
         (
             torch.zeros(8, dtype=torch.bfloat16),
-            "for torch.bfloat16 is not supported: it computes in float32; use torch",
+            "for a parameter of torch.bfloat16 is not supported: without a master it updates float32 .*; use torch",
         ),
         (torch.zeros(8, 8).t()[1:], "takes contiguous tensors"),
         (torch.zeros(9)[1:], "multiple of 16 bytes"),

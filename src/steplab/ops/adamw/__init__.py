@@ -1,1 +1,1 @@
-"""AdamW for float32 parameters in one Triton kernel: `steplab.ops.adamw.optimizer.OneKernelAdamW`."""
+"""AdamW in one Triton kernel, for float32 parameters and for bfloat16 weights with float32 masters: see optimizer."""

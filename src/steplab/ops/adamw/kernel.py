@@ -21,31 +21,39 @@ def adamw_kernel(
     second_correction,
     eps,
     BLOCK: tl.constexpr,
+    HAS_MASTERS: tl.constexpr,
 ):
     """A block of a parameter, its moments and its gradient; the formula is that of reference.adamw_step.
 
-    addresses [tensors, 4] of parameter, gradient, first and second moment, each a multiple of 16 bytes; counts
-    [tensors] of their elements; firsts [tensors], the first program that has a block of each; tensors [programs], which
-    one a program has. Rates are what a moment moves towards its gradient, one minus beta.
+    addresses [tensors, 4] of parameter, gradient, first and second moment, each a multiple of 16 bytes, all float32.
+    With masters [tensors, 5]: the parameter is the float32 master, the gradient is bfloat16, and the last address is
+    that of the bfloat16 weight, which is written and not read. counts [tensors] of elements; firsts [tensors], the
+    first program that has a block of each; tensors [programs], which one a program has. Rates are what a moment moves
+    towards its gradient, one minus beta.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors_ptr + program).to(tl.int64)
     start = (program - tl.load(firsts_ptr + tensor)) * BLOCK
     rest = tl.load(counts_ptr + tensor) - start
-    row_ptr = addresses_ptr + 4 * tensor
+    row_ptr = addresses_ptr + (5 if HAS_MASTERS else 4) * tensor
+    gradient_type: tl.constexpr = tl.bfloat16 if HAS_MASTERS else tl.float32
     parameter_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.float32)), 16) + start
-    gradient_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(tl.float32)), 16) + start
+    gradient_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(gradient_type)), 16) + start
     first_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32)), 16) + start
     second_ptr = tl.multiple_of(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), 16) + start
+    if HAS_MASTERS:
+        weight_ptr = tl.multiple_of(tl.load(row_ptr + 4).to(tl.pointer_type(tl.bfloat16)), 16) + start
+    else:
+        weight_ptr = parameter_ptr
     if rest >= BLOCK:  # of a constant the compiler sees that nothing is left out
         _update(
-            parameter_ptr, gradient_ptr, first_ptr, second_ptr, BLOCK,
-            decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK,
+            parameter_ptr, gradient_ptr, first_ptr, second_ptr, weight_ptr, BLOCK,
+            decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK, HAS_MASTERS,
         )  # fmt: skip
     else:
         _update(
-            parameter_ptr, gradient_ptr, first_ptr, second_ptr, rest,
-            decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK,
+            parameter_ptr, gradient_ptr, first_ptr, second_ptr, weight_ptr, rest,
+            decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK, HAS_MASTERS,
         )  # fmt: skip
 
 
@@ -55,6 +63,7 @@ def _update(
     gradient_ptr,
     first_ptr,
     second_ptr,
+    weight_ptr,
     count,
     decay,
     first_rate,
@@ -63,11 +72,13 @@ def _update(
     second_correction,
     eps,
     BLOCK: tl.constexpr,
+    HAS_MASTERS: tl.constexpr,
 ):
-    """The first `count` elements of a block. Nothing of it is read again before the next step."""
+    """The first `count` elements of a block; with masters the weight gets the parameter, rounded. Nothing of
+    it is read again before the next step."""
     places = tl.arange(0, BLOCK)
     inside = places < count
-    gradient = tl.load(gradient_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
+    gradient = tl.load(gradient_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     first = tl.load(first_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
     second = tl.load(second_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
     parameter = tl.load(parameter_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -78,3 +89,5 @@ def _update(
     tl.store(first_ptr + places, first, mask=inside, eviction_policy="evict_first")
     tl.store(second_ptr + places, second, mask=inside, eviction_policy="evict_first")
     tl.store(parameter_ptr + places, parameter, mask=inside, eviction_policy="evict_first")
+    if HAS_MASTERS:
+        tl.store(weight_ptr + places, parameter.to(tl.bfloat16), mask=inside, eviction_policy="evict_first")

@@ -1,0 +1,166 @@
+"""bfloat16 weights with float32 masters: against autocast over float32 weights, and against float64."""
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steplab.errors import Unsupported, UserError
+from steplab.ops.adamw import block
+from steplab.ops.adamw.masters import bf16_with_masters
+from steplab.ops.adamw.optimizer import OneKernelAdamW
+from steplab.ops.adamw.reference import Rates, adamw_step
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SHAPES = [(700,), (512,), (3, 5), (), (2, 600), (1,)]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(block, "ADAMW_BLOCK", 256)
+
+
+def masters_of() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    torch.manual_seed(step)
+    return [torch.randn(shape).to(BF16) for shape in SHAPES]
+
+
+def optimizer_of(values: list[Tensor]) -> tuple[list[Tensor], OneKernelAdamW]:
+    weights = [value.to(BF16).requires_grad_() for value in values]
+    return weights, OneKernelAdamW(weights, masters=dict(zip(weights, values, strict=True)), **OPTIONS)
+
+
+def take_steps(weights: list[Tensor], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for weight, gradient in zip(weights, gradients(step), strict=True):
+            weight.grad = gradient.to(weight.dtype)
+        optimizer.step()
+
+
+def test_masters_are_the_float32_parameters_of_the_same_gradients_and_weights_are_these_rounded() -> None:
+    values = masters_of()
+    float32 = [value.clone().requires_grad_() for value in values]
+    weights, made = optimizer_of(values)
+    take_steps(weights, made, range(1, 4))
+    take_steps(float32, OneKernelAdamW(float32, **OPTIONS), range(1, 4))
+    for weight, master, parameter in zip(weights, values, float32, strict=True):
+        assert made.state[weight]["master"] is master
+        assert torch.equal(master, parameter)
+        assert torch.equal(weight, master.to(BF16))
+
+
+def test_a_step_is_as_near_to_float64_as_float32_allows() -> None:
+    values, rates = masters_of(), Rates(lr=1e-2, beta_1=0.9, beta_2=0.95, eps=1e-8, weight_decay=0.1, step=1)
+    exact = [value.double() for value in values]
+    weights, made = optimizer_of(values)
+    take_steps(weights, made, range(1, 2))
+    u = torch.finfo(torch.float32).eps / 2
+    for master, before, gradient in zip(values, exact, gradients(1), strict=True):
+        x, first, second = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
+        adamw_step(x, gradient.double(), first, second, rates)
+        # Decay and product round the parameter twice and its difference once; of the update of lr, what is rounded are
+        # two moments, a root, two corrections, a quotient and a product.
+        assert ((master.double() - x).abs() <= u * (3 * before.abs() + 1e-2 * 10)).all()
+
+
+def test_where_no_kernel_runs_torchs_operators_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_kernel, by_torch = masters_of(), masters_of()
+    take_steps(*optimizer_of(by_kernel), range(1, 4))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    weights, made = optimizer_of(by_torch)
+    take_steps(weights, made, range(1, 4))
+    torch.testing.assert_close(by_torch, by_kernel, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(weight, master.to(BF16)) for weight, master in zip(weights, by_torch, strict=True))
+
+
+def test_a_checkpoint_loses_nothing() -> None:
+    """Saved after two steps and loaded into other weights, a third step ends where it would have ended."""
+    values = masters_of()
+    weights, made = optimizer_of(values)
+    take_steps(weights, made, range(1, 3))
+    saved = copy.deepcopy(made.state_dict())
+    assert all(
+        state[name].dtype == torch.float32 for state in saved["state"].values() for name in ("master", "exp_avg")
+    )
+    others, loaded = optimizer_of([torch.zeros_like(value) for value in values])
+    loaded.load_state_dict(saved)
+    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+    for each, optimizer in ((weights, made), (others, loaded)):
+        take_steps(each, optimizer, range(3, 4))
+    for weight, other in zip(weights, others, strict=True):
+        assert torch.equal(weight, other)
+        for name in ("master", "exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(made.state[weight][name], loaded.state[other][name])
+
+
+def test_a_checkpoint_goes_to_float32_weights_and_back() -> None:
+    values = masters_of()
+    weights, made = optimizer_of(values)
+    take_steps(weights, made, range(1, 3))
+    float32 = [torch.zeros_like(value).requires_grad_() for value in values]
+    plain = OneKernelAdamW(float32, **OPTIONS)
+    plain.load_state_dict(copy.deepcopy(made.state_dict()))
+    assert all(torch.equal(parameter, value) for parameter, value in zip(float32, values, strict=True))
+    again, back = optimizer_of([parameter.detach().clone() for parameter in float32])
+    back.load_state_dict(copy.deepcopy(plain.state_dict()))
+    for each, optimizer in ((weights, made), (float32, plain), (again, back)):
+        take_steps(each, optimizer, range(3, 4))
+    for weight, parameter, other in zip(weights, float32, again, strict=True):
+        assert torch.equal(made.state[weight]["master"], parameter)
+        assert torch.equal(other, weight)
+
+
+class Small(nn.Module):
+    """A linear layer with a bias, a norm, and an embedding whose weight is a linear layer's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.tied = nn.Embedding(8, 16), nn.Linear(16, 8, bias=False)
+        self.tied.weight = self.table.weight
+        self.inner, self.norm, self.last = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False)
+
+
+def test_linear_layers_alone_are_put_into_bf16() -> None:
+    model = Small()
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    masters = bf16_with_masters(model, stay=[model.last.weight])
+    low = {name for name, parameter in model.named_parameters() if parameter.dtype == BF16}
+    assert low == {"inner.weight", "inner.bias"}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[parameter]: True for parameter in masters} == dict.fromkeys(low, True)  # type: ignore[index]
+    assert all(torch.equal(master, values[names[parameter]]) for parameter, master in masters.items())  # type: ignore[index]
+    assert not bf16_with_masters(model, stay=[model.last.weight])
+
+
+@pytest.mark.parametrize(
+    ("weight", "master", "said"),
+    [
+        (torch.zeros(4), torch.zeros(4), "for a weight of torch.float32 is not supported: one that has a master"),
+        (torch.zeros(4, dtype=BF16), torch.zeros(4, dtype=BF16), "for a master of torch.bfloat16"),
+        (torch.zeros(4, dtype=BF16), torch.zeros(5), r"a weight of shape \(4,\) was given a master of shape \(5,\)"),
+    ],
+)
+def test_a_master_that_does_not_fit_is_refused(weight: Tensor, master: Tensor, said: str) -> None:
+    weight.requires_grad_()
+    with pytest.raises(UserError, match=said):
+        OneKernelAdamW([weight], masters={weight: master})
+
+
+def test_a_bf16_weight_added_without_a_master_is_refused_before_the_kernel_reads_it() -> None:
+    _, made = optimizer_of(masters_of())
+    added = torch.zeros(4, dtype=BF16, requires_grad=True)
+    made.add_param_group({"params": [added]})
+    added.grad = torch.zeros(4, dtype=BF16)
+    with pytest.raises(Unsupported, match=r"for a parameter of torch\.bfloat16"):
+        made.step()
