@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from steplab.errors import Unsupported
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.ops.adamw.reference import Rates, adamw_step
 
@@ -69,3 +70,54 @@ def test_more_than_two_to_the_31_elements_are_updated_to_the_last() -> None:
         torch.testing.assert_close(parameter[-3:], torch.full((3,), 0.5, device="cuda"))
         torch.testing.assert_close(parameter[:3], torch.full((3,), 0.5, device="cuda"))
         assert parameter.min() == parameter.max()
+
+
+def trained(*, captured: bool, lr: float | Tensor) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """Parameters after one step outside of a graph and STEPS further ones, replayed or not, with lr halved midway."""
+    given = [x.requires_grad_() for x in inputs(0)]
+    static = [torch.empty_like(x) for x in given]
+    made = OneKernelAdamW(given, lr=lr, weight_decay=0.1)
+
+    def step() -> None:
+        for parameter, gradient in zip(given, static, strict=True):
+            parameter.grad = gradient.clone()  # elsewhere in the graph than outside of it
+        made.step()
+        made.zero_grad(set_to_none=True)
+
+    run = step
+    for number in range(STEPS + 1):
+        for gradient, fresh in zip(static, inputs(number + 1), strict=True):
+            gradient.copy_(fresh)
+        if captured and number == 1:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            run = graph.replay
+        run()
+        if isinstance(lr, Tensor) and number == 2:
+            lr.mul_(0.5)
+    torch.cuda.synchronize()
+    return given, made
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_a_replayed_graph_gives_what_steps_outside_of_one_give_and_counts_them(tensor_lr: bool) -> None:
+    def rate() -> float | Tensor:
+        return torch.tensor(1e-2, device="cuda", dtype=torch.float64) if tensor_lr else 1e-2
+
+    (plain, before), (replayed, after) = (trained(captured=captured, lr=rate()) for captured in (False, True))
+    assert all(torch.equal(x, y) for x, y in zip(plain, replayed, strict=True))
+    for x, y in zip(plain, replayed, strict=True):
+        assert int(after.state[y]["step"]) == int(before.state[x]["step"]) == STEPS + 1
+        assert torch.equal(after.state[y]["exp_avg_sq"], before.state[x]["exp_avg_sq"])
+
+
+def test_a_first_step_in_a_capture_and_a_second_capture_are_refused() -> None:
+    parameter = torch.ones(8, device="cuda", requires_grad=True)
+    parameter.grad = torch.ones(8, device="cuda")
+    made = OneKernelAdamW([parameter], lr=1e-2)
+    made.step()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made.step()
+    with pytest.raises(Unsupported, match="take a step before each"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made.step()

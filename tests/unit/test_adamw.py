@@ -149,8 +149,9 @@ def test_what_it_keeps_on_the_device_is_what_a_plan_says() -> None:
     made.step()
     (tables,) = made._tables.values()
     blocks = sum(-(-parameter.numel() // 256) for parameter in given)
-    kept = (tables.addresses, tables.counts, tables.firsts, tables.tensors)
-    assert [table.nbytes for table in kept] == [32 * len(given), 8 * len(given), 8 * len(given), 4 * blocks]
+    kept = (tables.addresses, tables.counts, tables.firsts, tables.tensors, tables.rates, tables.settings.on_device)
+    number = len(given)
+    assert [table.nbytes for table in kept] == [40 * number, 8 * number, 8 * number, 4 * blocks, 12 * number, 32]
 
 
 @pytest.mark.parametrize("fields", [{"precision": "bf16_pure"}, {"layout": "fsdp=2"}, {"layout": "tp=2"}])

@@ -210,7 +210,12 @@ IN_BLOCKS = ("query, key, value and output", "gate, up and their product", "atte
         ("adamw_foreach", "fp32", 8 * N, 4 * N),
         ("adamw_loop", "fp32", 8 * N, 4 * 2 * d * V),
         # Addresses, sizes and first blocks of each weight, and of each 1024 elements whose they are.
-        ("adamw_triton", "fp32", 8 * N + (32 + 8 + 8) * (9 * L + 3) + 4 * (2 * 157 + L * (4 + 3 * 3 + 2) + 1), 0),
+        (
+            "adamw_triton",
+            "fp32",
+            8 * N + (4 + 40 + 8 + 8 + 12) * (9 * L + 3) + 32 + 4 * (2 * 157 + L * (4 + 3 * 3 + 2) + 1),
+            0,
+        ),
         ("sgd", "fp32", 0, 0),
         ("adamw_fused", "bf16_pure", 4 * N + 4 * (9 * L + 3), 0),
         ("sgd", "bf16_pure", 0, 0),

@@ -1,11 +1,34 @@
-"""One step of AdamW over many tensors in one launch.
+"""One step of AdamW over many tensors in two launches: a short one for the numbers of the step, and one for the update.
 
-Each program has a block of one tensor. Which one is in a table that stays as long as the sizes do; where the tensors
-are is in another, since gradients may be elsewhere in every step.
+Each program of the update has a block of one tensor. Which one is in a table that stays as long as the sizes do; where
+the tensors are is in another, since gradients may be elsewhere in every step. How many steps a tensor has taken is in
+the device's memory, and so is what follows from it, so that a replayed CUDA graph of both launches goes on counting.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Count a step of each tensor, and work out its rates in float64; the formulas are those of reference.Rates.
+
+    addresses [tensors, WIDTH], of which the fifth is the number of a tensor's steps, in float32; settings [4], in
+    float64: learning rate, logarithms of both betas, weight decay; rates [tensors, 3] in float32, which is written:
+    what is left of a parameter, the size of the step, the correction of the second moment.
+    """
+    tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = tensors < num_tensors
+    number_ptr = tl.load(addresses_ptr + WIDTH * tensors + 4, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    number = tl.load(number_ptr, mask=inside, other=0.0) + 1
+    tl.store(number_ptr, number, mask=inside)
+    lr, decay = tl.load(settings_ptr), tl.load(settings_ptr + 3)
+    first_lacks = tl.exp(number.to(tl.float64) * tl.load(settings_ptr + 1))
+    second_lacks = tl.exp(number.to(tl.float64) * tl.load(settings_ptr + 2))
+    row_ptr = rates_ptr + 3 * tensors
+    tl.store(row_ptr, (1 - lr * decay).to(tl.float32), mask=inside)
+    tl.store(row_ptr + 1, (lr / (1 - first_lacks)).to(tl.float32), mask=inside)
+    tl.store(row_ptr + 2, (1 / tl.sqrt(1 - second_lacks)).to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -14,35 +37,35 @@ def adamw_kernel(
     counts_ptr,
     firsts_ptr,
     tensors_ptr,
-    decay,
+    rates_ptr,
     first_rate,
     second_rate,
-    step_size,
-    second_correction,
     eps,
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
     """A block of a parameter, its moments and its gradient; the formula is that of reference.adamw_step.
 
-    addresses [tensors, 4] of parameter, gradient, first and second moment, each a multiple of 16 bytes, all float32.
-    With masters [tensors, 5]: the parameter is the float32 master, the gradient is bfloat16, and the last address is
-    that of the bfloat16 weight, which is written and not read. counts [tensors] of elements; firsts [tensors], the
-    first program that has a block of each; tensors [programs], which one a program has. Rates are what a moment moves
-    towards its gradient, one minus beta.
+    addresses [tensors, 5] of parameter, gradient, first and second moment, each a multiple of 16 bytes and all float32,
+    and of the number of steps. With masters [tensors, 6]: the parameter is the float32 master, the gradient is
+    bfloat16, and the last address is that of the bfloat16 weight, which is written and not read. counts [tensors] of
+    elements; firsts [tensors], the first program that has a block of each; tensors [programs], which one a program has;
+    rates as rates_kernel writes them. Moments move towards a gradient by first_rate and second_rate, one minus beta.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors_ptr + program).to(tl.int64)
     start = (program - tl.load(firsts_ptr + tensor)) * BLOCK
     rest = tl.load(counts_ptr + tensor) - start
-    row_ptr = addresses_ptr + (5 if HAS_MASTERS else 4) * tensor
+    decay, step_size = tl.load(rates_ptr + 3 * tensor), tl.load(rates_ptr + 3 * tensor + 1)
+    second_correction = tl.load(rates_ptr + 3 * tensor + 2)
+    row_ptr = addresses_ptr + (6 if HAS_MASTERS else 5) * tensor
     gradient_type: tl.constexpr = tl.bfloat16 if HAS_MASTERS else tl.float32
     parameter_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(tl.float32)), 16) + start
     gradient_ptr = tl.multiple_of(tl.load(row_ptr + 1).to(tl.pointer_type(gradient_type)), 16) + start
     first_ptr = tl.multiple_of(tl.load(row_ptr + 2).to(tl.pointer_type(tl.float32)), 16) + start
     second_ptr = tl.multiple_of(tl.load(row_ptr + 3).to(tl.pointer_type(tl.float32)), 16) + start
     if HAS_MASTERS:
-        weight_ptr = tl.multiple_of(tl.load(row_ptr + 4).to(tl.pointer_type(tl.bfloat16)), 16) + start
+        weight_ptr = tl.multiple_of(tl.load(row_ptr + 5).to(tl.pointer_type(tl.bfloat16)), 16) + start
     else:
         weight_ptr = parameter_ptr
     if rest >= BLOCK:  # of a constant the compiler sees that nothing is left out

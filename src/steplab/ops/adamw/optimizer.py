@@ -1,9 +1,10 @@
-"""AdamW whose step is one kernel for all parameters of a group."""
+"""AdamW whose step is one kernel for all parameters of a group, after a short one that counts the step."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from steplab.ops.adamw.reference import Rates, adamw_step
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
 """What the state has of each element of a parameter; `master` is there of bfloat16 weights alone."""
+_RATES = 3
+"""Entries of a tensor in the table of rates."""
 
 
 class OneKernelAdamW(torch.optim.Optimizer):
@@ -28,14 +31,16 @@ class OneKernelAdamW(torch.optim.Optimizer):
     rounded master to the weight: 28 bytes a parameter, as many as of a float32 parameter (Micikevicius et al. 2018,
     "Mixed Precision Training", section 3.1).
 
-    Its state has the names that torch's has, and `master`, so that either loads what the other has saved. The number of
-    steps is kept on the host, so a step cannot be captured as a CUDA graph.
+    Its state has the names that torch's has, and `master`, so that either loads what the other has saved. As in torch's
+    fused one the number of steps is on the device, and a step can be captured as a CUDA graph. Take one step outside of
+    the capture before it, keep the optimizer as long as the graph, and give a learning rate that changes between
+    replays as a tensor on the device.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -48,6 +53,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._tables: dict[tuple[int, bool, int], _Tables] = {}
+        self._of_graphs: list[Tensor] = []  # memory of the host that CUDA graphs copy from
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = (masters or {}).get(parameter)
@@ -75,32 +81,31 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; gives what the closure does."""
+        """Update all parameters that have a gradient; gives what the closure does.
+
+        Raises Unsupported in a capture that no step outside of one preceded.
+        """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for index, group in enumerate(self.param_groups):
-            for (number, has_masters), tensors in self._by_step(group["params"]).items():
-                rates = Rates(
-                    lr=float(group["lr"]),
-                    beta_1=group["betas"][0],
-                    beta_2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=number,
-                )
+            for has_masters, tensors in self._with_gradients(group["params"]).items():
                 if not _runs_kernels(tensors[0][0].device):
-                    _update_by_torch(tensors, rates)
+                    _update_by_torch(tensors, group)
                     continue
                 key = (index, has_masters, len(tensors))
-                tables = self._tables[key] = _tables_for(tensors, self._tables.get(key))
-                _start(tables, rates, has_masters=has_masters)
+                if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+                    tables = self._tables_in_capture(key, tensors)
+                else:
+                    tables = self._tables[key] = _tables_for(tensors, self._tables.get(key))
+                tables.settings.set(group)
+                _start(tables, group, has_masters=has_masters)
                 if has_masters and not tables.counts.is_cuda:  # the interpreter cuts off what a GPU rounds
                     _round_to_weights(tensors)
         return loss
 
-    def _by_step(self, parameters: Sequence[Tensor]) -> dict[tuple[int, bool], list["Tensors"]]:
-        """What has a gradient, by the number of its step, as a rule the same of all, and by whether it has a master."""
-        found: dict[tuple[int, bool], list[Tensors]] = {}
+    def _with_gradients(self, parameters: Sequence[Tensor]) -> dict[bool, list["Tensors"]]:
+        """What has a gradient, with its state, by whether it has a master."""
+        found: dict[bool, list[Tensors]] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -108,75 +113,144 @@ class OneKernelAdamW(torch.optim.Optimizer):
             master = state.get("master")
             values = parameter if master is None else master
             if "step" not in state:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
-            state["step"] += 1
-            tensors = (values, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            step = state["step"]
+            if step.device != parameter.device or step.dtype != torch.float32:  # from torch's, which may be on the host
+                state["step"] = step.to(parameter.device, torch.float32)
+            tensors = (values, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             weight = () if master is None else (parameter,)
-            found.setdefault((int(state["step"]), master is not None), []).append((*tensors, *weight))
+            found.setdefault(master is not None, []).append((*tensors, *weight))
         return found
+
+    def _tables_in_capture(self, key: tuple[int, bool, int], tensors: Sequence["Tensors"]) -> "_Tables":
+        """Tables whose addresses are copied from the host's memory by the graph itself, in each replay.
+
+        That memory cannot be made in a capture, so it is taken from the step before, and no later step gets it.
+        """
+        before = self._tables.get(key)
+        if before is None or before.on_host is None:
+            why = "the tables of its tensors are made in a step outside of one"
+            raise Unsupported("AdamW in one kernel as the first step before a capture", why, "take a step before each")
+        self._tables[key] = replace(before, on_host=None)
+        self._of_graphs.append(before.on_host)
+        before.on_host.copy_(torch.tensor(_addresses(tensors)))
+        return replace(before, addresses=before.on_host.to(before.counts.device, non_blocking=True))
 
 
 Tensors = tuple[Tensor, ...]
-"""What is updated in float32, its gradient and its two moments; then the bfloat16 weight, if that is another tensor."""
+"""What is updated in float32, its gradient, its two moments and the number of its steps; then the bfloat16 weight, if
+that is another tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a group says of its rates, on the device in float64: learning rate, logarithms of both betas, weight
+    decay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = torch.empty(4, dtype=torch.float64, device=device)
+        self._values: list[float] = []
+
+    def set(self, group: dict[str, Any]) -> None:
+        """Copy what has changed."""
+        lr = group["lr"]
+        follows = isinstance(lr, Tensor) and lr.device == self.on_device.device
+        logarithms = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
+        values = [0.0 if follows else float(lr), *logarithms, float(group["weight_decay"])]
+        if values != self._values:
+            self.on_device.copy_(_on(self.on_device.device, torch.tensor(values, dtype=torch.float64)))
+            self._values = values
+        if follows:
+            self.on_device[0].copy_(lr)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Tables:
-    """What the kernel has to know of the tensors, on their device."""
+    """What the kernels have to know of the tensors, on their device."""
 
     where: list[list[int]]
     """Addresses, as they are in `addresses`."""
     sizes: list[int]
     """Elements, as they are in `counts`."""
+    on_host: Tensor | None
+    """What `addresses` was copied from; None once a CUDA graph copies from it."""
     addresses: Tensor
     counts: Tensor
     firsts: Tensor
     tensors: Tensor
+    rates: Tensor
+    settings: _Settings
+
+
+def _addresses(tensors: Sequence[Tensors]) -> list[list[int]]:
+    return [[tensor.data_ptr() for tensor in each] for each in tensors]
 
 
 def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
     """Those of the step before, where nothing has moved; else what has changed is copied to the device."""
     device = tensors[0][0].device
-    where = [[tensor.data_ptr() for tensor in each] for each in tensors]
+    where = _addresses(tensors)
     sizes = [each[0].numel() for each in tensors]
     is_alike = before is not None and before.sizes == sizes and before.counts.device == device
     if before is not None and is_alike and before.where == where:
         return before
-    for each in tensors:
-        _refuse_unserved_tensors(*each)
-    addresses = _on(device, torch.tensor(where))
+    for values, gradient, first, second, _, *weight in tensors:
+        _refuse_unserved_tensors(values, gradient, first, second, *weight)
+    on_host = _pinned(device, torch.tensor(where))
+    addresses = on_host.to(device, non_blocking=True)
     if before is not None and is_alike:
-        return _Tables(where, sizes, addresses, before.counts, before.firsts, before.tensors)
+        return replace(before, where=where, on_host=on_host, addresses=addresses)
     counts = torch.tensor(sizes)
     blocks = -(-counts // block.ADAMW_BLOCK)
     firsts = blocks.cumsum(0) - blocks
     which = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), blocks)
-    return _Tables(where, sizes, addresses, *(_on(device, table) for table in (counts, firsts, which)))
+    return _Tables(
+        where=where,
+        sizes=sizes,
+        on_host=on_host,
+        addresses=addresses,
+        counts=_on(device, counts),
+        firsts=_on(device, firsts),
+        tensors=_on(device, which),
+        rates=torch.empty(len(sizes), _RATES, device=device),
+        settings=_Settings(device),
+    )
+
+
+def _pinned(device: torch.device, table: Tensor) -> Tensor:
+    return table.pin_memory() if device.type == "cuda" else table
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return _pinned(device, table).to(device, non_blocking=True)
 
 
-def _start(tables: _Tables, rates: Rates, *, has_masters: bool) -> None:
-    from steplab.ops.adamw.kernel import adamw_kernel
+def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None:
+    from steplab.ops.adamw.kernel import adamw_kernel, rates_kernel
 
     if not len(tables.tensors):
         return
+    num_tensors, (beta_1, beta_2) = len(tables.sizes), group["betas"]
     # Triton starts kernels on the current device, whatever the tensors' is.
     with torch.cuda.device(tables.counts.device) if tables.counts.is_cuda else nullcontext():
+        rates_kernel[(-(-num_tensors // block.RATES_BLOCK),)](
+            tables.addresses,
+            tables.settings.on_device,
+            tables.rates,
+            num_tensors,
+            BLOCK=block.RATES_BLOCK,
+            WIDTH=len(tables.where[0]),
+            num_warps=block.NUM_WARPS,
+        )
         adamw_kernel[(len(tables.tensors),)](
             tables.addresses,
             tables.counts,
             tables.firsts,
             tables.tensors,
-            rates.decay,
-            1 - rates.beta_1,
-            1 - rates.beta_2,
-            rates.step_size,
-            rates.second_correction,
-            rates.eps,
+            tables.rates,
+            1 - beta_1,
+            1 - beta_2,
+            group["eps"],
             BLOCK=block.ADAMW_BLOCK,
             HAS_MASTERS=has_masters,
             num_warps=block.NUM_WARPS,
@@ -187,14 +261,18 @@ def _runs_kernels(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def _update_by_torch(tensors: Sequence[Tensors], rates: Rates) -> None:
-    for values, gradient, first, second, *_ in tensors:
+def _update_by_torch(tensors: Sequence[Tensors], group: dict[str, Any]) -> None:
+    (beta_1, beta_2), lr = group["betas"], float(group["lr"])
+    for values, gradient, first, second, step, *_ in tensors:
+        step += 1
+        decay, eps = group["weight_decay"], group["eps"]
+        rates = Rates(lr=lr, beta_1=beta_1, beta_2=beta_2, eps=eps, weight_decay=decay, step=int(step))
         adamw_step(values, gradient.to(values.dtype), first, second, rates)
     _round_to_weights(tensors)
 
 
 def _round_to_weights(tensors: Sequence[Tensors]) -> None:
-    for values, _gradient, _first, _second, *weights in tensors:
+    for values, _gradient, _first, _second, _step, *weights in tensors:
         for weight in weights:
             weight.copy_(values)
 

@@ -36,9 +36,9 @@ class Optimizer:
             parameter.slot.gradient = None
 
     def _make_state(self, parameter: Parameter) -> None:
-        """Both moments in the parameter's format; fused, the step's number is on the device too."""
+        """Both moments in the parameter's format; in one kernel, the step's number is on the device too."""
         m, like = self._machine, (parameter.tensor.count, parameter.tensor.dtype)
-        if self._name == "adamw_fused":
+        if self._name in ("adamw_fused", "adamw_triton"):
             self._state.append(m.new(m.sizes.one, FP32, "step numbers", category="optimizer_state"))
         first, second = (
             m.new(*like, f"{what} of {parameter.name}", category="optimizer_state")
@@ -47,10 +47,10 @@ class Optimizer:
         self._moments.append((first, second))
 
     def _tables(self) -> None:
-        """What ops/adamw has on the device of the tensors: four addresses of each, anew where gradients are elsewhere,
-        then their sizes, and of each block of elements whose it is."""
+        """What ops/adamw has on the device of the tensors: five addresses of each, anew where gradients are elsewhere,
+        then their sizes, their rates, and of each block of elements whose it is."""
         m, number = self._machine, len(self._parameters)
-        addresses = m.new(Count(4 * number, f"4 {number}"), INT64, "addresses", category="optimizer_state")
+        addresses = m.new(Count(5 * number, f"5 {number}"), INT64, "addresses", category="optimizer_state")
         if self._blocks is None:
             num_blocks = sum(-(-parameter.tensor.count.value // ADAMW_BLOCK) for parameter in self._parameters)
             sizes = Count(number, str(number))
@@ -58,6 +58,8 @@ class Optimizer:
                 m.new(sizes, INT64, "numbers of elements", category="optimizer_state"),
                 m.new(sizes, INT64, "first blocks", category="optimizer_state"),
                 m.new(Count(num_blocks, str(num_blocks)), INT32, "tensors of blocks", category="optimizer_state"),
+                m.new(Count(3 * number, f"3 {number}"), FP32, "rates", category="optimizer_state"),
+                m.new(Count(4, "4"), INT64, "learning rate, betas, weight decay", category="optimizer_state"),
             )
         self._addresses = addresses
 
