@@ -1,0 +1,318 @@
+"""Loss curves of fast steps beside those of the plain one: what a fast step trains must be what the plain one trains.
+
+    python benchmarks/loss_curves.py                                            # a GPU: small, context 512, 4 seeds
+    python benchmarks/loss_curves.py --device cpu --model tiny --context 64 --seeds 0 1 2
+    python benchmarks/loss_curves.py --seeds 3 --output seed_3.json             # one seed a process, on GPUs of its own
+    python benchmarks/loss_curves.py --read seed_*.json --picture loss_curves.svg
+
+The steps are those that `steplab run` measures, from the same builder. A seed decides the initial weights and the order
+of the sequences; with one seed every variant begins with the same weights and sees the same batches. Two figures decide
+whether a variant trains as the reference does, both as shares of what the reference's own seeds differ by:
+
+    by step   the root mean square of the paired differences (same seed, same step) in the worst window of steps, over
+              the standard deviation of the reference's seeds in that window
+    at end    the mean paired difference over the last quarter, over the standard deviation, between the reference's
+              seeds, of its mean loss there
+
+A variant passes with both at most 1. `bf16_pure`, whose weights are rounded to bf16 after every update, is the control:
+it shows whether the figures would find a step that trains otherwise.
+
+The data is the source text of Python's standard library, split into words, runs of spaces and single signs; the most
+frequent ones are the vocabulary, and one entry stands for all others. It is learnable at every distance, uses the whole
+vocabulary, and needs no network. The text of another version of Python gives other losses, and the same comparison.
+Exit code: 0 if every variant passes, 1 if one does not.
+"""
+
+import argparse
+import collections
+import json
+import platform
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from steplab.measurement.machine.device import open_device
+from steplab.measurement.step.step import ModelStep, make_step
+from steplab.model.build import build_workload
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One step to train with."""
+
+    name: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+    """What it changes of the reference, by the names of options."""
+    devices: tuple[str, ...] = ("cuda", "cpu")
+    """Kinds of devices that it runs on."""
+    control: bool = False
+    """Whether it is known to train otherwise, so that it need not pass."""
+
+
+FAST = {"precision": "bf16", "loss": "fused", "optimizer": "adamw_triton"}
+REFERENCE = "plain, fp32"
+VARIANTS = (
+    Variant(name=REFERENCE),
+    Variant(name="plain, bf16", fields={"precision": "bf16"}, devices=("cuda",)),
+    Variant(
+        name="fast, Triton",
+        fields=FAST | {"attention": "flash_triton", "compile": "default"},
+        devices=("cuda",),
+    ),
+    Variant(
+        name="fast, cuDNN, CUDA graphs",
+        fields=FAST | {"attention": "sdpa_cudnn", "compile": "reduce-overhead", "model.projections": "merged"},
+        devices=("cuda",),
+    ),
+    Variant(
+        name="fast, CPU",
+        fields={
+            "attention": "sdpa",
+            "loss": "chunked",
+            "optimizer": "adamw_fused",
+            "model.projections": "merged",
+        },
+        devices=("cpu",),
+    ),
+    Variant(name="bf16_pure", fields={"precision": "bf16_pure"}, devices=("cuda",), control=True),
+    Variant(name="sgd", fields={"optimizer": "sgd"}, devices=("cpu",), control=True),
+)
+"""The reference first: eager, fp32, attention with its scores in memory, and torch's AdamW as a loop. Few CPUs multiply
+bf16 at speed, so there all are in fp32."""
+
+PARTS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
+"""The linear layers of which merged ones are made."""
+NUM_WINDOWS = 10
+
+Curves = dict[str, dict[int, list[float]]]
+"""variant -> seed -> loss of each step"""
+Losses = NDArray[np.float64]
+
+
+def source_text() -> Iterator[str]:
+    """The modules of the standard library, without its tests, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if not {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(path.relative_to(root).parts):
+            yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def sequences(vocab_size: int, length: int) -> Tensor:
+    """The text as token ids, cut into sequences: [number, length]."""
+    tokens = [token for text in source_text() for token in re.findall(r"\w+| +|[^\w ]", text)]
+    frequent = collections.Counter(tokens).most_common(vocab_size - 1)
+    number_of = {token: number for number, (token, _) in enumerate(frequent)}
+    ids = torch.tensor([number_of.get(token, vocab_size - 1) for token in tokens])
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+def batches_of(data_NL: Tensor, spec: StepSpec, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and targets of each step; the order is the seed's. The text is read again if the steps need more of it."""
+    order = torch.Generator().manual_seed(spec.seed)
+    numbers = torch.cat(
+        [torch.randperm(len(data_NL), generator=order) for _ in range(1 + steps * spec.batch // len(data_NL))]
+    )
+    for chosen in numbers[: steps * spec.batch].view(steps, spec.batch):
+        yield data_NL[chosen, :-1], data_NL[chosen, 1:]
+
+
+def adopt(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a module the weights of one whose linear layers are separate."""
+
+    def of(name: str) -> Tensor:
+        for merged, parts in PARTS.items():
+            if f".{merged}." in name:
+                return torch.cat([weights[name.replace(merged, part)] for part in parts])
+        return weights[name]
+
+    module.load_state_dict({name: of(name) for name in module.state_dict()})
+
+
+def losses_of(step: ModelStep, batches: Iterator[tuple[Tensor, Tensor]]) -> list[float]:
+    """Train, and give the loss of each step before its update. Batches are written where the step reads its own."""
+    kept = []
+    for number, batch in enumerate(batches):
+        for held, new in zip(step.batches[number % len(step.batches)], batch, strict=True):
+            held.copy_(new)
+        loss = None
+        for phase in step.phases:
+            phase.run()
+            loss = loss if step.loss is None else step.loss.detach().clone()  # backward lets go of it
+        assert loss is not None
+        kept.append(loss)
+    return [loss.item() for loss in kept]
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """The curves of all variants and seeds on one device."""
+    device = open_device(options.device).torch_device
+    plain = {"model": options.model, "context": options.context, "batch": options.batch, "optimizer": "adamw_loop"}
+    shape = resolve_step(plain).model.shape
+    assert shape is not None
+    data_NL = sequences(shape.vocab_size, options.context + 1)
+    curves: Curves = {}
+    chosen = [each for each in VARIANTS if device.type in each.devices]
+    for seed in options.seeds:
+        own = plain | {"seed": seed, "device": options.device}
+        first = build_workload(resolve_step(own), device).module
+        assert first is not None
+        weights = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+        for variant in chosen:
+            spec = resolve_step(own | variant.fields)
+            workload = build_workload(spec, device)
+            assert workload.module is not None
+            adopt(workload.module, weights)
+            step = make_step(workload, spec, device)
+            assert isinstance(step, ModelStep)
+            curves.setdefault(variant.name, {})[seed] = losses_of(step, batches_of(data_NL, spec, options.steps))
+            del workload, step
+            print(f"seed {seed}, {variant.name}: {curves[variant.name][seed][-1]:.3f}", file=sys.stderr, flush=True)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "about": f"{options.model}, batch {options.batch}, context {options.context}, {where}, "
+        f"torch {torch.__version__}, text of Python {platform.python_version()} in {data_NL.numel():,} tokens",
+        "curves": curves,
+    }
+
+
+def joined(results: Sequence[Mapping[str, Any]]) -> Curves:
+    """The curves of several files, which have other seeds of the same steps."""
+    curves: Curves = {}
+    for result in results:
+        for name, of_seeds in result["curves"].items():
+            curves.setdefault(name, {}).update({int(seed): losses for seed, losses in of_seeds.items()})
+    return curves
+
+
+def in_order(of_seeds: Mapping[int, list[float]], seeds: Sequence[int]) -> Losses:
+    """[seed, step]"""
+    return np.array([of_seeds[seed] for seed in seeds])
+
+
+def windows(values_T: Losses) -> Losses:
+    """Root mean square in each window of steps."""
+    return np.array([np.sqrt(np.mean(part**2)) for part in np.array_split(values_T, min(NUM_WINDOWS, len(values_T)))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A variant beside the reference, in units of the loss."""
+
+    seeds: Losses
+    """Standard deviation of the reference's seeds, by window."""
+    paired: Losses
+    """Root mean square of the paired differences, by window."""
+    end_seeds: float
+    """Standard deviation, between the reference's seeds, of the mean loss over the last quarter."""
+    end_paired: float
+    """Mean paired difference there; above 0: the variant's loss is higher."""
+
+    @property
+    def by_step(self) -> float:
+        return float((self.paired / self.seeds).max())
+
+    @property
+    def at_end(self) -> float:
+        return abs(self.end_paired) / self.end_seeds
+
+    @property
+    def passes(self) -> bool:
+        return max(self.by_step, self.at_end) <= 1
+
+
+def beside(reference_ST: Losses, variant_ST: Losses) -> Beside:
+    """Compare the curves of the same seeds; two seeds at least."""
+    last = slice(-max(1, reference_ST.shape[1] // 4), None)
+    difference_ST = variant_ST - reference_ST
+    return Beside(
+        seeds=windows(reference_ST.std(axis=0, ddof=1)),
+        paired=windows(np.sqrt(np.mean(difference_ST**2, axis=0))),
+        end_seeds=float(reference_ST[:, last].mean(axis=1).std(ddof=1)),
+        end_paired=float(difference_ST[:, last].mean()),
+    )
+
+
+def draw(curves: Curves, found: Mapping[str, Beside], seeds: Sequence[int], path: str) -> None:
+    """Above, the curves; below, what seeds and variants differ by."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.endswith("svg") else "agg")
+    import matplotlib.pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    for number, (name, of_seeds) in enumerate(curves.items()):
+        losses_ST = in_order(of_seeds, seeds)
+        for order, losses_T in enumerate(losses_ST):
+            style = {"lw": 2.5, "alpha": 0.4} if name == REFERENCE else {"lw": 0.8}
+            above.plot(losses_T, color=f"C{number}", label=name if order == 0 else None, **style)
+    above.set(ylabel="loss, nats a token", title="Loss of each step, one line for each seed")
+    steps = len(next(iter(curves[REFERENCE].values())))
+    for number, (name, each) in enumerate(found.items(), 1):
+        middles = np.array([part.mean() for part in np.array_split(np.arange(steps), len(each.seeds))])
+        if number == 1:
+            below.plot(middles, each.seeds, color="C0", lw=2.5, alpha=0.4, label="seeds of the reference (SD)")
+        below.plot(middles, each.paired, color=f"C{number}", marker=".", label=f"{name} (RMS, same seed)")
+    below.set(yscale="log", xlabel="step", ylabel="nats a token", title="Difference in windows of steps")
+    above.legend()
+    below.legend()
+    figure.savefig(path)
+
+
+def report(results: Sequence[Mapping[str, Any]], picture: str) -> int:
+    """Print the table, draw the picture, and give the exit code."""
+    curves = joined(results)
+    seeds = sorted(curves[REFERENCE])
+    if len(seeds) < 2:
+        print("one seed: the curves are kept, and compared where --read gives two or more", file=sys.stderr)
+        return 0
+    reference_ST = in_order(curves[REFERENCE], seeds)
+    found = {
+        name: beside(reference_ST, in_order(of_seeds, seeds)) for name, of_seeds in curves.items() if name != REFERENCE
+    }
+    controls = {each.name for each in VARIANTS if each.control}
+    print(f"{results[0]['about']}; {len(seeds)} seeds, {reference_ST.shape[1]} steps; loss in nats a token\n")
+    print("| step | loss at end | difference | share of the seeds' | worst window | trains as the reference |")
+    print("|---|--:|--:|--:|--:|---|")
+    last = slice(-max(1, reference_ST.shape[1] // 4), None)
+    spread = next(iter(found.values())).end_seeds
+    print(f"| {REFERENCE} | {reference_ST[:, last].mean():.4f} | seeds ± {spread:.4f} | 1 | 1 | |")
+    for name, each in found.items():
+        level = in_order(curves[name], seeds)[:, last].mean()
+        words = ("yes" if each.passes else "no") + (" (the control)" if name in controls else "")
+        print(f"| {name} | {level:.4f} | {each.end_paired:+.4f} | {each.at_end:.2f} | {each.by_step:.2f} | {words} |")
+    if picture:
+        draw(curves, found, seeds, picture)
+    return 0 if all(each.passes for name, each in found.items() if name not in controls) else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--output", default="", help="a file for the losses, in JSON")
+    parser.add_argument("--read", nargs="+", default=[], help="files of --output, in place of training")
+    parser.add_argument("--picture", default="", help="a file for the picture, .svg or .png")
+    options = parser.parse_args(arguments)
+    results = [json.loads(Path(path).read_text()) for path in options.read] or [train(options)]
+    if options.output:
+        Path(options.output).write_text(json.dumps(results[0]))
+    return report(results, options.picture)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

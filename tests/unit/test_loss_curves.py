@@ -1,0 +1,63 @@
+"""benchmarks/loss_curves.py: the same start, data and weights for every variant, and figures that can fail."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks import loss_curves
+
+ARGUMENTS = ["--device=cpu", "--model=tiny", "--context=8", "--batch=1", "--steps=4", "--seeds", "0", "1"]
+
+
+@pytest.fixture
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def text() -> Iterator[str]:
+        yield "def f(x):\n    return x + 1\n" * 40
+
+    monkeypatch.setattr(loss_curves, "source_text", text)
+
+
+def test_variants_of_a_seed_begin_alike_and_a_fast_one_passes(
+    short_text: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "losses.json"
+    assert loss_curves.main([*ARGUMENTS, "--output", str(output)]) == 0
+    curves = loss_curves.joined([json.loads(output.read_text())])
+    first = {name: [of_seeds[seed][0] for seed in (0, 1)] for name, of_seeds in curves.items()}
+    reference = first[loss_curves.REFERENCE]
+    assert reference[0] != reference[1]
+    for losses in first.values():
+        assert losses == pytest.approx(reference, rel=1e-5)  # sums of a thousand numbers in fp32
+    assert "fast, CPU" in capsys.readouterr().out
+
+
+def test_files_of_single_seeds_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).normal(0, 0.1, (2, 3, 40))
+    paths = []
+    for seed in range(3):
+        losses = {
+            loss_curves.REFERENCE: noise[0, seed],
+            "close": noise[0, seed] + 0.1 * noise[1, seed],
+            "worse": noise[0, seed] + 0.2,
+        }
+        curves = {name: {str(seed): list(values)} for name, values in losses.items()}
+        paths.append(tmp_path / f"{seed}.json")
+        paths[-1].write_text(json.dumps({"about": "synthetic", "curves": curves}))
+    picture = tmp_path / "curves.png"
+    assert loss_curves.main(["--read", *map(str, paths), "--picture", str(picture)]) == 1
+    rows = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("|")}
+    assert rows["close"].endswith("| yes |")
+    assert rows["worse"].endswith("| no |")
+    assert picture.stat().st_size > 0
+
+
+def test_figures_are_those_of_the_definition() -> None:
+    reference = np.array([[1.0, 2.0], [3.0, 6.0]])  # standard deviations sqrt(2) and 2 sqrt(2)
+    found = loss_curves.beside(reference, reference + np.array([[0.5, 1.0], [-0.5, 2.0]]))
+    assert found.seeds == pytest.approx(np.array([2**0.5, 2 * 2**0.5]))
+    assert found.paired == pytest.approx(np.array([0.5, 2.5**0.5]))
+    assert (found.end_seeds, found.end_paired) == pytest.approx((2 * 2**0.5, 1.5))
+    assert found.passes
+    assert not loss_curves.beside(reference, reference + 3.0).passes
