@@ -9,7 +9,10 @@ from tests.cli.program import Program, complaint, tiny
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--precision", "fp8"), "precision 'fp8' is not known; choose one of fp32, tf32, bf16, fp16, bf16_pure"),
+        (
+            ("--precision", "fp8"),
+            "precision 'fp8' is not known; choose one of fp32, tf32, bf16, fp16, bf16_master, bf16_pure",
+        ),
         (("--only", "weights"), 'Invalid value "weights" for --only'),
         (("--format", "csv"), "--format csv holds one table; choose it with --only"),
         (("--model", "toy,tiny"), "--model takes a single value here"),

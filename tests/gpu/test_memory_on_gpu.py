@@ -34,6 +34,7 @@ CELLS: list[dict[str, object]] = [
     SMALL | {"precision": "bf16", "pass_name": "forward"},
     SMALL | {"precision": "fp16", "attention": "sdpa"},
     SMALL | {"precision": "bf16_pure", "optimizer": "adamw_foreach"},
+    SMALL | {"precision": "bf16_master", "optimizer": "adamw_triton"},
     SMALL | {"precision": "bf16", "checkpointing": "full"},
     SMALL | {"precision": "bf16", "checkpointing": "selective", "pass_name": "forward_backward"},
     {"model": "tiny", "precision": "bf16", "attention": "sdpa", "compile": "default"},
@@ -84,6 +85,10 @@ def test_parameters_and_gradients_are_as_large_as_the_model(measured: Measured, 
     assert run.model is not None
     assert run.spec.model.shape is not None
     num_bytes = WEIGHT_BYTES.get(run.spec.precision, 4) * run.model.num_parameters
+    if run.spec.precision == "bf16_master":
+        shape = run.spec.model.shape
+        in_fp32 = shape.d_model * (shape.vocab_size + 2 * shape.num_layers + 1)
+        num_bytes -= 2 * (run.model.num_parameters - in_fp32)
     rotary_bytes = 4 * run.spec.context * run.spec.model.shape.head_dim
     assert profile.at_peak["parameters"] == num_bytes + rotary_bytes
     assert profile.at_peak.get("gradients", 0) <= num_bytes

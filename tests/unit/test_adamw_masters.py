@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
+from steplab.measurement.step.step import ModelStep
+from steplab.model.build import build_workload
 from steplab.ops.adamw import block
 from steplab.ops.adamw.masters import bf16_with_masters
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -164,3 +167,71 @@ def test_a_bf16_weight_added_without_a_master_is_refused_before_the_kernel_reads
     added.grad = torch.zeros(4, dtype=BF16)
     with pytest.raises(Unsupported, match=r"for a parameter of torch\.bfloat16"):
         made.step()
+
+
+# --- a step in bf16_master, and the same in bf16 -----------------------------------------------------------
+
+TINY: dict[str, object] = {
+    "model": "tiny", "model.num_layers": 2, "model.d_model": 16, "model.d_ff": 24, "model.num_heads": 2,
+    "model.vocab_size": 40, "batch": 2, "context": 8, "device": "cpu", "optimizer": "adamw_triton",
+}  # fmt: skip
+GPT_2: dict[str, object] = {
+    "model.norm": "layernorm", "model.feed_forward": "gelu", "model.biases": "all", "model.learned_positions": 8,
+}  # fmt: skip
+
+
+def trained_step(precision: str, fields: dict[str, object]) -> tuple[ModelStep, list[float]]:
+    """A step after it was taken four times, and its losses."""
+    spec = resolve_step(TINY | fields | {"precision": precision})
+    step = ModelStep(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
+    losses = []
+    for _ in range(4):
+        step.forward()
+        assert step.loss is not None
+        losses.append(float(step.loss.detach()))
+        step.backward()
+        step.optimizer_step()
+    return step, losses
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        GPT_2 | {"model.head": "tied"},
+        {"model.projections": "merged", "checkpointing": "full"},
+        {"loss": "chunked", "context": 24},
+    ],
+    ids=str,
+)
+def test_a_step_trains_to_the_bit_what_autocast_over_float32_weights_trains(
+    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products have the same factors and the update the same operands, so that no bound is needed."""
+    monkeypatch.delenv("TRITON_INTERPRET")  # the update by operators of torch, which is quicker
+    step, losses = trained_step("bf16_master", fields)
+    autocast, expected = trained_step("bf16", fields)
+    assert losses == expected
+    assert losses[0] != losses[-1]
+    assert step.optimizer is not None
+    for (name, weight), parameter in zip(step.module.named_parameters(), autocast.module.parameters(), strict=True):
+        is_low = isinstance(step.module.get_submodule(name.rpartition(".")[0]), nn.Linear) and not (
+            name == "head.weight" and "loss" in fields
+        )
+        assert weight.dtype == (BF16 if is_low else torch.float32), name
+        assert torch.equal(step.optimizer.state[weight]["master"] if is_low else weight, parameter), name
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimizer": "adamw_fused"}, "with optimizer adamw_fused is not supported: .*; use --optimizer adamw_triton"),
+        ({"accumulation": 2}, "with accumulation 2 is not supported: .* in bf16; use --precision bf16"),
+        ({"layout": "dp=2"}, "with layout dp=2 is not supported: .* in bf16; use --precision bf16"),
+        ({"layout": "fsdp=2", "pass": "forward"}, "with layout fsdp=2 is not supported"),
+    ],
+)
+def test_a_step_that_would_train_otherwise_is_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(Unsupported, match=f"precision bf16_master {said}"):
+        resolve_step({"precision": "bf16_master", "optimizer": "adamw_triton"} | fields)
+    assert resolve_step({"precision": "bf16_master", "pass": "forward_backward"})

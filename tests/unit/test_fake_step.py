@@ -33,6 +33,13 @@ STEPS = {
         "model.learned_positions": "128",
         "attention": "sdpa_flash",
     },
+    "masters": {
+        "precision": "bf16_master",
+        "attention": "sdpa_flash",
+        "model.biases": "all",
+        "optimizer": "adamw_triton",
+        "pass": "forward_backward",
+    },
     "recomputed": {"precision": "bf16", "attention": "sdpa_flash", "checkpointing": "full", "model.num_kv_heads": "4"},
     "micro-steps": {"precision": "bf16_pure", "attention": "sdpa_flash", "accumulation": "2"},
 }

@@ -243,6 +243,16 @@ def test_weights_in_bf16_are_half_as_large_and_never_copied(watched: Watched) ->
     assert "autocast_copies" not in owned
 
 
+def test_masters_of_weights_in_bf16_are_state_of_the_optimizer(watched: Watched) -> None:
+    owned = watched(precision="bf16_master", optimizer="adamw_triton").owned()
+    others = NUM_PARAMETERS - NUM_MATMUL_WEIGHTS
+    assert owned["parameters"] == 4 * others + 2 * NUM_MATMUL_WEIGHTS + ROTARY_BYTES
+    assert owned["gradients"] == 4 * others + 2 * NUM_MATMUL_WEIGHTS
+    masters, moments = 4 * NUM_MATMUL_WEIGHTS, 8 * NUM_PARAMETERS
+    assert masters + moments <= owned["optimizer_state"] <= masters + moments + 64 * len(matrices()) * 4
+    assert "autocast_copies" not in owned
+
+
 class Tied(nn.Module):
     """One matrix, used twice."""
 

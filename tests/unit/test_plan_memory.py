@@ -234,6 +234,52 @@ def test_what_an_optimizer_holds_by_hand(optimizer: str, precision: str, state: 
     )  # rounding, and what begins it
 
 
+MATRICES = L * WEIGHTS + d * V
+"""Elements of the linear layers."""
+
+
+def test_what_weights_in_bf16_with_masters_hold_by_hand() -> None:
+    """Of one token, at the optimizer's step: 16 bytes for each weight of a linear layer, 2 of them its gradient's."""
+    masters: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton", "batch": 1, "context": 1}
+    found, others, layers = predict(**masters), N - MATRICES, 7 * L + 1
+    each = 4 + 8 + 8 + 12  # the number of its steps, and rows of tables
+    tables = each * (9 * L + 3) + 40 * (2 * L + 2) + 48 * layers + 2 * 32 + 4 * (2 * 157 + 2 * L + 1 + L * (4 + 3 * 3))
+    state = 4 * MATRICES + 8 * N + tables
+    assert found.phase_peaks["optimizer"] >= 4 * others + 2 * MATRICES + 4 * d // h + state + 2 * MATRICES + 4 * others
+    assert found.at_peak["optimizer_state"] == state
+    assert found.at_peak["parameters"] == 4 * others + 2 * MATRICES + 4 * d // h
+    assert "autocast_copies" not in found.at_peak
+    forward = predict(**masters | {"pass": "forward"})
+    assert forward.at_peak["parameters"] == found.at_peak["parameters"]
+    assert "optimizer_state" not in forward.at_peak
+    # The gradient of the head's weight is added up over chunks, in fp32 under autocast: that weight stays fp32.
+    chunked = predict(**masters | {"loss": "chunked"})
+    assert chunked.at_peak["parameters"] == found.at_peak["parameters"] + 2 * d * V
+    tied = predict(**masters | {"model.head": "tied"})
+    assert tied.at_peak["parameters"] == found.at_peak["parameters"] - 2 * d * V
+
+
+def test_weights_in_bf16_with_masters_have_no_copies_where_autocast_makes_them() -> None:
+    """Eager and compiled; activations are the same."""
+    for compiled in ("off", "default"):
+        fields: dict[str, object] = {"pass": "forward_backward", "attention": "sdpa_flash", "compile": compiled}
+        autocast, masters = (predict(**fields, precision=name) for name in ("bf16", "bf16_master"))
+        assert autocast.at_peak["autocast_copies"] == 2 * MATRICES
+        assert "autocast_copies" not in masters.at_peak
+        assert masters.at_peak["activations"] == autocast.at_peak["activations"]
+        assert masters.at_peak["parameters"] == autocast.at_peak["parameters"] - 2 * MATRICES
+
+
+def test_a_planning_size_has_masters_beside_its_moments() -> None:
+    fields: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton"}
+    weights = 126 * 2 * 16384 * 53248
+    assert predict_memory(resolve_step({"model": "xxl"} | fields)).at_peak == {
+        "parameters": 2 * weights,
+        "gradients": 2 * weights,
+        "optimizer_state": 12 * weights,
+    }
+
+
 def test_what_a_model_like_gpt_2_holds_in_fp32_by_hand() -> None:
     """LayerNorm keeps two numbers a row, and plain attention copies of queries and keys, which nothing rotates."""
     found = predict(**GPT_2, **{"pass": "forward_backward"})
@@ -428,6 +474,10 @@ def _valid(drawn: dict[str, Any]) -> dict[str, Any]:
         del fields["accumulation"]
     if fields["precision"] == "bf16_pure" and fields["optimizer"] == "adamw_triton":
         fields["optimizer"] = "adamw_fused"
+    if fields["precision"] == "bf16_master":
+        fields = {name: value for name, value in fields.items() if name != "accumulation"} | {
+            "optimizer": "adamw_triton"
+        }
     heads = parts.get("model.num_kv_heads", 1)
     return fields | parts | ({"model.num_kv_heads": min(heads, fields["model.num_heads"])} if heads > 1 else {})
 

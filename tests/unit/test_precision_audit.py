@@ -194,6 +194,17 @@ def test_bf16_throughout_is_bf16_in_parameters_and_gradients() -> None:
     assert found.reference_loss == audit(precision="fp32").loss
 
 
+def test_weights_with_masters_are_audited_as_autocast_without_their_casts() -> None:
+    found, autocast = audit(precision="bf16_master", optimizer="adamw_triton"), audit(precision="bf16")
+    assert (found.loss, found.loss_dtype) == (autocast.loss, autocast.loss_dtype)
+    assert found.reference_loss == autocast.reference_loss
+    assert [op.rule for op in found.operations] == [op.rule for op in autocast.operations]
+    assert found.matmuls == autocast.matmuls
+    assert found.kept_on_cuda == autocast.kept_on_cuda
+    linear = [m for m in found.modules if m.kind == "Linear"]
+    assert {t for m in linear for t in (*m.parameters, *m.gradients)} == {"bfloat16"}
+
+
 def test_a_forward_pass_alone_has_no_gradients() -> None:
     found = audit(precision="fp16", **{"pass": "forward"})
     assert (found.loss, found.loss_dtype, found.loss_scaling) == (None, None, None)

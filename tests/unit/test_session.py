@@ -268,6 +268,32 @@ def test_a_precision_is_that_of_the_products_and_of_the_weights(
     assert states == ({weight} if pass_name == "train" else set())
 
 
+@pytest.mark.parametrize("pass_name", CHOICES["pass_name"])
+def test_weights_with_masters_are_those_of_products_and_train_in_fp32(
+    watch: list[Watched], products: set[torch.dtype], pass_name: str
+) -> None:
+    states: dict[str, set[torch.dtype]] = {}
+
+    def note(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for state in optimizer.state.values():
+            for name in set(state) - {"step"}:
+                states.setdefault(name, set()).add(state[name].dtype)
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        run = succeeded(measured(precision="bf16_master", optimizer="adamw_triton", **{"pass": pass_name}))
+    finally:
+        handle.remove()
+    assert products == {torch.bfloat16}
+    in_fp32 = {name for name, p in watch[0].module.named_parameters() if p.dtype == torch.float32}
+    assert in_fp32 == {name for name, _ in watch[0].module.named_parameters() if "norm" in name or "embedding" in name}
+    trained = {name: {torch.float32} for name in ("master", "exp_avg", "exp_avg_sq")}
+    assert states == (trained if pass_name == "train" else {})
+    assert run.spec is not None
+    used = utilizations(run, peak=PeakFigure(flops_per_s=1e12, source="given"))
+    assert {each.dtype for each in used} == {"bf16"}
+
+
 def test_pure_bf16_keeps_the_angles_of_the_rotary_embedding_in_fp32(watch: list[Watched]) -> None:
     """bf16 has eight bits: positions beyond 256 would share their angles."""
     succeeded(measured(precision="bf16_pure"))

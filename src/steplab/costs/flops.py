@@ -16,11 +16,11 @@ from steplab.costs.parameters import num_attention_weights, num_feed_forward_wei
 from steplab.ops.attention.implementations import implementation
 from steplab.specs.checkpointing import num_recomputed
 from steplab.specs.model import TransformerShape
-from steplab.specs.step import StepSpec
+from steplab.specs.step import AUTOCAST, StepSpec
 
 Convention = Literal["causal", "full", "params"]
 
-DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16": "fp16", "bf16_pure": "bf16"}
+DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", **AUTOCAST, "bf16_pure": "bf16"}
 """Precision of a step -> data type of its matrix multiplications, whose peak an MFU is measured against."""
 
 

@@ -10,10 +10,10 @@ from steplab.lab.keeping import open_store
 from steplab.lab.memory import predicted_memory
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
-from steplab.specs.step import StepSpec
+from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.store.database import Store
 
-_LOW_PRECISION = ("bf16", "fp16", "bf16_pure")
+_LOW_PRECISION = (*AUTOCAST, "bf16_pure")
 
 
 def memory_references(runs: Sequence[Run], store: Path | str | None = None) -> MemoryReferences:

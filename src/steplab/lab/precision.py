@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 from steplab import __version__
-from steplab.errors import SteplabError, UserError
+from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import named_fields
 from steplab.lab.sweeping import DEFAULT_TIMEOUT_S, SweepProgress, sweep
@@ -29,7 +29,7 @@ from steplab.store.database import Store
 AUDITED = ("fp16", "bf16")
 """The precisions that are audited by default: those of autocast."""
 TIMED: tuple[str, ...] = get_args(Precision)
-"""The precisions that are timed by default: all."""
+"""The precisions that are timed by default, without those that the step's other fields rule out: all."""
 PARTS = ("audit", "accumulation", "timings")
 
 
@@ -64,7 +64,8 @@ def precision(
         found = steplab.precision("toy", precisions=["bf16"], parts=["audit"])
         steplab.show(found.numerics[0])
 
-    Without `precisions`, fp16 and bf16 are audited and all are timed. Raises as `compare_precisions` does.
+    Without `precisions`, fp16 and bf16 are audited and all that the step can have are timed. Raises as
+    `compare_precisions` does.
     """
     return compare_precisions(
         named_fields(model, fields),
@@ -91,15 +92,15 @@ def compare_precisions(
     """Audit and time one step in several precisions, and store the records.
 
     `fields` are the step's fields by their names on the command line, without the precision. `precisions` are audited
-    and timed; by default AUDITED are audited and TIMED are timed. `parts` are some of PARTS. A precision that fails or
-    that the device does not support gives a record with a failure. Raises UserError for a request that is not supported
-    in any of the precisions, and SteplabError if the store cannot be written.
+    and timed; by default AUDITED are audited, and those of TIMED are timed that the step can have. `parts` are some of
+    PARTS. A precision that fails or that the device does not support gives a record with a failure. Raises UserError
+    for a request that is not supported in any of the precisions, and SteplabError if the store cannot be written.
     """
     _check_parts(parts)
     checked_name(name)
     precisions = tuple(dict.fromkeys(precisions))
     audited = [_step(fields, precision) for precision in precisions or AUDITED] if "audit" in parts else []
-    timed = [_step(fields, precision) for precision in precisions or TIMED] if "timings" in parts else []
+    timed = _timed(fields, precisions) if "timings" in parts else []
     study = StudySpec(name=name or "precision", description="one step in several precisions", cells=tuple(timed))
     device = resolve_step(fields).device
     with open_store(store, write=True) as opened:
@@ -140,6 +141,23 @@ def _check_parts(parts: Sequence[str]) -> None:
     for part in parts:
         if part not in PARTS:
             raise UserError(f"part '{part}' is not known; choose some of {', '.join(PARTS)}")
+
+
+def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[StepSpec]:
+    """The step in these precisions, or in all that its other fields allow: bf16_master needs an optimizer that keeps
+    masters."""
+    if precisions:
+        return [_step(fields, precision) for precision in precisions]
+    steps: list[StepSpec] = []
+    refusals: list[Unsupported] = []
+    for precision in TIMED:
+        try:
+            steps.append(_step(fields, precision))
+        except Unsupported as error:
+            refusals.append(error)
+    if not steps:
+        raise refusals[0]
+    return steps
 
 
 def _step(fields: Mapping[str, object], precision: str) -> StepSpec:

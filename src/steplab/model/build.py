@@ -15,7 +15,7 @@ from steplab.ops.cross_entropy.implementations import implementation
 from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import StepSpec
 
-_ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
+_ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_master": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
 """The type of queries, keys and values in a precision; float32 in any other."""
 
 

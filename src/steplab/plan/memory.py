@@ -200,21 +200,25 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     """The memory of a size for planning only: its weights, and what training keeps for each of them."""
     shape = spec.model.shape
     assert shape is not None
-    width = 2 if spec.precision == "bf16_pure" else 4
-    kept = {"parameters": 1}
+    masters = spec.precision == "bf16_master"
+    width = 2 if masters or spec.precision == "bf16_pure" else 4
+    state_width = 4 if masters else width
+    kept = [("parameters", "parameters", width, 1)]
     if spec.pass_name != "forward":
-        kept["gradients"] = 1
+        kept.append(("gradients", "gradients", width, 1))
     if spec.pass_name == "train" and spec.optimizer != "sgd":
-        kept["optimizer_state"] = 2
+        kept.append(("optimizer_state", "moments", state_width, 2))
+    if spec.pass_name == "train" and masters:
+        kept.append(("optimizer_state", "masters", state_width, 1))
     terms = tuple(
         Term(
             category=category,
-            what={"optimizer_state": "moments"}.get(category, category),
-            formula=f"{width} (2 L d f)",
-            num_bytes=width * num_parameters(shape),
+            what=what,
+            formula=f"{num_bytes} (2 L d f)",
+            num_bytes=num_bytes * num_parameters(shape),
             count=count,
         )
-        for category, count in kept.items()
+        for category, what, num_bytes, count in kept
     )
     why = f"at least this: '{spec.model.name}' is a size for planning only, whose activations are not defined"
     total = by_category(terms)

@@ -6,7 +6,7 @@ from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import BF16, FP16, FP32, TABLE, why_not
 from steplab.specs.step import StepSpec
 
-_DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_pure": BF16}
+_DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_master": BF16, "bf16_pure": BF16}
 """Precision of a step -> number format of the tensors that its attention receives."""
 
 

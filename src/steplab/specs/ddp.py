@@ -130,6 +130,11 @@ class DdpStudy:
             raise UserError(
                 "precision fp16 is not supported here, because it needs a gradient scaler; use --precision bf16"
             )
+        if self.step.precision == "bf16_master":
+            raise UserError(
+                "precision bf16_master is not supported here, because ranks would add up their gradients in bf16; use "
+                "--precision bf16"
+            )
         baseline = Variant(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
 

@@ -58,6 +58,20 @@ def refuse_unserved_triton_optimizer(layout: Layout, *, precision: str) -> None:
         raise Unsupported(f"optimizer adamw_triton with layout {layout}", why, "use adamw_fused")
 
 
+def refuse_unserved_masters(layout: Layout, *, optimizer: str | None, micro_steps: int) -> None:
+    """Raise Unsupported where bf16 weights with fp32 masters would train otherwise than autocast over fp32 weights, and
+    for an optimizer that keeps no masters; None: the step has no optimizer."""
+    what, instead = "precision bf16_master", "use --precision bf16"
+    if layout.world_size > 1:
+        raise Unsupported(f"{what} with layout {layout}", "ranks would add up their gradients in bf16", instead)
+    if micro_steps > 1:
+        why = "gradients of micro-steps would be added up in bf16"
+        raise Unsupported(f"{what} with accumulation {micro_steps}", why, f"{instead}, or a larger --batch")
+    if optimizer not in (None, "adamw_triton"):
+        why = "the optimizer has to keep fp32 masters of the weights"
+        raise Unsupported(f"{what} with optimizer {optimizer}", why, "use --optimizer adamw_triton")
+
+
 def refuse_uneven_split(layout: Layout, shape: TransformerShape, *, model_name: str, context: int) -> None:
     """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp. Raise
     Unsupported where it would split queries from keys."""

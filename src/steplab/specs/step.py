@@ -15,19 +15,22 @@ from steplab.specs.layout_fit import (
     refuse_uneven_pipeline,
     refuse_uneven_split,
     refuse_unserved_layout,
+    refuse_unserved_masters,
     refuse_unserved_triton_optimizer,
 )
 from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
 
 Pass = Literal["forward", "forward_backward", "train"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_pure"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
 CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 Reshard = Literal["auto", "always", "never"]
 
+AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", "bf16_master": "bf16"}
+"""Precisions of a forward pass under autocast -> the format in which autocast computes."""
 DEFAULT_MODEL = "tiny"
 _MODELS = ", ".join(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
 
@@ -83,6 +86,7 @@ class StepSpec:
                 "tf32": "fp32 tensors, TF32 matmuls",
                 "bf16": "autocast over fp32 weights",
                 "fp16": "the same, with a gradient scaler",
+                "bf16_master": "autocast over bf16 linear layers, of which adamw_triton keeps fp32 masters",
                 "bf16_pure": "weights, gradients and optimizer state in bf16",
             },
             panel=11,
@@ -317,6 +321,12 @@ class StepSpec:
         self._check_layout()
         if self.optimizer == "adamw_triton" and self.pass_name == "train":
             refuse_unserved_triton_optimizer(self.layout, precision=self.precision)
+        if self.precision == "bf16_master":
+            refuse_unserved_masters(
+                self.layout,
+                optimizer=self.optimizer if self.pass_name == "train" else None,
+                micro_steps=self.micro_steps,
+            )
         limit = self.model.max_context
         if limit is not None and self.context > limit:
             longer = (

@@ -1,7 +1,8 @@
 """Audit what a precision does to a step: its data types, the values lost, and the time and memory saved.
 
---precision takes a list; by default fp16 and bf16 are audited and all five precisions are timed. --model toy has two
-layers with a norm between them, which is enough to show every rule of autocast. All results are stored.
+--precision takes a list; by default fp16 and bf16 are audited, and all precisions are timed that the step can have
+(bf16_master takes --optimizer adamw_triton). --model toy has two layers with a norm between them, which is enough to
+show every rule of autocast. All results are stored.
 
 For example: steplab precision --model toy --only audit --precision bf16
 """

@@ -35,7 +35,7 @@ from steplab.measurement.step.step import ModelStep, Step
 from steplab.ops.attention.plain import Span, no_span
 from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
-from steplab.specs.step import StepSpec
+from steplab.specs.step import AUTOCAST, StepSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class MemoryRecorder:
         on_step(0)
         on_export()
         events = AllocationEvents(compat.profiled_events(profiler), device)
-        autocast = self._spec.precision in ("bf16", "fp16")
+        autocast = self._spec.precision in AUTOCAST
         seen = StepMarks(events, sightings, autocast=autocast)
         notes = self._notes(step, left_out, has_lines=lines is not None)
         marks = self._agreed(seen, testimony, notes)
@@ -182,7 +182,7 @@ class MemoryRecorder:
             )
         if self._compiled:
             notes.append("modules: a compiled step is recorded by phase only, because its graph has no modules")
-            if self._spec.precision in ("bf16", "fp16"):
+            if self._spec.precision in AUTOCAST:
                 notes.append(
                     "autocast copies: a compiled graph casts weights among other things; a copy counts as an "
                     "activation if it is saved for backward, and as temporary otherwise"

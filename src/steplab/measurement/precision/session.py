@@ -27,9 +27,9 @@ from steplab.model.workload import Workload
 from steplab.records.codec import new_id, now_utc
 from steplab.records.environment import Environment
 from steplab.records.numerics import Audit, LossScaling, Numerics
-from steplab.specs.step import StepSpec
+from steplab.specs.step import AUTOCAST, StepSpec
 
-_LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_pure": torch.bfloat16}
+_LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_master": torch.bfloat16, "bf16_pure": torch.bfloat16}
 """The type that a precision computes in, if it is not fp32."""
 _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""
@@ -193,7 +193,7 @@ class _AuditedStep:
 
     def _kept_on_cuda(self, watch: NumericsWatch) -> tuple[str, ...]:
         """Operations for which CUDA's autocast has the rule fp32, and this device's autocast has none."""
-        if self.device.torch_device.type == "cuda" or self.spec.precision not in ("bf16", "fp16"):
+        if self.device.torch_device.type == "cuda" or self.spec.precision not in AUTOCAST:
             return ()
         low = dtype_name(_LOW[self.spec.precision])
         free = (operation for operation in watch.operations() if operation.rule == "none" and low in operation.outputs)

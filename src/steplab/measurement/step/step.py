@@ -12,7 +12,7 @@ zero_grad belongs to the phase that uses the gradients last: the optimizer's whe
 gradients are requested.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +25,16 @@ from steplab.errors import Unsupported, UserError
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready
 from steplab.measurement.step.loop import Phase
+from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
+from steplab.ops.adamw.masters import bf16_with_masters
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
 from steplab.specs.ddp import Variant
-from steplab.specs.step import StepSpec
+from steplab.specs.step import AUTOCAST, StepSpec
 
-_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 2
 LEARNING_RATE = 1e-4
 _DATA_SEEDS = 1_000_003
@@ -85,6 +87,7 @@ class ModelStep:
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
                 parameter.data = to_bf16(parameter.data)
+        masters = bf16_with_masters(module, stay=_added_up(module)) if spec.precision == "bf16_master" else {}
         set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
         self._autocast = _autocast(spec, device)
@@ -109,7 +112,7 @@ class ModelStep:
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train"
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
-        self.optimizer = self._make_optimizer(spec.optimizer) if spec.pass_name == "train" else None
+        self.optimizer = self._make_optimizer(spec.optimizer, masters) if spec.pass_name == "train" else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in ("reduce-overhead", "max-autotune")
         self.phases = self._phases(spec)
         """The phases in the order in which they run; a phase is listed once for each micro-step in which it runs."""
@@ -212,8 +215,10 @@ class ModelStep:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _make_optimizer(self, name: str) -> torch.optim.Optimizer:
+    def _make_optimizer(self, name: str, masters: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
         kind, options = _optimizer(name)
+        if masters:
+            options["masters"] = masters
         try:
             return self.distributed.make_optimizer(self._parameters, kind, **options)
         except (RuntimeError, ValueError) as error:
@@ -233,10 +238,16 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return torch.optim.AdamW, {"lr": LEARNING_RATE, **options}
 
 
+def _added_up(module: nn.Module) -> Sequence[Tensor]:
+    """Weights whose gradients are added up within a backward pass, in float32 as long as the weights are: the head's,
+    of a loss in chunks. In bf16 these sums would be rounded, as under autocast they are not."""
+    return [module.head.weight] if isinstance(module, Transformer) and module.head_loss is not None else []
+
+
 def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    dtype = _AUTOCAST_DTYPES.get(spec.precision)
-    if dtype is None:
+    if spec.precision not in AUTOCAST:
         return nullcontext
+    dtype = _DTYPES[AUTOCAST[spec.precision]]
     return lambda: torch.autocast(device.type, dtype=dtype)
 
 

@@ -153,7 +153,7 @@ class CompiledTransformer:
             _Kind(sizes.inner, compute, self._inner_words, len(inner) + 1),
             *(self._of_scores() if in_memory else self._of_fused_attention()),
         ]
-        if m.autocast is not None and not (m.gathering and m.gathering.low_precision):
+        if m.autocast is not None and self._is_cast(self.parameters.linear[0]):
             kept += self._cast_projections(m.autocast) + self._cast_feed_forward(m.autocast)
         return kept
 
@@ -177,6 +177,10 @@ class CompiledTransformer:
         swiglu = self._machine.sizes.shape.feed_forward == "swiglu"
         return "gate, up and their product" if swiglu else "up and gelu of it"
 
+    def _is_cast(self, parameter: Parameter) -> bool:
+        """Whether autocast copies a weight, which may be in its format already."""
+        return parameter.tensor.dtype is not self._machine.autocast
+
     def _cast_projections(self, dtype: Dtype) -> list[_Kind]:
         sizes, what = self._machine.sizes, f"weights, in {dtype.name}"
         if sizes.key_projection is sizes.projection:
@@ -197,7 +201,7 @@ class CompiledTransformer:
         if in_memory:
             attention.append(_Kind(sizes.scores, compute, "attention scores and weights", 2))
         feed_forward = [_Kind(sizes.inner, compute, self._inner_words, len(sizes.shape.feed_forward_layers))]
-        if m.autocast is not None:
+        if m.autocast is not None and self._is_cast(self.parameters.linear[0]):
             attention += self._cast_projections(m.autocast)
             feed_forward += self._cast_feed_forward(m.autocast)
         return stream + max(attention, feed_forward, key=_num_bytes)
@@ -224,7 +228,7 @@ class CompiledTransformer:
         kept = [_Kind(sizes.gathered, m.product_dtype, "norms"), _Kind(sizes.logits, m.product_dtype, "logits")]
         if m.tape is not None:
             kept.append(_Kind(sizes.stream, m.weight_dtype, "residual stream, normalised"))
-        if m.autocast is not None:
+        if m.autocast is not None and self._is_cast(self.parameters.head):
             copy = f"weights, in {m.autocast.name}"
             kept.append(_Kind(sizes.vocabulary, m.autocast, copy, category="autocast_copies"))
         return kept

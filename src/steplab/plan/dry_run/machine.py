@@ -13,8 +13,9 @@ from steplab.plan.dry_run.events import Allocated, Began, Freed, Kind, Listener,
 from steplab.plan.dry_run.sizes import BF16, BYTE, FP16, FP32, Count, Dtype, Sizes
 from steplab.plan.dry_run.tape import Backward, Node, Tape
 from steplab.plan.dry_run.tensors import Piece, Slot, Storage, Tensor
+from steplab.specs.step import AUTOCAST
 
-_AUTOCAST = {"bf16": BF16, "fp16": FP16}
+_FORMATS = {"bf16": BF16, "fp16": FP16}
 
 
 class Parameter:
@@ -27,12 +28,21 @@ class Parameter:
         self._num_uses = num_uses
         self.tensor = machine.new(count, FP32, name, category="parameters")
         self.tensor.slot = Slot(FP32, is_leaf=True, num_uses=num_uses)
+        self.master: Tensor | None = None
+        """Its values in fp32, which the optimizer updates; None: the weight's own."""
 
     def convert(self, machine: "Machine", dtype: Dtype) -> None:
         """Put it in another format, in place."""
         if dtype is not self.tensor.dtype:
             self.tensor = machine.new(self.tensor.count, dtype, self.name, category="parameters")
             self.tensor.slot = Slot(dtype, is_leaf=True, num_uses=self._num_uses)
+
+    def keep_master(self, machine: "Machine", dtype: Dtype) -> None:
+        """Put it in another format, and keep what it was for the optimizer."""
+        self.master = self.tensor
+        self.master.storage.piece.category = "optimizer_state"
+        self.master.storage.piece.what = f"masters of {self.name}"
+        self.convert(machine, dtype)
 
     @property
     def slot(self) -> Slot:
@@ -78,7 +88,7 @@ class Machine:
         self._alive: dict[int, Piece] = {}
         self._num_pieces = 0
         self.weight_dtype = BF16 if precision == "bf16_pure" else FP32
-        self.autocast = _AUTOCAST.get(precision)
+        self.autocast = _FORMATS[AUTOCAST[precision]] if precision in AUTOCAST else None
         """Format that matmuls cast to; None without autocast."""
         self.product_dtype = self.autocast or self.weight_dtype
         """Format of what matmuls give."""

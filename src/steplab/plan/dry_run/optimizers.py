@@ -15,8 +15,8 @@ class Optimizer:
         self._machine, self._parameters, self._name = m, parameters, name
         self._state: list[Tensor] = []
         self._moments: list[tuple[Tensor, Tensor]] = []
-        self._addresses: Tensor | None = None
-        self._blocks: _Tensors | None = None
+        self._addresses: dict[bool, Tensor] = {}
+        self._blocks: dict[bool, _Tensors] = {}
 
     def step(self) -> None:
         """Update the parameters, and let go of their gradients."""
@@ -29,15 +29,15 @@ class Optimizer:
         elif self._name == "adamw_loop":
             self._loop()
         else:
-            if self._name == "adamw_triton":
-                self._tables()
-            self._fused()
+            for has_masters in (False, True):
+                self._launch(has_masters)
         for parameter in self._parameters:
             parameter.slot.gradient = None
 
     def _make_state(self, parameter: Parameter) -> None:
-        """Both moments in the parameter's format; in one kernel, the step's number is on the device too."""
-        m, like = self._machine, (parameter.tensor.count, parameter.tensor.dtype)
+        """Both moments in the format of what is updated; in one kernel, the step's number is on the device too."""
+        updated = parameter.master or parameter.tensor
+        m, like = self._machine, (updated.count, updated.dtype)
         if self._name in ("adamw_fused", "adamw_triton"):
             self._state.append(m.new(m.sizes.one, FP32, "step numbers", category="optimizer_state"))
         first, second = (
@@ -46,29 +46,42 @@ class Optimizer:
         )
         self._moments.append((first, second))
 
-    def _tables(self) -> None:
-        """What ops/adamw has on the device of the tensors: five addresses of each, anew where gradients are elsewhere,
-        then their sizes, their rates, and of each block of elements whose it is."""
-        m, number = self._machine, len(self._parameters)
-        addresses = m.new(Count(5 * number, f"5 {number}"), INT64, "addresses", category="optimizer_state")
-        if self._blocks is None:
-            num_blocks = sum(-(-parameter.tensor.count.value // ADAMW_BLOCK) for parameter in self._parameters)
+    def _launch(self, has_masters: bool) -> None:
+        """The kernel of the parameters that have masters, or of those that have none."""
+        indices = [index for index, p in enumerate(self._parameters) if (p.master is not None) is has_masters]
+        parameters = [self._parameters[index] for index in indices]
+        if not parameters:
+            return
+        if self._name == "adamw_triton":
+            self._tables(parameters, has_masters)
+        self._fused(parameters, tuple(moment for index in indices if self._moments for moment in self._moments[index]))
+
+    def _tables(self, parameters: list[Parameter], has_masters: bool) -> None:
+        """What ops/adamw has on the device of the tensors of a kernel: five addresses of each and that of the weight
+        beside a master, anew where gradients are elsewhere, then their sizes, their rates, and of each block of
+        elements whose it is."""
+        m, number, width = self._machine, len(parameters), 6 if has_masters else 5
+        addresses = m.new(Count(width * number, f"{width} {number}"), INT64, "addresses", category="optimizer_state")
+        if has_masters not in self._blocks:
+            num_blocks = sum(-(-parameter.tensor.count.value // ADAMW_BLOCK) for parameter in parameters)
             sizes = Count(number, str(number))
-            self._blocks = (
+            self._blocks[has_masters] = (
                 m.new(sizes, INT64, "numbers of elements", category="optimizer_state"),
                 m.new(sizes, INT64, "first blocks", category="optimizer_state"),
                 m.new(Count(num_blocks, str(num_blocks)), INT32, "tensors of blocks", category="optimizer_state"),
                 m.new(Count(3 * number, f"3 {number}"), FP32, "rates", category="optimizer_state"),
                 m.new(Count(4, "4"), INT64, "learning rate, betas, weight decay", category="optimizer_state"),
             )
-        self._addresses = addresses
+        self._addresses[has_masters] = addresses
 
-    def _fused(self) -> None:
-        """One kernel over all: reads parameter, gradient and state of each, and writes all but the gradient."""
-        weights, gradients = _tensors(self._parameters)
-        state = tuple(moment for pair in self._moments for moment in pair)
+    def _fused(self, parameters: list[Parameter], state: _Tensors) -> None:
+        """One kernel over these: reads parameter, gradient and state of each, and writes all but the gradient; of a
+        weight that has a master it reads that in place of the weight, and writes both."""
+        weights, gradients = _tensors(parameters)
+        updated = tuple(p.master or p.tensor for p in parameters)
+        also_written = weights if updated != weights else ()
         name = "adamw_kernel" if self._name == "adamw_triton" else "_fused_adamw_" if state else "_foreach_add_"
-        self._machine.ran(name, (*weights, *gradients, *state), (*weights, *state))
+        self._machine.ran(name, (*updated, *gradients, *state), (*updated, *state, *also_written))
 
     def _foreach(self) -> None:
         """An operator after the other over all parameters, with all square roots of second moments at once."""

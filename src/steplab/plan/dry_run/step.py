@@ -113,8 +113,21 @@ class _Step:
         for parameter in self._parameters:
             low = gathering is not None and gathering.low_precision and parameter not in self._model.parameters.tables
             parameter.convert(m, m.product_dtype if low else m.weight_dtype)
+        if spec.precision == "bf16_master":
+            self._keep_masters()
         self._batches = [m.new(m.sizes.tokens, INT64, "tokens and targets", "inputs") for _ in range(2 * _BATCHES)]
         self._optimizer = Optimizer(m, self._parameters, spec.optimizer)
+
+        if spec.pass_name != "train":
+            for parameter in self._parameters:
+                parameter.master = None
+
+    def _keep_masters(self) -> None:
+        """Of what linear layers have, but for the head's weight in a loss in chunks, which adds up its gradient."""
+        parameters = self._model.parameters
+        for parameter in parameters.linear:
+            if parameter is not parameters.head or not implementation(self._spec.loss).in_chunks:
+                parameter.keep_master(self._machine, self._machine.product_dtype)
 
     def run(self) -> None:
         m, pass_name = self._machine, self._spec.pass_name

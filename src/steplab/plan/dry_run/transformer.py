@@ -47,6 +47,9 @@ class Parameters:
         blocks = [parameter for block in self.of_blocks for parameter in block.values()]
         self.all = [*self.tables, *blocks, *self.norm.values(), *([] if tied else [self.head])]
         """In that order."""
+        of_linear = [p for block in self.of_blocks for name, p in block.items() if "norm" not in name]
+        self.linear = [*of_linear, *([] if tied else [self.head])]
+        """Weights and biases that linear layers alone have."""
         self._rotary = None if learned else m.new(sizes.rotary, FP32, "rotary table", category="parameters")
 
 

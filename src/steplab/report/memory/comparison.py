@@ -13,8 +13,9 @@ from steplab.report.memory.pairs import counterpart
 from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.figures import step_median
+from steplab.report.run.words import precision_words
+from steplab.specs.step import AUTOCAST
 
-AUTOCAST = ("bf16", "fp16")
 _SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
 _SINGULAR = ("optimizer_state", "rounding")
@@ -49,7 +50,7 @@ def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast |
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.precision in ("fp32", "tf32"):
         return
-    name = "bf16 throughout" if run.spec.precision == "bf16_pure" else f"{run.spec.precision} autocast"
+    name = precision_words(run.spec.precision)
     alone = baseline is None or baseline.memory_profile is None
     if baseline is not None and baseline.memory_profile is not None:
         yield _change(name, "fp32", profile, baseline.memory_profile)

@@ -11,6 +11,7 @@ from steplab.records.run import Run
 from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.tensors import derivation, is_compiled, saved_by, what_it_is
+from steplab.specs.step import AUTOCAST
 from steplab.units import format_share
 
 _SOURCES = {
@@ -142,7 +143,7 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
         f"One residual-stream tensor is {units.format_bytes(stream.num_bytes)}: {steps} = {stream.num_bytes:,} bytes; "
         f"the peak is {units.three_digits(profile.peak_bytes / stream.num_bytes)} times that."
     )
-    if run.spec and run.spec.precision in ("bf16", "fp16") and stream.dtype == "float32":
+    if run.spec and run.spec.precision in AUTOCAST and stream.dtype == "float32":
         text += " Under autocast it stays float32: a low-precision tensor added to a float32 one gives float32."
     return text
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from steplab.records.numerics import Audit, Numerics
 from steplab.report.kit.document import Verdict
 from steplab.report.precision.figures import SMALLEST_EXPONENT, all_elements, not_finite
-from steplab.report.precision.words import AUTOCAST, COMPUTED_IN, NORMS, title
+from steplab.report.precision.words import COMPUTED_IN, NORMS, title
+from steplab.specs.step import AUTOCAST
 from steplab.units import format_share
 
 _SUMS = ("softmax", "logsumexp", "norm", "loss", "entropy")

@@ -16,12 +16,11 @@ from steplab.report.precision.figures import (
     shorts,
 )
 from steplab.report.precision.sums import printed, title_of_sums
-from steplab.specs.step import describe
+from steplab.report.run.words import precision_words
+from steplab.specs.step import AUTOCAST, describe
 from steplab.units import format_share
 
 _LOW = ("fp16", "bf16")
-AUTOCAST = {name: name for name in _LOW}
-"""Precision -> the type in which autocast computes."""
 COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
 """Precision -> the low type in which the step computes; the others compute in fp32."""
 
@@ -105,10 +104,7 @@ def heading(numerics: Numerics) -> str:
 
 def title(numerics: Numerics) -> str:
     """The precision, in words."""
-    precision = numerics.spec.precision if numerics.spec else ""
-    if precision in AUTOCAST:
-        return f"{precision} autocast"
-    return {"bf16_pure": "bf16 throughout", "tf32": "tf32 matmuls", "fp32": "fp32"}.get(precision, precision)
+    return precision_words(numerics.spec.precision) if numerics.spec else ""
 
 
 def rule_words(operation: OperationAudit) -> str:
@@ -193,7 +189,12 @@ def told(numerics: Numerics, audit: Audit) -> Iterator[str]:
 def _types(precision: str, audit: Audit) -> Iterator[str]:
     parameters = shorts(_each(t for m in audit.modules for t in m.parameters))
     gradients = shorts(_each(t for m in audit.modules for t in m.gradients))
-    if precision in AUTOCAST:
+    if precision == "bf16_master":
+        yield (
+            f"Parameters are {parameters}: weights of linear layers are kept as autocast would cast them, so it casts "
+            "none of these, and the optimizer keeps fp32 masters of them."
+        )
+    elif precision in AUTOCAST:
         yield f"Parameters are {parameters}: autocast casts a copy of a weight where it is multiplied."
     elif precision == "tf32":
         yield (

@@ -41,3 +41,17 @@ def run_subtitle(run: Run) -> str:
     """The id, date, steplab version and name of the record."""
     made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
     return " · ".join(made + ([f"'{run.name}'"] if run.name else []))
+
+
+_PRECISIONS = {
+    "bf16": "bf16 autocast",
+    "fp16": "fp16 autocast",
+    "bf16_master": "bf16 autocast over bf16 weights with fp32 masters",
+    "bf16_pure": "bf16 throughout",
+    "tf32": "tf32 matmuls",
+}
+
+
+def precision_words(precision: str) -> str:
+    """A step's precision in words."""
+    return _PRECISIONS.get(precision, precision)
