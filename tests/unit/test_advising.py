@@ -13,7 +13,6 @@ from tests.unit.taking import FakeSession, Told
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.advising import advise
-from steplab.lab.explaining import with_fields
 from steplab.records.advice import Advice
 from steplab.records.codec import decode, encode
 from steplab.records.comparison import Decision
@@ -27,7 +26,7 @@ from steplab.report.kit.rendering import render
 from steplab.report.turns.document import turns_document
 from steplab.specs.changes import CHANGES, changes_for
 from steplab.specs.model import MODEL_SIZES
-from steplab.specs.resolve import resolve_step
+from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.store.database import Store
 
@@ -225,7 +224,7 @@ def test_a_model_of_the_users_is_profiled_and_the_rest_is_said_as_code(walk: Cal
 
     advice = walk(fields={"model": "mine:build"}, profile=profiled)
     assert [spec.steps for spec in asked] == [5]
-    assert {tried.field for tried in advice.tried} <= {"precision", "compile", "optimizer"}
+    assert {tried.field for tried in advice.tried} <= {"precision", "compile", "cuda_graph", "optimizer"}
     predicted = {tried.words: tried.predicted_by for tried in advice.tried if tried.predicted_by}
     assert predicted["compile default"] == "fusable_elementwise"
     assert all(not finding.fields for finding in advice.by_hand)

@@ -14,14 +14,13 @@ from tests.unit.explaining import BYTES_PER_S, MS, foreign, host_call, op, own, 
 from steplab.explain.api import DIAGNOSES, WITHOUT_PROFILE, explain, not_looked_at
 from steplab.explain.case import rates_of
 from steplab.explain.shapes import Shape, shapes_of
-from steplab.lab.explaining import with_fields
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import decode
 from steplab.records.finding import Finding
 from steplab.records.profile import CATEGORIES, PHASES, Communication, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.specs.command import command
-from steplab.specs.resolve import resolve_step
+from steplab.specs.resolve import resolve_step, with_fields
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
 

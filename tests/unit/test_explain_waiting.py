@@ -25,8 +25,9 @@ def test_a_launch_bound_step_is_predicted_to_lose_its_waiting() -> None:
     assert found is not None
     # Unprofiled 7.0 + 6.5 ms less busy 4.0 + 6.0 ms. The optimizer's 1.5 ms stay: the model's compilation is not its.
     assert found.saves_s == pytest.approx(3.5 * MS)
-    assert found.fields == {"compile": "reduce-overhead"}
-    assert found.change == "steplab run --model small --compile reduce-overhead"
+    assert found.fields == {"compile": "block", "cuda_graph": "step"}
+    assert found.change == "steplab run --model small --compile block --cuda-graph step"
+    assert "what the optimizer waits" in found.prediction
     by_name = {e.what: e.value for e in found.evidence}
     assert by_name["idle while the host launches, forward, under the profiler"] == pytest.approx(9.0 * MS)
     assert by_name["launches"] == 1000
@@ -65,11 +66,20 @@ def test_compiling_saves_the_fused_chains_as_well() -> None:
     compiled = launch_bound(case(own({"compile": "default"}, seen, run.timing)))
     assert compiled is not None
     assert compiled.saves_s == pytest.approx(4.0 * MS)
+    assert compiled.fields == {"cuda_graph": "step"}
 
 
-def test_a_step_that_replays_graphs_is_told_to_grow_instead() -> None:
+def test_a_step_that_cannot_be_recorded_whole_is_left_to_torchs_own_graphs() -> None:
+    seen = profile(ALL, waiting_ms={"forward": 9.0, "backward": 5.0})
+    found = launch_bound(case(own({"precision": "fp16"}, seen, timing(16.0, forward=8.0, backward=7.0, optimizer=1.0))))
+    assert found is not None
+    assert found.fields == {"compile": "reduce-overhead"}
+
+
+@pytest.mark.parametrize("graphs", [{"compile": "reduce-overhead"}, {"cuda_graph": "step"}])
+def test_a_step_that_replays_graphs_is_told_to_grow_instead(graphs: dict[str, object]) -> None:
     seen = profile(ALL, waiting_ms={"forward": 9.0})
-    run = own({"compile": "reduce-overhead"}, seen, timing(16.0, forward=9.0, backward=6.0, optimizer=1.0))
+    run = own(graphs, seen, timing(16.0, forward=9.0, backward=6.0, optimizer=1.0))
     found = launch_bound(case(run))
     assert found is not None
     assert found.fields == {}
@@ -128,7 +138,7 @@ def test_a_launch_bound_step_that_synchronises_must_lose_that_before_it_is_a_gra
     for fields in ({}, {"compile": "reduce-overhead"}):  # what is a graph already is told something else
         found = launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0))))
         assert found is not None
-        assert ("that must go first" in found.note) == (said and "reduce-overhead" in found.change)
+        assert ("that must go first" in found.note) == (said and not fields)
 
 
 def test_no_more_than_the_unprofiled_step_is_idle() -> None:

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from steplab.explain.case import CUDA_GRAPHS, Case
+from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
 from steplab.units import format_time
 
@@ -31,7 +31,7 @@ def compile_in_the_loop(case: Case) -> Finding | None:
     seen = _ranges_of_compilation(case)
     if not late_s and not seen:
         return None
-    graphs = ", or recorded its CUDA graphs," if spec and spec.compile in CUDA_GRAPHS else ""
+    graphs = ", or recorded its CUDA graphs," if spec and spec.replays_model else ""
     saw = []
     if late_s and step:
         saw.append(

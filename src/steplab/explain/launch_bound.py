@@ -1,12 +1,15 @@
 """The device waits for the host to launch kernels."""
 
-from steplab.explain.case import CUDA_GRAPHS, Case
+from steplab.errors import Unsupported
+from steplab.explain.case import Case
 from steplab.explain.chains import chains
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.command import command
+from steplab.specs.cuda_graph import refuse_unrecorded_step
+from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 
@@ -20,9 +23,10 @@ def launch_bound(case: Case) -> Finding | None:
         return None
     waiting_s = wait_s(case, profile, model_phases(profile))
     change, note, fields = _change(case) if is_launch_bound(case, profile) else _SLOW_HOST
-    if "reduce-overhead" in change and host_copies_and_syncs(case) is not None:
-        note += _SYNCS_FIRST
     replays = change != _SLOW_HOST[0]
+    records_graphs = bool(fields) or (replays and case.spec is None)
+    if records_graphs and host_copies_and_syncs(case) is not None:
+        note += _SYNCS_FIRST
     fuses = case.is_eager and bool(fields)
     fused_s = case.per_step(profile, sum(chain.saves_s for chain in chains(profile))) if fuses else 0.0
     return Finding(
@@ -38,7 +42,7 @@ def launch_bound(case: Case) -> Finding | None:
         evidence=_evidence(case, profile, waiting_s, fused_s),
         saves_s=waiting_s + fused_s,
         at_most=case.step_s is None or not replays,
-        prediction=_prediction(case, waiting_s, fused_s, replays=replays),
+        prediction=_prediction(case, waiting_s, fused_s, replays=replays, whole_step="cuda_graph" in fields),
         fields=fields,
     )
 
@@ -57,17 +61,27 @@ _SLOW_HOST: tuple[str, str, dict[str, str]] = (
 
 
 def _change(case: Case) -> tuple[str, str, dict[str, str]]:
-    """The change, its note and its fields. It is reduce-overhead, which records a pass as one CUDA graph and launches
-    it with one call; default would leave a launch for each kernel that it could not fuse."""
+    """The change, its note and its fields: CUDA graphs, of which one call launches all kernels of a phase. Compiling
+    without them would leave a launch for each kernel that it could not fuse."""
     own = 'model = torch.compile(model, mode="reduce-overhead")'
     shapes = "one launch replays all kernels of a pass; inputs must keep their shapes, and the graphs hold their memory"
     if case.spec is None:
         return own, shapes, {}
-    if case.spec.compile in CUDA_GRAPHS:
+    if case.spec.replays_model:
         more = {"batch": str(2 * case.spec.batch)}
         return command(case.spec, more), "the model runs from CUDA graphs already: give each kernel more to do", {}
-    fields = {"compile": "reduce-overhead"}
+    fields = _graph_fields(case.spec)
     return command(case.spec, fields), f"in your own code {own}: {shapes}", fields
+
+
+def _graph_fields(spec: StepSpec) -> dict[str, str]:
+    """CUDA graphs of the whole step over compiled blocks, where that can be recorded; else those of torch.compile."""
+    try:
+        refuse_unrecorded_step(compile=spec.compile, precision=spec.precision, num_processes=spec.layout.world_size)
+    except Unsupported:
+        return {"compile": "reduce-overhead"}
+    eager = {"compile": "default" if spec.model.kind == "factory" else "block"} if spec.compile == "off" else {}
+    return eager | {"cuda_graph": "step"}
 
 
 def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
@@ -106,7 +120,7 @@ def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) ->
     )
 
 
-def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool) -> str:
+def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool, whole_step: bool) -> str:
     if case.step_s is None:
         return "At most the idle time while the host launches, as profiled: the profiler itself made part of it."
     if not replays:
@@ -117,4 +131,7 @@ def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool) 
     )
     if fused_s:
         told += f"Compiling also fuses, which saves {format_time(fused_s)} of device time (see fusable_elementwise). "
-    return told + "Left out: gaps of about a microsecond between the kernels of a graph, and copying inputs into it."
+    optimizer = ", and what the optimizer waits, which it no longer does" if whole_step else ""
+    return told + (
+        f"Left out: gaps of about a microsecond between the kernels of a graph, copying inputs into it{optimizer}."
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
-from steplab.lab.explaining import explain, with_fields
+from steplab.lab.explaining import explain
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
@@ -27,6 +27,7 @@ from steplab.records.finding import Finding
 from steplab.records.run import Run
 from steplab.specs.changes import Change, changes_for
 from steplab.specs.hardware import find_hardware
+from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 
 _PROFILED_STEPS = 5

@@ -25,8 +25,8 @@ from steplab.records.run import Run
 from steplab.records.step_time import CompiledShares
 from steplab.specs.hardware import find_hardware
 from steplab.specs.layout import SINGLE
-from steplab.specs.resolve import resolve_step
-from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.resolve import with_fields
+from steplab.specs.step import StepSpec
 
 
 def explain(run: Run | str | None = None, *, store: Path | str | None = None) -> Findings:
@@ -167,22 +167,6 @@ def _tried(
         return str(error)
     taking.measure([unchanged, changed], spec.steps)
     return taking.leave(changed)
-
-
-def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
-    """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value."""
-    sizes: dict[str, Any] = {
-        FIELDS[name].attribute: FIELDS[name].parsed(value)
-        for name, value in fields.items()
-        if name.startswith("model.")
-    }
-    others = {name: value for name, value in fields.items() if not name.startswith("model.")}
-    valid = resolve_step(others)
-    changes: dict[str, object] = {FIELDS[name].attribute: FIELDS[name].read(valid) for name in others}
-    if sizes and spec.model.shape is not None:
-        shape = dataclasses.replace(spec.model.shape, **sizes)
-        changes["model"] = dataclasses.replace(spec.model, shape=shape)
-    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
 
 
 def _trial(base: Run, outcome: Run | str) -> Trial:

@@ -11,12 +11,13 @@ from typing import Any
 
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
-from steplab.lab.explaining import failure_words, with_fields
+from steplab.lab.explaining import failure_words
 from steplab.lab.turns import StoredSession
 from steplab.records.comparison import Ratio
 from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.specs.changes import Change
+from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 
 _MAKE_ROOM = ("attention", "loss", "precision")

@@ -23,6 +23,7 @@ from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec, TransformerShape
@@ -35,7 +36,6 @@ WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
 
 _MOST_LAYERS = 200
 """A second or two."""
-_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -106,10 +106,11 @@ def workspace_of(device: str | None) -> Count:
 
 def _kind(spec: StepSpec, *, foreign: bool) -> PredictionKind:
     """foreign: the operators are another library's, which keeps more."""
-    if spec.compile in _CUDA_GRAPHS or (foreign and spec.compile == "off"):
+    if spec.compile in RECORD_THEIR_OWN or (foreign and spec.compile == "off"):
         return "at_least"
     estimated = implementation(spec.attention).memory_estimate or _rows_estimate(spec)
-    return "estimate" if foreign or spec.compile != "off" or estimated else "dry_run"
+    is_exact = spec.compile == spec.cuda_graph == "off"
+    return "estimate" if foreign or not is_exact or estimated else "dry_run"
 
 
 def _rows_estimate(spec: StepSpec) -> str | None:
@@ -269,8 +270,13 @@ def _notes(
             "compiled: an estimate, from what the compiler of torch 2.13 chose to keep of these blocks; what passes "
             "between is not followed"
         )
-        if spec.compile in _CUDA_GRAPHS:
+        if spec.compile in RECORD_THEIR_OWN:
             notes.append("CUDA graphs keep a pool of their own, which is not counted: the peak is at least this")
+    if spec.cuda_graph == "step":
+        notes.append(
+            "CUDA graphs: an estimate, from what the step allocates while it is recorded; their pool keeps that memory "
+            "between the steps"
+        )
     if spec.attention == "sdpa":
         notes.append(f"attention sdpa: {implementation(chosen_attention(spec)).chosen_by_sdpa}")
     if estimate := implementation(spec.attention).memory_estimate:

@@ -28,7 +28,6 @@ from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 
 _PHASES = ("forward", "backward", "optimizer")
-_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> StepTimePrediction:
@@ -255,7 +254,7 @@ def _phase(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: f
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
     host = gpu.rates.host
     quick, slow = (host.eager_s, host.eager_slow_s)
-    if spec.compile in _CUDA_GRAPHS and name != "optimizer":
+    if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
         quick, slow = 0.0, 0.0  # launched at once
     elif spec.compile != "off" and name != "optimizer":
         quick, slow = host.compiled_s, host.compiled_slow_s
@@ -329,7 +328,7 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
         )
     if spec.compile != "off":
         notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
-    if spec.compile in _CUDA_GRAPHS:
+    if spec.replays_model:
         notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
     if spec.precision == "fp16":
         notes.append("without the gradient scaler's operators")

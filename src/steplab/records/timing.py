@@ -59,7 +59,8 @@ class Timing:
     """In a user's own loop, seconds from the end of a measured step to the beginning of the next, on the same timeline:
     data loading, logging, evaluation. None: steps begin where the previous one ends, or there were fewer than two."""
     first_step_s: float | None = None
-    """Synchronised host time in seconds of the step that compiled, before the warm-up; None for an eager step."""
+    """Synchronised host time in seconds of the step that compiled, before the warm-up, or of the steps before a
+    recording as CUDA graphs and the recording; None for an eager step."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         """The back-to-back samples of one phase."""

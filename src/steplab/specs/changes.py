@@ -6,6 +6,8 @@ model, the batch or the optimizer's rule is another training and is not here; on
 
 from dataclasses import dataclass
 
+from steplab.errors import UserError
+from steplab.specs.resolve import with_fields
 from steplab.specs.step import FIELDS, StepSpec
 
 _ANY = ("cuda", "cpu", "mps")
@@ -43,12 +45,32 @@ class Change:
             and (not self.replaces or now in self.replaces)
             and field.about.applies(spec)
             and field.unused(spec) is None
+            and self._is_supported(spec)
         )
+
+    def _is_supported(self, spec: StepSpec) -> bool:
+        try:
+            with_fields(spec, {self.field: self.value})
+        except UserError:
+            return False
+        return True
 
 
 _AUTOCAST = """with torch.autocast(device.type, dtype=torch.bfloat16):
     loss = model(batch)"""
 _ATTENTION = "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+
+
+_GRAPH = """# after a few steps on a stream of their own, with an optimizer that was made with capturable=True
+graph, static = torch.cuda.CUDAGraph(), batch.clone()
+with torch.cuda.graph(graph):
+    loss = model(static)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+# then in each step
+static.copy_(batch)
+graph.replay()"""
 
 
 def _own_attention(name: str) -> str:
@@ -119,6 +141,7 @@ CHANGES = (
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
     Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
     Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
+    Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA),
     Change(
         field="compile",
         value="reduce-overhead",

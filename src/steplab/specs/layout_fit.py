@@ -3,6 +3,7 @@
 from math import gcd
 
 from steplab.errors import Unsupported, UserError
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.layout import Layout
 from steplab.specs.model import ModelSpec, TransformerShape
 
@@ -29,7 +30,7 @@ def refuse_unserved_layout(
     if precision == "fp16":
         why = "its gradient scaler would need all ranks to agree on an overflow"
         raise Unsupported(f"precision fp16 with {what}", why, f"use --precision bf16, or {only_dp}")
-    if compile in ("reduce-overhead", "max-autotune"):
+    if compile in RECORD_THEIR_OWN:
         why = "a recorded CUDA graph cannot follow parameters that are gathered and freed during the step"
         raise Unsupported(f"compile {compile} with {what}", why, "use default or max-autotune-no-cudagraphs")
     if loss != "plain" and (layout.tp > 1 or layout.pp > 1):

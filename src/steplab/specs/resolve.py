@@ -4,9 +4,11 @@ The command line, study files and the Python interface all use this module, so t
 message everywhere.
 """
 
+import dataclasses
 import difflib
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from steplab.errors import UserError
 from steplab.specs.model import SIZE_FIELDS, model_spec
@@ -38,6 +40,23 @@ def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
         resolve_step({name: value for name, value in fields.items() if name in of_no_use or name not in without})
         for fields, without in zip(products, unused, strict=True)
     ]
+
+
+def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
+    """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value, and
+    Unsupported for a step that is not supported with it."""
+    sizes: dict[str, Any] = {
+        FIELDS[name].attribute: FIELDS[name].parsed(value)
+        for name, value in fields.items()
+        if name.startswith("model.")
+    }
+    others = {name: value for name, value in fields.items() if not name.startswith("model.")}
+    valid = resolve_step(others)
+    changes: dict[str, object] = {FIELDS[name].attribute: FIELDS[name].read(valid) for name in others}
+    if sizes and spec.model.shape is not None:
+        shape = dataclasses.replace(spec.model.shape, **sizes)
+        changes["model"] = dataclasses.replace(spec.model, shape=shape)
+    return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
 
 
 def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:

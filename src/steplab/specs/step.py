@@ -9,6 +9,7 @@ from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
 from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
 from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN, refuse_unrecorded_step, refuse_unserved_graph
 from steplab.specs.device import DEVICES_TOLD, check_device
 from steplab.specs.layout import SINGLE, Layout, parse_layout
 from steplab.specs.layout_fit import (
@@ -24,6 +25,7 @@ from steplab.specs.step_fields import Declared, StepField, declared_fields
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
 CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CudaGraph = Literal["off", "step"]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
@@ -102,6 +104,20 @@ class StepSpec:
             words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
             rank=1,
             panel=5,
+            baseline="off",
+        ),
+    ] = "off"
+    cuda_graph: Annotated[
+        CudaGraph,
+        Declared(
+            help="Kernels that are recorded once as CUDA graphs and then replayed, each graph by one launch",
+            meanings={"off": "none but those of compile", "step": "those of each phase of the step"},
+            header="CUDA graph",
+            said="CUDA graph: {}",
+            words={"off": "no CUDA graph", "step": "replayed as CUDA graphs"},
+            quiet=True,
+            rank=1,
+            panel=6,
             baseline="off",
         ),
     ] = "off"
@@ -319,6 +335,9 @@ class StepSpec:
                 "use --device cuda or cpu"
             )
         self._check_layout()
+        if self.cuda_graph == "step":
+            refuse_unserved_graph(self.device)
+            refuse_unrecorded_step(compile=self.compile, precision=self.precision, num_processes=self.layout.world_size)
         if self.optimizer == "adamw_triton" and self.pass_name == "train":
             refuse_unserved_triton_optimizer(self.layout, precision=self.precision)
         if self.precision == "bf16_master":
@@ -379,6 +398,11 @@ class StepSpec:
     def tokens_of_all(self) -> int:
         """Tokens in a step of all processes together: batch x context x micro-steps x data-parallel ranks."""
         return self.tokens * self.micro_steps * self.layout.data_ranks
+
+    @property
+    def replays_model(self) -> bool:
+        """Whether the kernels of the forward and backward passes are replayed from CUDA graphs."""
+        return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
 
     @property
     def strategy(self) -> str | None:

@@ -29,12 +29,14 @@ from steplab.measurement.memory.cpu_history import cpu_snapshot, left_behind, st
 from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks
 from steplab.measurement.memory.python_lines import PythonLines
 from steplab.measurement.memory.sightings import StepSightings
+from steplab.measurement.step.graphed import Step
 from steplab.measurement.step.loop import OnStep
 from steplab.measurement.step.spans import Spans
-from steplab.measurement.step.step import ModelStep, Step
+from steplab.measurement.step.step import ModelStep
 from steplab.ops.attention.plain import Span, no_span
 from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.step import AUTOCAST, StepSpec
 
 
@@ -78,6 +80,9 @@ class MemoryRecorder:
         if device.torch_device.type not in ("cpu", "cuda"):
             why = "its allocator keeps no history and reports nothing to torch.profiler"
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
+        if spec.cuda_graph == "step":
+            why = "a replay allocates nothing; its memory is what the step takes without CUDA graphs"
+            raise Unsupported("memory of a step replayed as CUDA graphs", why, "leave --cuda-graph out")
 
     @property
     def span(self) -> Span:
@@ -190,7 +195,7 @@ class MemoryRecorder:
         elif left_out:
             shown = ", ".join(name or "the model" for name in left_out)
             notes.append(f"modules: none inside {shown}, where hooks would change what runs")
-        if self._on_cuda and self._spec.compile in ("reduce-overhead", "max-autotune"):
+        if self._on_cuda and self._spec.compile in RECORD_THEIR_OWN:
             notes.append(
                 "activations: CUDA graphs replay in a memory pool of their own, allocated before the step; what they "
                 "use of it is not recorded, and counts as workspaces"

@@ -154,9 +154,9 @@ class _AuditedStep:
 
     def _step(self, workload: Workload, spec: StepSpec) -> ModelStep:
         """A micro-step as `run` runs it, without its optimizer, which has no effect on the audit, and without
-        compilation."""
+        compilation and CUDA graphs."""
         pass_name = "forward_backward" if spec.pass_name == "train" else spec.pass_name
-        eager = dataclasses.replace(spec, compile="off", pass_name=pass_name, accumulation=1)
+        eager = dataclasses.replace(spec, compile="off", cuda_graph="off", pass_name=pass_name, accumulation=1)
         return ModelStep(workload, eager, self.device.torch_device)
 
     def _pass(self, step: ModelStep, scale: float, reference: _Pass | None) -> _Pass:

@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from steplab.errors import Unsupported
 from steplab.measurement.machine.device import Device
 from steplab.measurement.profile.nsys import is_watched_by_nsys
+from steplab.measurement.step.graphed import Step
 from steplab.measurement.step.loop import OnStep, Phase
 from steplab.measurement.step.spans import Spans, note_on_left_out
-from steplab.measurement.step.step import Step
 from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.step import StepSpec
 
@@ -53,13 +53,13 @@ class StepProfiler:
         """The number of recorded steps."""
         self._trace = profiling.trace
         self._spans = Spans(nvtx=self._on_cuda)
-        self._compiled = spec.compile != "off"
+        self._compiled, self._replayed = spec.compile != "off", spec.cuda_graph == "step"
 
     @property
     def span(self) -> Span:
         """Marks the parts that the model computes outside of its modules; does nothing if they would be compiled
-        into the graph."""
-        return no_span if self._compiled else self._spans
+        into the graph, or recorded."""
+        return no_span if self._compiled or self._replayed else self._spans
 
     def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
         """Run the steps and write the trace; returns notes on what it lacks.
@@ -68,7 +68,7 @@ class StepProfiler:
         profiler raises passes through.
         """
         phases = step.phases
-        with self._spans.on(None if self._compiled else step.module) as left_out:
+        with self._spans.on(None if self._compiled or self._replayed else step.module) as left_out:
             notes = self._notes(left_out)
             if self._trace is None:
                 self._record_with_nsys(phases, on_step)
@@ -84,7 +84,9 @@ class StepProfiler:
 
     def _notes(self, left_out: tuple[str, ...]) -> list[str]:
         notes = []
-        if self._compiled:
+        if self._replayed:
+            notes.append("ranges: a step replayed as CUDA graphs has ranges for phases only, and no operators")
+        elif self._compiled:
             notes.append("ranges: a compiled step has ranges for phases only, because its graph has no modules")
         notes += note_on_left_out(left_out)
         if self._device.torch_device.type == "mps":

@@ -18,8 +18,9 @@ from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.flop_count import count_flops
+from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
-from steplab.measurement.step.step import Step, make_step
+from steplab.measurement.step.step import make_step
 from steplab.measurement.step.watcher import Watch, Watcher
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
@@ -33,6 +34,7 @@ from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, par
 from steplab.records.turns import Turn, Turns
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.cuda_graph import refuse_unserved_graph
 from steplab.specs.step import StepSpec
 
 
@@ -55,6 +57,8 @@ def measure_here(
     refuse_unserved(spec.precision, device.torch_device)
     if device.torch_device.type == "cuda":
         refuse_unserved_attention(spec)
+    elif spec.cuda_graph == "step":
+        refuse_unserved_graph(device.torch_device.type)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
     watcher = watch.open(spec, device) if watch else None
@@ -120,8 +124,9 @@ class _Cell:
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
         self.notes += workload.notes
-        step = make_step(workload, spec, device.torch_device, self.world)
-        first_step_s = self.compile(step.phases) if spec.compile != "off" else None
+        built = make_step(workload, spec, device.torch_device, self.world)
+        step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
+        first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
         self.meet()
         others, suspension = OtherProcesses(), Suspension()
         self.begin("warmup", spec.warmup)
@@ -153,7 +158,7 @@ class _Cell:
         # Without warm-up steps the clocks read above were those of an idle GPU.
         before_drain = _nothing if spec.warmup else self.read_clocks
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
-        step_peak = device.peak("step")
+        step_peak = self.peak(warm.step)
         # The other ranks would be counted as other processes.
         other_cpus = warm.others.mean_cpus() if self.world is None else None
         self.environment = dataclasses.replace(
@@ -164,6 +169,8 @@ class _Cell:
         if device.asynchronous:
             self.begin("phases", spec.steps)
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
+            if isinstance(warm.step, GraphedStep):
+                phase_peaks = tuple(warm.step.phase_peaks.values())
         if spec.model.kind == "factory" and self.model is not None:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
@@ -203,7 +210,7 @@ class _Cell:
             step = find_phase(samples, "step")
             assert step is not None
             taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
-            peak = device.peak("step")
+            peak = self.peak(warm.step)
             self.environment = dataclasses.replace(self.environment, suspended_s=warm.suspension.seconds())
             timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
             run = dataclasses.replace(
@@ -212,6 +219,10 @@ class _Cell:
             )
             self.observer.on_measured(run)
         return run
+
+    def peak(self, step: Step) -> PeakMemory | None:
+        """The peak memory of the steps since the last reset, or of a replayed one while it was recorded."""
+        return step.peak if isinstance(step, GraphedStep) else self.device.peak("step")
 
     def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:
         return Memory(
@@ -244,13 +255,16 @@ class _Cell:
         self.stage = stage
         self.observer.on_stage(stage, num_steps)
 
-    def compile(self, phases: Sequence[Phase]) -> float:
-        """Run the step that compiles; it is not counted as a step time."""
+    def compile(self, step: Step) -> float:
+        """Run the step that compiles, or record the one that is replayed; it is not counted as a step time."""
         self.begin("compile", 1)
         self.device.synchronize()
         started = time.perf_counter()
-        for phase in phases:
-            phase.run()
+        if isinstance(step, GraphedStep):
+            step.record()
+        else:
+            for phase in step.phases:
+                phase.run()
         self.device.synchronize()
         return time.perf_counter() - started
 
@@ -261,6 +275,9 @@ class _Cell:
         """Count the FLOPs of a foreign model's step, after all timing, because counting slows the step down."""
         if self.spec.compile != "off":
             self.notes.append("HFU: torch's FLOP counter cannot count a compiled model of the user's own")
+            return
+        if self.spec.cuda_graph == "step":
+            self.notes.append("HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return
         try:
             counted = count_flops(phases, self.device.torch_device)

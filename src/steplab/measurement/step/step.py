@@ -31,6 +31,7 @@ from steplab.ops.adamw.masters import bf16_with_masters
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
 from steplab.specs.step import AUTOCAST, StepSpec
 
@@ -51,7 +52,7 @@ class WholeStep:
     """The model; None if it is not known."""
 
 
-def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "Step":
+def make_step(workload: Workload, spec: StepSpec, device: torch.device, world: World | None = None) -> "BuiltStep":
     """The step of the spec's pass over the workload. A user's whole step is one phase, `step`.
 
     Raises Unsupported for a layout that cannot be applied to the workload.
@@ -112,8 +113,8 @@ class ModelStep:
         self._gradients = spec.pass_name != "forward"
         self._keeps_gradients = spec.pass_name == "train"
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
-        self.optimizer = self._make_optimizer(spec.optimizer, masters) if spec.pass_name == "train" else None
-        self._cuda_graphs = device.type == "cuda" and spec.compile in ("reduce-overhead", "max-autotune")
+        self.optimizer = self._make_optimizer(spec, masters) if spec.pass_name == "train" else None
+        self._cuda_graphs = device.type == "cuda" and spec.compile in RECORD_THEIR_OWN
         self.phases = self._phases(spec)
         """The phases in the order in which they run; a phase is listed once for each micro-step in which it runs."""
 
@@ -215,17 +216,20 @@ class ModelStep:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _make_optimizer(self, name: str, masters: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+    def _make_optimizer(self, spec: StepSpec, masters: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+        name = spec.optimizer
         kind, options = _optimizer(name)
         if masters:
             options["masters"] = masters
+        if kind is torch.optim.AdamW and spec.cuda_graph == "step":
+            options["capturable"] = any(parameter.is_cuda for parameter in self._parameters)
         try:
             return self.distributed.make_optimizer(self._parameters, kind, **options)
         except (RuntimeError, ValueError) as error:
             raise UserError(f"{name} cannot take this model's parameters: {error}") from error
 
 
-Step = ModelStep | WholeStep
+BuiltStep = ModelStep | WholeStep
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

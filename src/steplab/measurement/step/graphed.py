@@ -1,0 +1,176 @@
+"""A step that is recorded once as CUDA graphs, one for each phase, and replayed from then on.
+
+Replaying a graph launches all of its kernels by one call, so the device does not wait for Python. Each phase is a graph
+of its own and they are replayed in order: a step costs a few launches instead of one, and each phase keeps its time,
+its peak memory and its range in a profile, as in a step without graphs.
+
+What is recorded reads and writes the same addresses in every replay. So each batch is copied into buffers that stay;
+gradients are made by the backward graph and freed by the optimizer's, in memory that belongs to the graphs alone; and
+the optimizer counts its steps on the device. What the step does on the host, a value that it prints or an `if`, happens
+while it is recorded and never again.
+"""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from steplab.errors import SteplabError, Unsupported
+from steplab.measurement.machine.device import Device
+from steplab.measurement.step.loop import Phase
+from steplab.measurement.step.step import BuiltStep, ModelStep
+from steplab.records.memory import PeakMemory
+
+_STEPS_BEFORE = 3
+"""Steps before the recording: the first compiles and makes the optimizer's state, and as many are in torch's own
+example of a whole step (pytorch.org/docs/stable/notes/cuda.html, "Whole-network capture")."""
+_REMOVE = (
+    "remove what waits for the GPU or copies from it (.item(), .tolist(), .cpu(), a condition on a tensor's value, "
+    "torch.nonzero), or leave --cuda-graph out"
+)
+
+
+class Recorder(Protocol):
+    """Records what a function launches."""
+
+    def apart(self) -> AbstractContextManager[object]:
+        """A context for the steps before the recording, and for the recording."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Call `run` without executing what it launches; gives the function that executes that."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs, which share one pool of memory because they are replayed in the order of their recording."""
+
+    def __init__(self, device: torch.device) -> None:
+        # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each.
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context on a stream of its own, since the default one cannot be recorded."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The replay of a graph of what `run` launches. Raises what `run` does, and what torch says of the capture."""
+        graph = torch.cuda.CUDAGraph()
+        first: Exception | None = None
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                try:
+                    run()
+                except Exception as error:
+                    first = error
+                    raise
+        except Exception as error:  # the end of a capture that has failed raises an error of its own
+            raise first or error from None
+        return graph.replay
+
+
+class GraphedStep:
+    """A step with a model and an optimizer, whose phases are replayed as CUDA graphs once `record` was called."""
+
+    def __init__(self, step: BuiltStep, device: Device, model: str, recorder: Recorder | None = None) -> None:
+        """`model` is its name in errors. Raises Unsupported for a user's whole step."""
+        self._what = f"cuda_graph step for {model}"
+        if not isinstance(step, ModelStep):
+            why = "its factory returns a whole step, whose batches and optimizer are not known"
+            raise Unsupported(self._what, why, "have it return (module, make_batch), or leave --cuda-graph out")
+        self._step, self._device = step, device
+        self._recorder = recorder or CudaGraphs(device.torch_device)
+        self._replayed = 0
+        self.module = step.module
+        """The model."""
+        self.batches = step.batches
+        """The batches that the steps take in turn."""
+        self.phases: tuple[Phase, ...] = ()
+        """The phases, in the order in which they run; none before they are recorded."""
+        self.peak: PeakMemory | None = None
+        """The peak memory of the step, as it was while it was recorded: a replay allocates nothing. None where the
+        device keeps no high-water mark."""
+        self.phase_peaks: dict[str, PeakMemory] = {}
+        """The same of each phase."""
+
+    def record(self) -> None:
+        """Run a few steps, then record one. Raises Unsupported for a step that cannot be recorded."""
+        with self._recorder.apart():
+            for _ in range(_STEPS_BEFORE):
+                self._step.run()
+            inputs = _static(self.batches[0])
+            self._step.batches = [inputs]
+            self.phases = tuple(self._recorded(phase, inputs) for phase in self._step.phases)
+        for peak in self.phase_peaks.values():
+            self.peak = replace(peak.with_larger_of(self.peak or peak), phase="step")
+
+    def _recorded(self, phase: Phase, inputs: Any) -> Phase:
+        self._device.reset_peak()
+        try:
+            replay = self._recorder.record(phase.run)
+        except (SteplabError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # it ran before, so it is the capture that it does not bear
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            why = f"its {phase.name} cannot be captured{_place(error)} ({said})"
+            raise Unsupported(self._what, why, _REMOVE) from error
+        if peak := self._device.peak(phase.name):
+            self.phase_peaks[phase.name] = peak.with_larger_of(self.phase_peaks.get(phase.name, peak))
+        if phase.name != "forward":
+            return Phase(name=phase.name, run=replay)
+
+        def run() -> None:
+            self._take(inputs)
+            replay()
+
+        return Phase(name=phase.name, run=run)
+
+    def _take(self, inputs: Any) -> None:
+        """Copy the next batch to where the graphs read it."""
+        _copy(self.batches[self._replayed % len(self.batches)], inputs, self._what)
+        self._replayed += 1
+
+
+Step = BuiltStep | GraphedStep
+
+
+def _static(batch: Any) -> Any:
+    """A batch of the same form in memory of its own."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, dict):
+        return {key: _static(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(_static(value) for value in batch)
+    return batch
+
+
+def _copy(batch: Any, inputs: Any, what: str) -> None:
+    """Copy a batch into one of the same form. Raises Unsupported if it is of another."""
+    if isinstance(batch, Tensor) and isinstance(inputs, Tensor) and batch.shape == inputs.shape:
+        inputs.copy_(batch, non_blocking=True)
+    elif isinstance(batch, dict) and isinstance(inputs, dict) and batch.keys() == inputs.keys():
+        for key, value in batch.items():
+            _copy(value, inputs[key], what)
+    elif isinstance(batch, (tuple, list)) and isinstance(inputs, (tuple, list)) and len(batch) == len(inputs):
+        for value, static in zip(batch, inputs, strict=True):
+            _copy(value, static, what)
+    elif type(batch) is not type(inputs) or isinstance(batch, (Tensor, dict, tuple, list)) or batch != inputs:
+        why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
+        raise Unsupported(what, why, "make batches alike, or leave --cuda-graph out")
+
+
+def _place(error: Exception) -> str:
+    """Where an error began in code that is neither torch's nor steplab's; empty if it was in these alone."""
+    known = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(known)]
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

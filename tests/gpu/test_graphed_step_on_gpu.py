@@ -1,0 +1,176 @@
+"""Steps replayed as CUDA graphs beside the same steps launched by the host, and what the capture does not bear."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from steplab.lab.profiling import profile
+from steplab.measurement.machine.device import open_device
+from steplab.measurement.observer import Observer
+from steplab.measurement.step.graphed import CudaGraphs, GraphedStep
+from steplab.measurement.step.session import measure_here
+from steplab.measurement.step.step import ModelStep
+from steplab.model.build import build_workload
+from steplab.records.run import Run
+from steplab.specs.resolve import resolve_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+STEPS, BEFORE = 5, 3
+"""Steps that are compared, and those that GraphedStep takes before it records."""
+
+
+class KeepsLosses(CudaGraphs):
+    """Looks at the loss of each forward pass, which the backward pass lets go of."""
+
+    def __init__(self, step: ModelStep) -> None:
+        super().__init__(torch.device("cuda"))
+        self._step = step
+        self.losses: list[Tensor] = []
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        had = self._step.loss
+        replay = super().record(run)
+        if self._step.loss is not None and had is None:
+            self.losses.append(self._step.loss.detach())
+        return replay
+
+
+def built(fields: dict[str, object]) -> ModelStep:
+    torch.manual_seed(0)
+    spec = resolve_step({"model": "tiny", "context": 128, "precision": "bf16"} | fields)
+    device = torch.device("cuda")
+    return ModelStep(build_workload(spec, device), spec, device)
+
+
+def tokens(number: int) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator(device="cuda").manual_seed(1)
+    return [tuple(torch.randint(512, (2, 4, 128), device="cuda", generator=made)) for _ in range(number)]
+
+
+def state_of(step: ModelStep) -> list[Tensor]:
+    kept = [] if step.optimizer is None else [value for s in step.optimizer.state.values() for value in s.values()]
+    return [*(p.detach() for p in step.module.parameters()), *(value.detach().cuda() for value in kept)]
+
+
+def launched(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    step = built(fields)
+    step.batches, losses = data, []
+    for _ in range(BEFORE + STEPS):
+        for phase in step.phases:
+            phase.run()
+            if phase.name == "forward" and step.loss is not None:
+                losses.append(step.loss.detach())
+    return losses, state_of(step)
+
+
+def replayed(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    inner = built(fields | {"cuda_graph": "step"})
+    inner.batches = data
+    step = GraphedStep(inner, open_device("cuda"), "tiny", keeps := KeepsLosses(inner))
+    step.record()
+    micro_steps = sum(phase.name == "forward" for phase in step.phases)
+    step.batches, losses = data[BEFORE * micro_steps :], []
+    for _ in range(STEPS):
+        read = iter(keeps.losses)
+        for phase in step.phases:
+            phase.run()
+            if phase.name == "forward" and keeps.losses:
+                losses.append(next(read).clone())
+    return losses, state_of(inner)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer": "adamw_fused"},
+        {"optimizer": "adamw_triton"},
+        {"optimizer": "sgd", "precision": "fp32"},
+        {"compile": "block", "optimizer": "adamw_triton"},
+        {"compile": "block", "optimizer": "adamw_fused", "attention": "flash_triton"},
+        {"compile": "block", "optimizer": "adamw_triton", "attention": "flash_triton", "loss": "fused"},
+        {"compile": "default", "loss": "chunked"},
+        {"compile": "block", "accumulation": 2, "optimizer": "adamw_triton"},
+        {"compile": "block", "checkpointing": "full"},
+        {"checkpointing": "selective", "precision": "bf16_pure"},
+        {"pass": "forward_backward", "compile": "block"},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+def test_replayed_steps_give_the_losses_and_the_state_of_launched_ones_to_the_bit(fields: dict[str, object]) -> None:
+    micro_steps = int(str(fields.get("accumulation", 1)))
+    data = tokens((BEFORE + STEPS) * micro_steps)
+    losses, state = launched(fields, data)
+    found, found_state = replayed(fields, data)
+    assert len(found) == STEPS * micro_steps
+    assert [float(loss) for loss in found] == [float(loss) for loss in losses[BEFORE * micro_steps :]]
+    assert len({float(loss) for loss in found}) == len(found)  # fresh data in each
+    assert all(torch.equal(one, other) for one, other in zip(found_state, state, strict=True))
+
+
+def measured(**fields: object) -> Run:
+    gc.collect()  # what an earlier test in this process made would count towards the peak
+    return measure_here(resolve_step({"model": "tiny", "warmup": 3, "steps": 5} | fields), Observer())
+
+
+def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one() -> None:
+    fields = {"model": "small", "context": 256, "precision": "bf16", "attention": "sdpa"}
+    plain, graph = (measured(**fields, cuda_graph=value) for value in ("off", "step"))
+    assert plain.memory is not None
+    assert graph.memory is not None, graph.failure
+    assert graph.timing is not None
+    assert [samples.phase for samples in graph.timing.back_to_back] == ["forward", "backward", "optimizer", "step"]
+    assert graph.timing.first_step_s is not None
+    for phase in ("forward", "backward", "optimizer", "step"):
+        peak, expected = graph.memory.peak(phase), plain.memory.peak(phase)
+        assert peak is not None
+        assert expected is not None
+        # Tables of the optimizer and the copy of the batch; blocks are rounded alike.
+        assert peak.peak_allocated_bytes == pytest.approx(expected.peak_allocated_bytes, rel=0.02)
+        assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
+    assert graph.median_s is not None
+    assert plain.median_s is not None
+    assert graph.median_s < 1.02 * plain.median_s
+
+
+def test_kernels_of_a_replayed_step_are_profiled_in_their_phases(tmp_path: Path) -> None:
+    run = profile(
+        "tiny", compile="block", cuda_graph="step", precision="bf16", attention="sdpa", warmup=2, steps=3,
+        profiled_steps=2, store=tmp_path / "store.db",
+    )  # fmt: skip
+    assert run.failure is None, run.failure
+    assert run.profile is not None, run.notes
+    assert any("replayed as CUDA graphs" in note for note in run.profile.notes)
+    for name in ("forward", "backward", "optimizer"):
+        phase = run.profile.phase(name)
+        assert phase is not None
+        assert phase.busy_s > 0
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        loss = self.layer(x_BC).square().mean()
+        return loss * 2 if loss.item() > 1e9 else loss
+
+
+def asks(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Asks().to(device), lambda: torch.ones(4, 8, device=device)
+
+
+def test_a_model_that_waits_for_the_gpu_is_told_where() -> None:
+    run = measured(model=f"{__name__}:asks", cuda_graph="step")
+    assert run.failure is not None
+    assert "its forward cannot be captured at test_graphed_step_on_gpu.py:" in run.failure.message
+    assert ".item()" in run.failure.message
+    torch.cuda.synchronize()  # and the device can be used on
+    assert float(torch.ones(2, device="cuda").sum()) == 2
