@@ -27,6 +27,7 @@ from steplab.measurement.processes.messages import Request
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell
 from steplab.records.failure import Failure
+from steplab.records.timing import PhaseSamples
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy
 
@@ -487,10 +488,14 @@ class Children:
         assert self.scripts == []
 
 
+def measured(spec: AttentionSpec) -> AttentionCell:
+    return AttentionCell(spec=spec, passes=(PhaseSamples(phase="forward", device_s=(1e-3,)),))
+
+
 def ends_well(request: Request, listener: Listener) -> None:
     task = task_of(request)
     for index in task.numbers:
-        say(listener, "cell", [index, AttentionCell(spec=task.study.cells[index])])
+        say(listener, "cell", [index, measured(task.study.cells[index])])
     say(listener, "result")
     assert listener.answered
 
@@ -533,13 +538,13 @@ def test_where_several_took_turns_each_is_asked_by_itself() -> None:
 
     def dies_again(request: Request, listener: Listener) -> Failure:
         say(listener, "at", [3])
-        say(listener, "cell", [3, AttentionCell(spec=two_shapes().cells[3])])
+        say(listener, "cell", [3, measured(two_shapes().cells[3])])
         say(listener, "at", [4])
         return CRASH
 
     def first_shape(request: Request, listener: Listener) -> Failure:
         for index in (0, 1, 2):
-            say(listener, "cell", [index, AttentionCell(spec=two_shapes().cells[index])])
+            say(listener, "cell", [index, measured(two_shapes().cells[index])])
         return dies_in_turns(request, listener)
 
     children = Children([first_shape, dies_again, ends_well])

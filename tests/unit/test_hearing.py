@@ -205,11 +205,19 @@ def test_a_first_rank_that_is_gone_and_does_not_exit_is_not_waited_for(joined_wo
         b'{"kind": "stage", "value": "measure"}',
         b'{"kind": "failed", "value": {"kind": "\xff"}}',
         b'{"kind": "where", "value": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"kind": "gone"}',
+        b'{"kind": "stage", "value": ["measure", -1]}',
+        b"x" * 3000,
     ],
 )
-def test_a_message_that_cannot_be_read_is_a_failure_of_its_rank(world: World, line: bytes) -> None:
+def test_a_message_that_cannot_be_read_is_a_failure_of_its_rank(
+    world: World, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.ranks[1]._socket.sendall(line + b"\n")
-    assert message_of(world.hear()) == f"rank 1 on {HERE}: the process sent an unreadable message"
+    failure = world.hear()
+    assert message_of(failure).startswith(f"rank 1 on {HERE}: the process sent an unreadable message during ")
+    assert failure is not None
+    assert failure.kind == "error"
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ def _commit(revision: str) -> str | None:
         finished = subprocess.run(
             ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=10,
             check=False,
         )

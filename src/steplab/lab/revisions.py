@@ -59,7 +59,7 @@ def _is_installed(path: Path) -> bool:
 
 def _git(*arguments: str, otherwise: str = "") -> str:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", check=False)
     except FileNotFoundError:
         raise UserError("--against needs git, which is not installed") from None
     if done.returncode:

@@ -49,15 +49,23 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 def check(record: Record) -> None:
     """Raise SteplabError, naming the record and the path of the first field that cannot be right."""
     shown = record.id if _ID.fullmatch(record.id) else ascii(record.id[:64])
-    for path, why in _problems(record, ""):
-        raise SteplabError(f"record {shown}: {path.removeprefix('.')} {why}")
+    problem = first_problem(record)
+    if problem is not None:
+        raise SteplabError(f"record {shown}: {problem}")
+
+
+def first_problem(value: Any) -> str | None:
+    """Path of the first field, of a record or a value in one, that cannot be right, and why; None if there is none."""
+    found = next(_problems(value, ""), None)
+    return None if found is None else " ".join((found[0].removeprefix("."), found[1])).strip()
 
 
 def cleaned(value: Any) -> Any:
-    """A record, or a value in one, whose texts come from another program's file: each in one line, and without control
+    """A record, or a value in one, whose texts come from another program: each in one line, and without control
     characters."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        names = [field.name for field in dataclasses.fields(value) if field.init and field.name not in _AS_GIVEN]
+        fields = {name: getattr(value, name) for name in names}
         changed = {name: cleaned(content) for name, content in fields.items()}
         return dataclasses.replace(value, **{name: new for name, new in changed.items() if new is not fields[name]})
     if isinstance(value, str):

@@ -11,15 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, cast
 
 from steplab.errors import SteplabError
 from steplab.measurement.jobs import JOBS
 from steplab.measurement.machine.compiled_code import keep_compiled_code_private
 from steplab.measurement.observer import Observer
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.messages import MOST_BYTES, BadMessage, Request, decoded, lines_of
 from steplab.records.codec import encode
 from steplab.records.turns import Turn
 
@@ -31,7 +29,7 @@ _STEP_MESSAGES_EVERY_S = 0.1
 
 def main() -> None:
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
-    request = msgspec.json.decode(sys.stdin.buffer.readline(), type=Request)
+    request = order_of(Request)
     orders = SimpleQueue[bytes]()
     threading.Thread(target=end_with_parent, args=(orders.put,), daemon=True).start()
 
@@ -40,12 +38,20 @@ def main() -> None:
 
     def next_turn() -> Turn:
         send("ready", None)
-        return msgspec.json.decode(orders.get(), type=Turn)
+        return cast(Turn, decoded(orders.get(), Turn))
 
     try:
         answer(request, send, next_turn=next_turn)
     except SteplabError as error:
         send("refused", [error.exit_code, str(error)])
+
+
+def order_of(type: Any) -> Any:
+    """The order on standard input. Ends the process, with a line that says why, if there is none."""
+    try:
+        return decoded(next(lines_of(sys.stdin.buffer), b""), type)
+    except BadMessage as error:
+        sys.exit(f"steplab: the order of the measuring process is unreadable: {error}")
 
 
 def answer(
@@ -96,6 +102,8 @@ def end_with_parent(on_line: Callable[[bytes], None] = lambda line: None) -> Non
         *lines, rest = (rest + received).split(b"\n")
         for line in lines:
             on_line(line)
+        if len(rest) > MOST_BYTES:
+            break
     os.killpg(0, signal.SIGKILL)  # the whole session: processes that the model started end as well
 
 

@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from steplab.errors import SteplabError
-from steplab.measurement.entry.child import answer, end_with_parent
+from steplab.measurement.entry.child import answer, end_with_parent, order_of
 from steplab.measurement.jobs import JOBS
 from steplab.measurement.machine.torchrun import LOOPBACK, Place, place_in, torchrun_around
 from steplab.measurement.processes.channel import Channel, connect
-from steplab.measurement.processes.messages import Order, Verdict
+from steplab.measurement.processes.messages import BadMessage, Order, Verdict, hub_at
+from steplab.measurement.processes.started import named
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
 
@@ -37,7 +36,7 @@ then; without the folder torch would wait for it for minutes, and let no other t
 
 
 def main() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = order_of(Order)
     descriptor = int(sys.argv[1])
     if order.folder is not None or order.hub is not None:
         _heard_by_parent(order, descriptor)
@@ -48,7 +47,8 @@ def main() -> None:
 def _heard_by_parent(order: Order, descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
 
-    def on_end() -> None:
+    def on_end(why: str) -> None:
+        print(f"steplab: {why}", file=sys.stderr, flush=True)
         if order.folder is not None:
             time.sleep(_FOLDER_KEPT_S)
             shutil.rmtree(order.folder, ignore_errors=True)  # the parent may have been killed
@@ -79,30 +79,37 @@ def _heard_by_first(order: Order, descriptor: int) -> None:
 
     pipe = os.fdopen(descriptor, "wb", buffering=0)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    heard = threading.Event()
+    heard, around = threading.Event(), torchrun_around()
+    assert around is not None
+    rank = around.rank
 
     def tell(kind: str, value: Any) -> None:
         pipe.write(encode({"kind": kind, "value": value}) + b"\n")
 
-    def on_verdict(value: msgspec.Raw) -> None:
-        verdict = msgspec.json.decode(value, type=Verdict)
+    def on_verdict(verdict: Verdict) -> None:
         if verdict.failure is not None or verdict.refused is not None:
             tell("failed" if verdict.failure else "refused", verdict.failure or verdict.refused)
             os._exit(1)  # the main thread may wait forever in a collective
         heard.set()
 
-    def on_end() -> None:
+    def lost(why: str) -> None:
+        tell("failed", named(Failure(kind="crashed", message=why), rank, socket.gethostname()))
+
+    def on_end(why: str) -> None:
         if not heard.is_set():
-            tell("failed", Failure(kind="crashed", message="the connection to the first process ended"))
+            lost(why)
             os._exit(1)
 
-    around = torchrun_around()
-    assert around is not None
-    store = meeting_place(around)
-    port, token = store.get("hub").decode().split(":")
-    address = LOOPBACK if around.is_on_one_machine else around.address
-    channel = connect(address, int(port), token, around.rank)
-    tell("hub", (address, int(port), token))
+    try:
+        store = meeting_place(around)
+        port, token = hub_at(store.get("hub"))
+        address = LOOPBACK if around.is_on_one_machine else around.address
+        channel = connect(address, port, token, rank)
+    except (OSError, RuntimeError, BadMessage) as error:  # torch's store raises RuntimeErrors
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        lost(f"it found no way to the first process: {first_line}")
+        sys.exit(1)
+    tell("hub", (address, port, token))
     channel.listen(on_verdict, on_end)
     said: list[tuple[str, Any]] = []
 

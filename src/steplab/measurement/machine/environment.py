@@ -140,5 +140,7 @@ def _git_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    finished = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
+    finished = subprocess.run(
+        ["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True
+    )
     return finished.stdout.strip()

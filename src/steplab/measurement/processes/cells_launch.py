@@ -13,7 +13,7 @@ from steplab.measurement.jobs import JOBS, CellsTask
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.launch import converse
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.messages import BadMessage, Request
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import encode
 from steplab.records.environment import Environment
@@ -79,6 +79,8 @@ def measure_cells(
     results: set[int] = set()
 
     def keep(number: int, cell: Cell) -> None:
+        if number >= len(cells.labels):
+            raise BadMessage(f"there is no cell {number}")
         if number not in results:
             results.add(number)
             on_cell(number, cell)

@@ -10,13 +10,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import msgspec
-
-from steplab.measurement.processes.messages import Hello, Message, Whereabouts
+from steplab.measurement.processes.messages import (
+    BadMessage,
+    Hello,
+    Message,
+    Verdict,
+    Whereabouts,
+    decoded,
+    lines_of,
+    read,
+)
 from steplab.records.codec import encode
 
 _CONNECT_S = 60.0
 _RETRY_S = 0.05
+_WELCOME_BYTES = 1024
 
 
 class Channel:
@@ -25,7 +33,7 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._socket.settimeout(None)
-        self._lines = self._socket.makefile("rb")
+        self._lines = lines_of(self._socket.makefile("rb"))
         self._lock = threading.Lock()
 
     def send(self, kind: str, value: Any = None) -> None:
@@ -34,24 +42,27 @@ class Channel:
             self._write({"kind": kind, "value": value})
 
     def receive(self) -> Message | None:
-        """The next message; None if the hub is gone."""
+        """The next message; None if the hub is gone. Raises BadMessage for what is no message."""
         try:
-            line = self._lines.readline()
+            line = next(self._lines, None)
         except OSError:
             return None
-        return msgspec.json.decode(line, type=Message) if line.endswith(b"\n") else None
+        return None if line is None else decoded(line, Message)
 
-    def listen(self, on_verdict: Callable[[msgspec.Raw], None], on_end: Callable[[], None]) -> None:
-        """Answer questions in a thread from now on; call back on the verdict over all ranks, or when the hub is
-        gone."""
+    def listen(self, on_verdict: Callable[[Verdict], None], on_end: Callable[[str], None]) -> None:
+        """Answer questions in a thread from now on; call back on the verdict over all ranks, or with the reason when
+        the hub is gone."""
 
         def serve() -> None:
-            while message := self.receive():
-                if message.kind == "where":
-                    self.send("where", whereabouts())
-                elif message.kind == "verdict":
-                    on_verdict(message.value)
-            on_end()
+            try:
+                while message := self.receive():
+                    if message.kind == "where":
+                        self.send("where", whereabouts())
+                    elif message.kind == "verdict":
+                        on_verdict(read(message.value, Verdict))
+                on_end("the connection to the first process ended")
+            except BadMessage as error:
+                on_end(f"the first process sent an unreadable message: {error}")
 
         threading.Thread(target=serve, daemon=True).start()
 
@@ -72,13 +83,26 @@ def connect(address: str, port: int, token: str, rank: int) -> Channel:
         with contextlib.suppress(OSError):
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connected.sendall(hello)
-            if connected.recv(1, socket.MSG_PEEK):
-                channel = Channel(connected)
-                if channel.receive() is not None:  # welcome
-                    return channel
+            if _is_welcomed(connected, deadline_s):
+                return Channel(connected)
         connected.close()
         time.sleep(_RETRY_S)
     raise TimeoutError(f"the first process does not answer at {address} port {port}")
+
+
+def _is_welcomed(connected: socket.socket, deadline_s: float) -> bool:
+    """Whether it is the hub that answers. Raises OSError if it says nothing in time."""
+    line = b""
+    while len(line) < _WELCOME_BYTES and not line.endswith(b"\n"):
+        connected.settimeout(max(_RETRY_S, deadline_s - time.monotonic()))
+        received = connected.recv(1)  # no more than the line: what follows is the channel's
+        if not received:
+            return False
+        line += received
+    try:
+        return bool(decoded(line, Message).kind == "welcome")
+    except BadMessage:
+        return False
 
 
 def whereabouts() -> Whereabouts:

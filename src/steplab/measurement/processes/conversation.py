@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Order, Request
-from steplab.measurement.processes.started import Watchdog, crash, end, end_group_with, start, tail
+from steplab.measurement.processes.messages import BadMessage, Order, Request
+from steplab.measurement.processes.started import Watchdog, crash, end, end_group_with, start, tail, unreadable
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
 from steplab.units import format_time
@@ -91,17 +91,23 @@ class Conversation:
 
         Raises the SteplabError of a refused request.
         """
-        self._listener.listen(self._pipe)
+        try:
+            self._listener.listen(self._pipe)
+        except BadMessage as error:
+            self._watchdog.cancel()
+            end(self._child)
+            return unreadable(error, self._listener.progress.stage, tail(self._errors))
         if self._listener.is_ready:
             self._watchdog.cancel()
             return None
-        # once the answer is here, a child that does not exit is no longer waited for
+        # it has answered, or closed its pipe: either way it can say nothing more
         exit_s = _WRAPPER_EXIT_S if self._wrapper else _EXIT_S
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=exit_s if self._listener.answered else None)
+            self._child.wait(timeout=exit_s)
         self._watchdog.cancel()
+        returncode = self._child.returncode
         end(self._child)
-        return self._failure()
+        return self._failure(returncode)
 
     def give(self, turn: object) -> Failure | None:
         """Give the process its next turn, and listen as `listen` does until the turn is over."""
@@ -123,8 +129,11 @@ class Conversation:
             self._child.stdin.write(encode(line) + b"\n")
             self._child.stdin.flush()
 
-    def _failure(self) -> Failure | None:
-        """The failure of a child without a last message. Raises the error of a refused request."""
+    def _failure(self, returncode: int | None) -> Failure | None:
+        """The failure of a child without a last message; `returncode` is None if it did not end by itself.
+
+        Raises the error of a refused request.
+        """
         listener, watchdog = self._listener, self._watchdog
         if listener.refusal is not None:
             raise listener.refusal
@@ -135,4 +144,4 @@ class Conversation:
             assert watchdog.timeout_s is not None
             message = f"did not end within {format_time(watchdog.timeout_s)}"
             return Failure(kind="timeout", message=message, phase=stage, last_lines=tail(self._errors))
-        return crash(self._child.returncode, stage, tail(self._errors))
+        return crash(returncode, stage, tail(self._errors))

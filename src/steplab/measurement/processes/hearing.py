@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from steplab.measurement.processes.hub import GONE, UNREAD, Event, Hub, command_line_of
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import UNREADABLE, Request, Whereabouts
-from steplab.measurement.processes.started import crash, named
+from steplab.measurement.processes.messages import BadMessage, Request, Whereabouts, read
+from steplab.measurement.processes.started import crash, named, unreadable
 from steplab.records.failure import Failure
 from steplab.units import format_time
 
@@ -110,29 +108,29 @@ class Hearing:
     def _take(self, event: Event) -> None:
         try:
             self._understand(event)
-        except UNREADABLE:
-            self._take(Event(rank=event.rank, kind=UNREAD))
+        except BadMessage as error:
+            self._understand(Event(rank=event.rank, kind=UNREAD, why=str(error)))
 
     def _understand(self, event: Event) -> None:
         number = event.rank if event.rank >= 0 else command_line_of(event.rank)
         rank = self._ranks[number]
         if event.kind == UNREAD:
-            rank.failure = Failure(kind="error", message="the process sent an unreadable message", phase=rank.stage)
+            rank.failure = unreadable(event.why, rank.stage)
         elif event.kind == "failed":
-            rank.failure = msgspec.json.decode(event.value, type=Failure)
+            rank.failure = read(event.value, Failure)
         elif event.rank < 0:
             return
         elif event.kind == GONE:
             if not rank.ended:
                 self._gone.append(number)
         elif event.kind == "where":
-            rank.where = msgspec.json.decode(event.value, type=Whereabouts)
+            rank.where = read(event.value, Whereabouts)
         elif event.kind == "ended":
             rank.ended = True
         else:
             self._moved_s = time.monotonic()
             if event.kind == "stage":
-                rank.stage = msgspec.json.decode(event.value, type=tuple[str, int])[0]
+                rank.stage = read(event.value, tuple[str, int])[0]
             if number == 0 or event.kind == "refused":
                 self._listener.hear(event.kind, event.value)
 

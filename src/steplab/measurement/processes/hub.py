@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from steplab.measurement.machine.torchrun import LOOPBACK
-from steplab.measurement.processes.messages import UNREADABLE, Hello, Message
+from steplab.measurement.processes.messages import BadMessage, Hello, Message, decoded, refuse_too_long
 from steplab.records.codec import encode
 
 GONE = "gone"
@@ -49,6 +49,8 @@ class Event:
     kind: str
     value: msgspec.Raw = field(default_factory=msgspec.Raw)
     """The message's value; empty where the kind says everything."""
+    why: str = ""
+    """What is wrong with an unreadable message."""
 
 
 class _Connection:
@@ -60,7 +62,10 @@ class _Connection:
         self.since_s = time.monotonic()
 
     def read(self) -> list[bytearray] | None:
-        """The lines that have arrived; None if the connection has ended. Does not wait."""
+        """The lines that have arrived; None if the connection has ended. Does not wait.
+
+        Raises BadMessage for a line that is too long.
+        """
         try:
             received = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -71,6 +76,7 @@ class _Connection:
             return None
         self.received += received
         if b"\n" not in received:
+            refuse_too_long(len(self.received))
             return []
         *lines, self.received = self.received.split(b"\n")
         return lines
@@ -188,7 +194,7 @@ class Hub:
 
     def _admitted(self, line: bytearray) -> Hello | None:
         try:
-            hello = msgspec.json.decode(line, type=Hello)
+            hello = decoded(line, Hello)
             is_known = secrets.compare_digest(hello.token.encode(), self.token.encode())
         except Exception:  # whatever a stranger sends ends that connection and nothing else
             return None
@@ -202,21 +208,30 @@ class Hub:
 
     def _hear(self, connection: _Connection) -> Iterator[Event]:
         assert connection.rank is not None
-        lines = connection.read()
+        try:
+            lines = connection.read()
+        except BadMessage as error:
+            self._end(connection)
+            yield Event(rank=connection.rank, kind=UNREAD, why=str(error))
+            return
         if lines is None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-            del self._connections[connection.rank]
+            self._end(connection)
             yield Event(rank=connection.rank, kind=GONE)
         for line in lines or ():
             yield self._event(connection.rank, line)
 
     def _event(self, rank: int, line: bytearray) -> Event:
         try:
-            message = msgspec.json.decode(line, type=Message)
-        except UNREADABLE:
-            return Event(rank=rank, kind=UNREAD)
+            message = decoded(line, Message)
+        except BadMessage as error:
+            return Event(rank=rank, kind=UNREAD, why=str(error))
         return Event(rank=rank, kind=message.kind, value=message.value)
+
+    def _end(self, connection: _Connection) -> None:
+        assert connection.rank is not None
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        del self._connections[connection.rank]
 
     def _drop(self, connection: _Connection) -> None:
         del self._unproven[connection]

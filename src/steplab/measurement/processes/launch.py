@@ -180,8 +180,9 @@ def ask(
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
     failure = converse(request, listener, timeout_s, wrapper, surroundings)
-    result = failure or listener.result
-    assert result is not None  # a child that sent nothing has failed
+    result = failure or listener.failed or listener.result
+    if result is None:  # it waits for a turn, which this job does not have
+        result = Failure(kind="error", message="the process gave no result", phase=listener.progress.stage)
     return Answer(result=result, environment=listener.environment, measured=listener.measured)
 
 

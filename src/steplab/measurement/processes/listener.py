@@ -7,7 +7,7 @@ import msgspec
 
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import Job
-from steplab.measurement.processes.messages import Message
+from steplab.measurement.processes.messages import Message, decoded, lines_of, read
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
@@ -48,22 +48,23 @@ class Listener:
         self._ended = False
 
     def listen(self, pipe: IO[bytes]) -> None:
-        """Receive messages until the last one, or until the child waits for its next turn."""
+        """Receive messages until the last one, or until the child waits for its next turn.
+
+        Raises BadMessage for what is no message.
+        """
         self.is_ready = False
         self.on_progress(self.progress)
-        for line in pipe:
-            if not line.endswith(b"\n"):
-                return  # the child died in the middle of a message
-            message = msgspec.json.decode(line, type=Message)
+        for line in lines_of(pipe):
+            message = decoded(line, Message)
             self.hear(message.kind, message.value)
             if self.answered or self.is_ready:
                 return
 
     def hear(self, kind: str, value: msgspec.Raw) -> None:
-        """Receive one message."""
+        """Receive one message. Raises BadMessage if its value is not what such a message has."""
 
         def of(message: Any) -> Any:
-            return msgspec.json.decode(value, type=message)
+            return read(value, message)
 
         if kind == "stage":
             stage, total = of(tuple[str, int])
@@ -84,7 +85,7 @@ class Listener:
             self.renew()
         elif kind == "cell":
             number, cell = of(tuple[int, msgspec.Raw])
-            self._on_cell(number, msgspec.json.decode(cell, type=self._job.cell))
+            self._on_cell(number, read(cell, self._job.cell))
         elif kind == "result":
             self.result, self._ended = of(self._job.result), True
         elif kind == "hub":
@@ -92,7 +93,7 @@ class Listener:
         elif kind == "failed":
             self.failed = of(Failure)
         elif kind == "refused":
-            exit_code, text = of(tuple[int, str])
+            exit_code, text = decoded(value, tuple[int, str])
             self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
 
     @property

@@ -2,21 +2,41 @@
 
 A line is a Message, `{"kind": ..., "value": ...}`. The first line of a connection over TCP is a Hello, and the line on
 standard input of a process that was started is a Request or an Order.
+
+A process may be a user's, or have been disturbed by one: what is heard of it passes `lines_of` and `read`, which refuse
+by BadMessage what no process of steplab says.
 """
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any, Literal
 
 import msgspec
 
 from steplab.records.failure import Failure
+from steplab.records.validation import cleaned, first_problem
+from steplab.units import MIB, format_bytes
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors of decoding a line that is not the message it should be."""
+MOST_BYTES = 256 * MIB
+"""Bytes of the longest message: a record of ten million samples."""
 _NULL = msgspec.Raw(b"null")
+_MEETING = re.compile(r"([0-9]{1,5}):([0-9a-f]{32})")
+
+Kind = Literal[
+    "stage", "step", "environment", "measured", "ready", "facts", "at", "cell", "result", "hub", "failed", "refused",
+    "ended", "where", "welcome", "verdict",
+]  # fmt: skip
+
+
+class BadMessage(Exception):
+    """A process sent what is no message; the text says what was wrong with it."""
 
 
 class Message(msgspec.Struct):
     """One line of a connection."""
 
-    kind: str
+    kind: Kind
     value: msgspec.Raw = _NULL
 
 
@@ -51,7 +71,8 @@ class Order(msgspec.Struct):
     """Port and token at which this command line listens to the ranks of others, if torchrun started one for each."""
 
 
-class Verdict(msgspec.Struct):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
     """The outcome of all ranks, which each rank tells its own command line; both fields None if all succeeded."""
 
     failure: Failure | None = None
@@ -59,10 +80,52 @@ class Verdict(msgspec.Struct):
     """Exit code and text of the refusal."""
 
 
-class Whereabouts(msgspec.Struct):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
     """Where a process stands when it is asked."""
 
     state: str
     """`collective` if it waits for other ranks, `device` if it waits for its device, else `code`."""
     line: str
     """The innermost line of code outside of torch and Python's library."""
+
+
+def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
+    """The whole lines of a stream, until it ends or its sender has died in the middle of one.
+
+    Raises BadMessage for a line that is too long.
+    """
+    while (line := stream.readline(MOST_BYTES + 1)).endswith(b"\n"):
+        yield line
+    refuse_too_long(len(line))
+
+
+def refuse_too_long(num_bytes: int) -> None:
+    """Raise BadMessage if so many bytes of a line are more than a message has."""
+    if num_bytes > MOST_BYTES:
+        raise BadMessage(f"it has more than {format_bytes(MOST_BYTES)}")
+
+
+def decoded(text: bytes | bytearray | msgspec.Raw, type: Any) -> Any:
+    """A line, or the value of a message, as this type. Raises BadMessage if it is not of the type."""
+    try:
+        return msgspec.json.decode(text, type=type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadMessage(str(error)) from error
+
+
+def read(text: bytes | bytearray | msgspec.Raw, type: Any) -> Any:
+    """The same for values of records: their texts are cleaned, and BadMessage refuses numbers that cannot be right."""
+    value = cleaned(decoded(text, type))
+    problem = first_problem(value)
+    if problem is not None:
+        raise BadMessage(problem)
+    return value
+
+
+def hub_at(text: bytes) -> tuple[int, str]:
+    """Port and token of the hub, from the text at the meeting place. Raises BadMessage if it is another text."""
+    found = _MEETING.fullmatch(text.decode("ascii", "replace"))
+    if found is None:
+        raise BadMessage(f"{text[:64]!r} at the meeting place is no port and token")
+    return int(found[1]), found[2]

@@ -15,13 +15,16 @@ from steplab.errors import SteplabError
 from steplab.measurement.machine.causes import cause_of
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
+from steplab.records.validation import cleaned
 
 _LAST_LINES = 12
 
 
-def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
-    """The Failure of a process that ended without a last message."""
-    if returncode < 0:
+def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Failure:
+    """The Failure of a process that ended without a last message, or closed its connection and did not end (None)."""
+    if returncode is None:
+        name, message = None, f"the process closed its connection during {stage} and did not end"
+    elif returncode < 0:
         name = signal.Signals(-returncode).name
         hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
         message = f"the process was ended by {name} during {stage}{hint}"
@@ -36,6 +39,12 @@ def crash(returncode: int, stage: str, last_lines: tuple[str, ...]) -> Failure:
         signal=name,
         last_lines=last_lines,
     )
+
+
+def unreadable(why: object, stage: str, last_lines: tuple[str, ...] = ()) -> Failure:
+    """The Failure of a process that sent what is no message; something else in the process may have written it."""
+    message = f"the process sent an unreadable message during {stage}: {why}"
+    return Failure(kind="error", message=cleaned(message), phase=stage, last_lines=last_lines)
 
 
 def named(failure: Failure, rank: int, host: str | None) -> Failure:
@@ -75,11 +84,11 @@ def kill_group(child: subprocess.Popen[Any]) -> None:
 
 
 def tail(errors: IO[bytes]) -> tuple[str, ...]:
-    """The last lines that a process wrote."""
+    """The last lines that a process wrote, without what would steer a terminal."""
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - 16_384))
     text = errors.read().decode("utf-8", errors="replace")
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_LAST_LINES:]
+    return tuple(cleaned(line.rstrip()) for line in text.splitlines() if line.strip())[-_LAST_LINES:]
 
 
 class Started:

@@ -142,8 +142,8 @@ class Session:
         """Note how a side is after it was heard; where it ran out of memory beside others, sides alternate."""
         assert side.listener is not None
         if failure is None and not side.listener.is_ready:
-            assert isinstance(side.listener.result, Run)
-            failure = side.listener.result.failure or Failure(kind="crashed", message="it ended before its turn")
+            ended = side.listener.result.failure if side.listener.result else side.listener.failed
+            failure = ended or Failure(kind="crashed", message="it ended before its turn")
         if failure is None:
             return
         if failure.kind == "out_of_memory" and any(other.is_resident for other in self._sides if other is not side):
@@ -174,6 +174,8 @@ class Session:
         assert side.listener is not None
         failure = side.conversation.give(Turn(place=self._turns, steps=steps))
         self._turns += 1
+        if failure is None and side.listener.is_ready and side.listener.measured is None:
+            failure = Failure(kind="error", message="it sent no record of its turn")
         self._heard(side, failure)
         if side.is_resident:
             side.run = side.listener.measured
