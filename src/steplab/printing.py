@@ -11,6 +11,8 @@ import re
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
 """Control characters (C0 without tab and line feed, DEL, C1), marks of writing direction, line and paragraph
 separators, marks of annotations, and halves of surrogate pairs, in the syntax of a regular expression's set."""
+_LONGEST = 1500
+"""Characters of an error or a remark: one may quote a whole argument or a line of a file."""
 _JSON = ("json", "jsonl", "perfetto")
 """The formats that are JSON, in which control characters are written as JSON's escapes."""
 STEERING = re.compile(f"[\n{_STEERING}]")
@@ -26,6 +28,12 @@ def leaving(text: str, format: str, *, colored: bool = False) -> str:
     if format in _JSON:
         return plain_json(text)
     return plain_with_colors(text) if colored else plain(text)
+
+
+def remark(text: str) -> str:
+    """The text of an error or a remark as it is printed: plain, and its middle left out where it is very long."""
+    text = plain(text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} … {text[-300:]}"
 
 
 def plain(text: str) -> str:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from cyclopts import App
 from tests.fuzz import seeds
@@ -24,8 +25,11 @@ from tests.fuzz.mutations import (
     mutated_bytes,
     mutated_value,
 )
+from tests.fuzz.players import Message, Player, conversations
 
 from steplab.cli.app import app
+from steplab.measurement.processes import hearing
+from steplab.records.codec import encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +275,47 @@ _TOML = (
 )  # fmt: skip
 
 
+# --- messages between processes ---------------------------------------------------------------------------------
+
+
+def messages(random_: random.Random, folder: Path) -> Iterator[Try]:
+    """Measuring processes, or one of two ranks, say something else than they should."""
+    file, store = folder / "told-0", folder / "store.db"
+    played = conversations()
+    players: type[Player] = type("Players", (Player,), {"folder": folder})
+    while True:
+        words, said = random_.choice(list(played.items()))
+        told = _mutated_lines(random_, said)
+        of_every_rank = [message for message in said if message["kind"] in ("stage", "step")] + [{"kind": "ended"}]
+        second = _lines(of_every_rank)
+        if random_.random() < 0.3:  # of the second rank, where there is one
+            told, second = _lines(said), _mutated_lines(random_, of_every_rank)
+        file.write_bytes(told)
+        (folder / "told-1").write_bytes(second)
+        store.unlink(missing_ok=True)
+        arguments = (*words, "--store", str(store))
+        with mock.patch.multiple(hearing, _CAUSE_S=0.01, _ANSWER_S=0.01):
+            end = run(*arguments, parse_once=True, process=players)
+        yield Try(arguments=arguments, end=end, file=file, faults=end.faults)
+        if store.exists() and random_.random() < 0.3:
+            yield from _used(folder, store, file, random_)
+
+
+def _lines(said: list[Message]) -> bytes:
+    return b"".join(encode(message) + b"\n" for message in said)
+
+
+def _mutated_lines(random_: random.Random, said: list[Message]) -> bytes:
+    how, at = random_.random(), random_.randrange(len(said))
+    if how < 0.6:
+        changed = mutated_value(random_, json.loads(encode(said[at])), most=2)
+        return _lines(said[:at]) + _json(changed) + b"\n" + _lines(said[at + 1 :])
+    if how < 0.8:
+        return mutated_bytes(random_, _lines(said))
+    order = [random_.choice(said) for _ in said] if how < 0.9 else said[:at] + said[at:] * 2
+    return _lines(order)
+
+
 # --- bombs ------------------------------------------------------------------------------------------------------
 
 
@@ -315,13 +360,20 @@ def _imported(folder: Path, command: str, file: Path, content: bytes, random_: r
     imported = _tried(folder, [command, str(file)], store, file=file)
     yield imported
     if imported.end.code == 0 and random_.random() < 0.3:
-        yield _tried(folder, list(random_.choice((*_DRAWING, *_PAGES[:1]))), store, file=file)
-        exported = run("export", "--store", str(store))
-        (folder / "again.jsonl").write_bytes(exported.stdout.encode("utf-8", "surrogateescape"))
-        (folder / "again.db").unlink(missing_ok=True)
-        again = _tried(folder, ["import", str(folder / "again.jsonl")], folder / "again.db", file=file)
-        refused = (f"what was made of it cannot be imported: {again.end.stderr}"[:300],) if again.end.code else ()
-        yield Try(arguments=again.arguments, end=again.end, file=file, faults=(*again.faults, *refused))
+        yield from _used(folder, store, file, random_)
+
+
+def _used(folder: Path, store: Path, file: Path, random_: random.Random) -> Iterator[Try]:
+    """What was stored is drawn, exported and imported again."""
+    yield _tried(folder, list(random_.choice((*_DRAWING, *_PAGES[:1]))), store, file=file)
+    exported = run("export", "--store", str(store), parse_once=True)
+    if not exported.stdout:  # nothing was stored
+        return
+    (folder / "again.jsonl").write_bytes(exported.stdout.encode("utf-8", "surrogateescape"))
+    (folder / "again.db").unlink(missing_ok=True)
+    again = _tried(folder, ["import", str(folder / "again.jsonl")], folder / "again.db", file=file)
+    refused = (f"what was made of it cannot be imported: {again.end.stderr}"[:300],) if again.end.code else ()
+    yield Try(arguments=again.arguments, end=again.end, file=file, faults=(*again.faults, *refused))
 
 
 def _json(value: object) -> bytes:
@@ -330,7 +382,7 @@ def _json(value: object) -> bytes:
 
 def _tried(folder: Path, words: list[str], store: Path | None, file: Path | None = None) -> Try:
     arguments = tuple([*words, "--store", str(store)] if store else words)
-    end = run(*arguments)
+    end = run(*arguments, parse_once=file is not None and file.name != "steplab.toml")
     return Try(arguments=arguments, end=end, file=file, faults=end.faults)
 
 
@@ -347,6 +399,7 @@ ATTACKS = {
         Attack(name="configurations", tries=300, make=configurations),
         Attack(name="settings", tries=300, make=settings),
         Attack(name="study files", tries=300, make=studies),
+        Attack(name="messages of processes", tries=300, make=messages),
     )
 }
-"""The rows of the table by name; the last three were not in the first attack."""
+"""The rows of the table by name; the last four were not in the first attack."""

@@ -24,6 +24,7 @@ TRIES = {
     "configurations": 20,
     "settings": 20,
     "study files": 20,
+    "messages of processes": 40,
 }
 
 

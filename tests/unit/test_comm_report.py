@@ -24,7 +24,7 @@ from steplab.records.ddp import ddp_row
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.report.attention.document import attention_document
-from steplab.report.comm.charts import backends_side_by_side, time_over_ranks, time_over_size
+from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp.document import ddp_document
@@ -327,6 +327,11 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
     assert chart is not None
     assert [name for _, _, name in chart.legend] == ["nccl", "gloo"]
     assert len(chart.pictures) == 6
+    over_size, bandwidth = time_over_size(both.cells, both.profile), bandwidth_over_size(both.cells)
+    assert over_size is not None
+    assert bandwidth is not None
+    titles = [[picture.title for picture in drawn.pictures] for drawn in (over_size, bandwidth)]
+    assert titles == [["nccl", "gloo"]] * 2
     assert backends_side_by_side(gpus.cells) is None
     cpu = make_comm({"backend": ["gloo"]}, ranks=4)
     assert "Backends side by side" in render_page([gpus, cpu], title="Both")

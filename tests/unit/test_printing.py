@@ -14,7 +14,7 @@ from tests.unit.test_report_sections import EXAMPLES
 from steplab.cli import output
 from steplab.cli.output import ROW_FORMATS
 from steplab.errors import SteplabError
-from steplab.printing import plain, plain_json, plain_with_colors
+from steplab.printing import plain, plain_json, plain_with_colors, remark
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
 from steplab.records.validation import check, cleaned
@@ -107,3 +107,10 @@ def test_a_remark_does_not_steer_either(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr()
     assert steering(shown.err) is None
     assert steering(shown.out) is None
+
+
+def test_the_middle_of_a_very_long_remark_is_left_out() -> None:
+    text = remark("a" + "x" * 100_000 + "\x1b[31mz")
+    assert len(text) < 2000
+    assert (text[0], text[-1]) == ("a", "z")
+    assert remark("short\x07") == "short\\x07"

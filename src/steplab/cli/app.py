@@ -19,7 +19,7 @@ from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
-from steplab.printing import plain
+from steplab.printing import remark
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
 _OF_THE_MACHINE = {
@@ -34,8 +34,6 @@ _OF_THE_MACHINE = {
     errno.EAGAIN: "the limit of processes is reached (`ulimit -u`)",
 }
 """Errors of the operating system that are no defect of steplab, with what to do about each."""
-_LONGEST_MESSAGE = 1500
-"""Characters of an error: one may quote a whole argument or a line of a file."""
 
 app = App(
     name="steplab",
@@ -174,6 +172,4 @@ def _fail(message: str, code: int, arguments: list[str]) -> int:
 
 def _in_one_line(message: str) -> str:
     """What an error or a warning prints; it may quote a file, which must not steer the terminal."""
-    text = plain(" ".join(message.split()))
-    shown = text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 300]} … {text[-300:]}"
-    return f"steplab: {shown}"
+    return f"steplab: {remark(' '.join(message.split()))}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, format_of, packed, refuse_the_same
-from steplab.printing import leaving, plain
+from steplab.printing import leaving, remark
 
 ROW_FORMATS = ("table", "json", "csv", "md", "latex")
 """The formats of a table of runs."""
@@ -79,7 +79,7 @@ def _destination(path: Path, out: FileOptions, kind: str) -> Destination:
 
 def say(text: str) -> None:
     """Print a remark for the user on standard error; it may quote a file, which must not steer the terminal."""
-    print(plain(text), file=sys.stderr, flush=True)
+    print(remark(text), file=sys.stderr, flush=True)
 
 
 def stdout_color() -> bool:

@@ -9,11 +9,13 @@ from steplab.errors import SteplabError
 from steplab.lab.keeping import Place, keep, open_store
 from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.processes.cells_launch import Cells, measure_cells
+from steplab.measurement.processes.messages import BadMessage
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment
 from steplab.records.failure import Outcome
 from steplab.records.record import Benchmark
+from steplab.records.validation import first_problem
 from steplab.units import counted
 
 Cell = TypeVar("Cell", bound=Outcome)
@@ -109,8 +111,12 @@ class _Heard:
         self._run = dataclasses.replace(self._run, environment=environment)
 
     def on_facts(self, facts: Any) -> None:
-        """Add the facts that are the same for all cells."""
-        self._run = self._with_facts(self._run, facts)
+        """Add the facts that are the same for all cells. Raises BadMessage if they are of another benchmark."""
+        run = self._with_facts(self._run, facts)
+        problem = first_problem(run)
+        if problem is not None:
+            raise BadMessage(problem)
+        self._run = run
 
     def record(self, *notes: str) -> Any:
         """The record of the results so far, with these notes."""

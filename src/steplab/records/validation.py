@@ -84,6 +84,8 @@ def _problems(value: Any, name: str) -> Iterator[Problem]:
         for field in dataclasses.fields(value):
             if field.name not in _AS_GIVEN:
                 yield from _within(f".{field.name}", _problems(getattr(value, field.name), field.name))
+            if field.name == "schema" and getattr(value, field.name) != field.default:
+                yield ".schema", f"must be {field.default}"
         if isinstance(value, TransformerShape):
             yield from _shape(value)
         elif hasattr(value, "problems"):

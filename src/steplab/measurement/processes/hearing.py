@@ -11,7 +11,7 @@ from typing import Protocol
 
 from steplab.measurement.processes.hub import GONE, UNREAD, Event, Hub, command_line_of
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import BadMessage, Request, Whereabouts, read
+from steplab.measurement.processes.messages import STAGE, BadMessage, Request, Whereabouts, read
 from steplab.measurement.processes.started import crash, named, unreadable
 from steplab.records.failure import Failure
 from steplab.units import format_time
@@ -130,7 +130,7 @@ class Hearing:
         else:
             self._moved_s = time.monotonic()
             if event.kind == "stage":
-                rank.stage = read(event.value, tuple[str, int])[0]
+                rank.stage = read(event.value, STAGE)[0]
             if number == 0 or event.kind == "refused":
                 self._listener.hear(event.kind, event.value)
 

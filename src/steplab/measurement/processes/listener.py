@@ -7,7 +7,7 @@ import msgspec
 
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import Job
-from steplab.measurement.processes.messages import Message, decoded, lines_of, read
+from steplab.measurement.processes.messages import STAGE, Message, decoded, lines_of, read
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
@@ -67,7 +67,7 @@ class Listener:
             return read(value, message)
 
         if kind == "stage":
-            stage, total = of(tuple[str, int])
+            stage, total = of(STAGE)
             self._tell(Progress(stage=stage, done=0, total=total))
         elif kind == "step":
             self._tell(Progress(stage=self.progress.stage, done=of(int), total=self.progress.total))

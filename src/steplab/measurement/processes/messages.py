@@ -10,10 +10,11 @@ by BadMessage what no process of steplab says.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import msgspec
 
+from steplab.printing import remark
 from steplab.records.failure import Failure
 from steplab.records.validation import cleaned, first_problem
 from steplab.units import MIB, format_bytes
@@ -29,8 +30,15 @@ Kind = Literal[
 ]  # fmt: skip
 
 
+STAGE = tuple[Annotated[str, msgspec.Meta(max_length=1000)], int]
+"""The type of a stage's name, which progress shows, and of its number of steps."""
+
+
 class BadMessage(Exception):
     """A process sent what is no message; the text says what was wrong with it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(remark(why))  # it may quote the message
 
 
 class Message(msgspec.Struct):

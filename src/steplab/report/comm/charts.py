@@ -70,7 +70,7 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
     panels = [
         _Panel(
-            title=_title(group[0], groups, "way", "dtype", "world_size"),
+            title=_title(group[0], groups, "transport", "dtype", "world_size"),
             lines=_by_collective(group),
             fits={c: fits[(*key, c)] for c in _by_collective(group) if (*key, c) in fits},
             family=group[0].spec.transport,
@@ -86,7 +86,7 @@ def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
     """Bus bandwidth over message size, one panel per backend and world size, one line per collective."""
     groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
     panels = [
-        _Panel(title=_title(group[0], groups, "way", "dtype", "world_size"), lines=_by_collective(group), fits={})
+        _Panel(title=_title(group[0], groups, "transport", "dtype", "world_size"), lines=_by_collective(group), fits={})
         for group in groups.values()
     ]
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
@@ -104,7 +104,7 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
     panels = []
     for group in groups.values():
         if len({cell.spec.world_size for cell in group}) > 1:
-            title = _title(group[0], groups, "way", "dtype", "size_bytes")
+            title = _title(group[0], groups, "transport", "dtype", "size_bytes")
             panels.append(_Panel(title=title, lines=_by_collective(group), fits={}, family=title))
     note = "Median time of the slowest rank at one message size. Both axes are logarithmic."
     return _chart(panels, _RANKS, "time of a call by ranks", note) if panels else None
