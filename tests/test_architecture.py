@@ -38,7 +38,7 @@ ARROWS = {
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "comparison": {"records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
-    "measurement": {"model", "ops", "parallel", "records", "specs", "units", "errors"},
+    "measurement": {"model", "ops", "parallel", "records", "specs", "printing", "units", "errors"},
     "store": {"records", "specs", "units", "errors"},
     "report": {"costs", "records", "specs", "stats", "printing", "units", "errors"},
     "lab": {
