@@ -2,6 +2,8 @@
 
 import copy
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +169,16 @@ def test_a_bf16_weight_added_without_a_master_is_refused_before_the_kernel_reads
     added.grad = torch.zeros(4, dtype=BF16)
     with pytest.raises(Unsupported, match=r"for a parameter of torch\.bfloat16"):
         made.step()
+
+
+def test_the_loop_of_the_documentation_trains() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "precision.md").read_text(encoding="utf-8")
+    [loop] = [piece for piece in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "bf16_with_masters" in piece]
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)), torch.randn(8)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    exec(compile(loop, "docs", "exec"), {"model": model, "batch": batch, "device": torch.device("cpu")})
+    assert [parameter.dtype for parameter in model.parameters()] == [BF16, BF16, *[torch.float32] * 2, BF16, BF16]
+    assert not any(torch.equal(x, y.float()) for x, y in zip(before, model.parameters(), strict=True))
 
 
 # --- a step in bf16_master, and the same in bf16 -----------------------------------------------------------

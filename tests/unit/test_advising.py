@@ -237,7 +237,7 @@ def test_a_model_of_the_users_is_profiled_and_the_rest_is_said_as_code(walk: Cal
 def test_a_change_is_a_valid_value_of_a_field_and_its_code_is_python(change: Any) -> None:
     assert change.value in FIELDS[change.field].choices or change.field == "checkpointing"
     compile(change.code, "code", "exec")
-    assert bool(change.numerics) == (change.field == "precision")
+    assert bool(change.numerics) == (change.field == "precision" and change.value != "bf16_master")
 
 
 def test_a_change_applies_where_its_field_has_an_effect() -> None:
@@ -250,6 +250,21 @@ def test_a_change_applies_where_its_field_has_an_effect() -> None:
     assert fields("cpu", model="mine:build") == {"precision", "compile"}
     assert "optimizer" not in fields("cuda", model="small", **{"pass": "forward"})
     assert "checkpointing" in fields("cpu", model="small", checkpointing="full")
+
+
+def test_masters_are_a_change_of_a_step_in_bf16_whose_optimizer_keeps_them() -> None:
+    def words(kind: str = "cuda", **given: object) -> set[str]:
+        spec = resolve_step({"model": "small", "precision": "bf16", "optimizer": "adamw_triton"} | given)
+        return {change.words for change in changes_for(spec, kind, keep_precision=True)}
+
+    assert "precision bf16_master" in words()
+    assert "precision bf16_master" in words(**{"pass": "forward_backward"})
+    others: list[dict[str, object]] = [
+        {"precision": "fp32"}, {"optimizer": "adamw_fused"}, {"accumulation": 2}, {"layout": "dp=2"},
+    ]  # fmt: skip
+    for given in others:
+        assert "precision bf16_master" not in words(**given)
+    assert "precision bf16_master" not in words("cpu")
 
 
 # --- the record and its report ----------------------------------------------------------------------------

@@ -196,9 +196,25 @@ UP = op("aten::copy_", "copy", 1.0, phase="backward", where=f"{BLOCK}.gate",
 UPDATE = op("aten::_fused_adamw_", "optimizer", 4.0, phase="optimizer")
 
 
-def test_casts_go_and_the_optimizer_moves_half_in_pure_bf16() -> None:
+def test_casts_go_and_nothing_else_where_the_optimizer_keeps_masters() -> None:
     seen = profile([MATMULS, DOWN, UP, UPDATE])
     found = weight_casts(case(own({"precision": "bf16"}, seen, timing(27.0, optimizer=4.0))))
+    assert found is not None
+    assert found.saves_s == pytest.approx((1.5 + 1.0) * MS)
+    assert not found.at_most
+    assert found.fields == {"precision": "bf16_master", "optimizer": "adamw_triton"}
+    assert "--precision bf16_master --optimizer adamw_triton" in found.change
+    already = weight_casts(case(own({"precision": "bf16", "optimizer": "adamw_triton"}, seen, timing(27.0))))
+    assert already is not None
+    assert already.fields == {"precision": "bf16_master"}
+
+
+@pytest.mark.parametrize("fields", [{"accumulation": 2}, {"layout": "dp=2"}, {"precision": "fp16"}], ids=str)
+def test_where_no_masters_can_be_kept_casts_go_and_the_optimizer_moves_half_in_pure_bf16(
+    fields: dict[str, object],
+) -> None:
+    seen = profile([MATMULS, DOWN, UP, UPDATE])
+    found = weight_casts(case(own({"precision": "bf16"} | fields, seen, timing(27.0, optimizer=4.0))))
     assert found is not None
     assert found.saves_s == pytest.approx((1.5 + 1.0 + 4.0 / 2) * MS)
     assert found.fields == {"precision": "bf16_pure"}

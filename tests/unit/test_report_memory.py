@@ -651,6 +651,14 @@ def test_float32_runs_and_bf16_throughout_are_not_told_about_autocast() -> None:
     assert list(precision_sentences(make_run({"precision": "bf16"}), FP32)) == []
 
 
+def test_of_weights_with_masters_no_bounds_of_autocast_are_told() -> None:
+    assert BF16.spec is not None
+    spec = replace(BF16.spec, precision="bf16_master", optimizer="adamw_triton")
+    told = list(precision_sentences(replace(BF16, spec=spec), None))
+    assert told[-1].startswith("A weight of a linear layer and its fp32 master take 6 bytes where fp32 takes 4")
+    assert not any("Autocast does not change" in sentence or "lowers this peak" in sentence for sentence in told)
+
+
 def test_checkpointing_is_set_against_the_same_cell_without() -> None:
     told = list(checkpointing_sentences(CHECKPOINTED, FP32))
     before, after = profile_of(FP32), profile_of(CHECKPOINTED)

@@ -19,8 +19,6 @@ from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
-AUTOCAST = ("bf16", "fp16")
-"""Precisions that compute on low-precision copies of fp32 weights."""
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
 """Names of kernels that torch.compile generates; on a CPU, whose kernels are operators, of calls of compiled code."""
 WORTH_TELLING = 0.01

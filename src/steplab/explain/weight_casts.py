@@ -1,15 +1,21 @@
 """Autocast copies every weight to low precision, each step."""
 
-from steplab.explain.case import AUTOCAST, Case
+from dataclasses import dataclass
+
+from steplab.errors import UserError
+from steplab.explain.case import Case
 from steplab.explain.casts import cast_bytes, cast_ops, weight_cast_ops
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.command import command
+from steplab.specs.resolve import with_fields
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.03
 """Least share of the device's time; the change alters the numerics, so it must be worth it."""
 
+_WITH_COPIES = ("bf16", "fp16")
+"""Precisions that compute on low-precision copies of fp32 weights."""
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 """Memory-bound categories of work."""
 
@@ -17,15 +23,14 @@ _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
 def weight_casts(case: Case) -> Finding | None:
     """Fires where casts of weights, and of their gradients back, take a considerable share of the device's time."""
     spec, profile = case.spec, case.profile
-    if profile is None or (spec is not None and spec.precision not in AUTOCAST):
+    if profile is None or (spec is not None and spec.precision not in _WITH_COPIES):
         return None
     ops = weight_cast_ops(profile)
     now_s, busy_s = case.ops_s(profile, ops), case.busy_s(profile)
     if now_s <= CONSIDERABLE * busy_s:
         return None
     moved = sum(cast_bytes(op) for op in ops) / profile.num_steps
-    fields = {"precision": "bf16_pure"} if spec else {}
-    saves_s, prediction = _gain(case, profile, now_s)
+    remedy = _masters(case, profile, now_s) or _bf16_throughout(case, profile, now_s)
     return Finding(
         kind="weight_casts",
         title=f"Casting weights takes {format_percent(now_s / busy_s)} of the device's work",
@@ -38,20 +43,71 @@ def weight_casts(case: Case) -> Finding | None:
             "fp32 and casts all of them in every step. The casts compute nothing, and their cost does not depend on "
             "the batch."
         ),
-        change=command(spec, fields) if spec else "model.to(torch.bfloat16)",
-        note=(
-            "numerics: bf16 has 8 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "
-            "with stochastic rounding or a master copy in the optimizer. A larger batch spreads the casts instead"
-        ),
+        change=command(spec, remedy.fields) if spec else "model.to(torch.bfloat16)",
+        note=remedy.note,
         evidence=(
             Evidence(what="casts of weights and of their gradients", value=now_s, unit="s"),
             Evidence(what="bytes they move", value=moved, unit="B"),
             Evidence(what="device busy", value=busy_s, unit="s"),
         ),
+        saves_s=remedy.saves_s,
+        at_most=remedy.at_most,
+        prediction=remedy.prediction,
+        fields=remedy.fields,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Remedy:
+    """A change without those casts, and what it saves."""
+
+    fields: dict[str, str]
+    note: str
+    saves_s: float
+    at_most: bool
+    prediction: str
+
+
+def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
+    """Weights in bf16 of which AdamW keeps fp32 masters; None where the step cannot have them."""
+    spec = case.spec
+    if spec is None or spec.precision != "bf16" or profile.device != "cuda":
+        return None
+    fields = {"precision": "bf16_master"}
+    if spec.pass_name == "train":
+        if not spec.optimizer.startswith("adamw"):
+            return None
+        fields |= {} if spec.optimizer == "adamw_triton" else {"optimizer": "adamw_triton"}
+    try:
+        with_fields(spec, fields)
+    except UserError:
+        return None
+    return _Remedy(
+        fields=fields,
+        note=(
+            "the numbers stay those of autocast, for masters, moments and update are fp32; in your own code masters = "
+            "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
+        ),
+        saves_s=weights_s,
+        at_most=False,
+        prediction=(
+            "The casts of weights go, and those of their gradients; AdamW moves 28 bytes a parameter either way. Left "
+            "out: what another AdamW takes besides its bytes." + case.host_limit(profile, weights_s)
+        ),
+    )
+
+
+def _bf16_throughout(case: Case, profile: Profile, weights_s: float) -> _Remedy:
+    saves_s, prediction = _gain(case, profile, weights_s)
+    return _Remedy(
+        fields={"precision": "bf16_pure"} if case.spec else {},
+        note=(
+            "numerics: bf16 has 8 bits of mantissa, so updates smaller than 1/256 of a weight are lost; train so only "
+            "with stochastic rounding or a master copy in the optimizer. A larger batch spreads the casts instead"
+        ),
         saves_s=saves_s,
         at_most=True,
         prediction=prediction,
-        fields=fields,
     )
 
 

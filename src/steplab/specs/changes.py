@@ -138,6 +138,16 @@ CHANGES = (
         devices=_CUDA,
         replaces=("adamw_fused", "adamw_loop", "adamw_foreach"),
     ),
+    Change(
+        field="precision",
+        value="bf16_master",
+        code="from steplab.ops.adamw.masters import bf16_with_masters\n"
+        "from steplab.ops.adamw.optimizer import OneKernelAdamW\n"
+        "masters = bf16_with_masters(model)  # linear layers in bf16; autocast as before\n"
+        "optimizer = OneKernelAdamW(model.parameters(), lr=lr, masters=masters)",
+        devices=_CUDA,
+        replaces=("bf16",),
+    ),
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
     Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
     Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),

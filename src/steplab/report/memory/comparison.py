@@ -179,11 +179,14 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forec
     states = figures.at_peak(profile, *_STATES)
     gone = max(figures.saved_bytes(every) - figures.at_peak(profile, "activations"), 0)  # by the time of the peak
     copies = figures.at_peak(profile, "autocast_copies") + max(figures.saved_bytes(casts) - gone, 0)
-    if alone:
+    of_states = f"{units.format_bytes(states)}, {units.format_percent(states / profile.peak_bytes)} of the peak."
+    if alone and run.spec is not None and run.spec.precision == "bf16_master":
         yield (
-            f"Autocast does not change parameters, gradients and optimizer state: {units.format_bytes(states)}, "
-            f"{units.format_percent(states / profile.peak_bytes)} of the peak."
+            "A weight of a linear layer and its fp32 master take 6 bytes where fp32 takes 4, and its gradient 2 where "
+            f"fp32 takes 4: parameters, gradients and optimizer state are {of_states}"
         )
+    elif alone:
+        yield f"Autocast does not change parameters, gradients and optimizer state: {of_states}"
         if (low_bytes or copies) and not forecast:
             yield balance(run, profile, low_bytes, copies)
 
