@@ -253,18 +253,18 @@ def test_a_change_applies_where_its_field_has_an_effect() -> None:
 
 
 def test_masters_are_a_change_of_a_step_in_bf16_whose_optimizer_keeps_them() -> None:
-    def words(kind: str = "cuda", **given: object) -> set[str]:
+    def words(given: dict[str, object], kind: str = "cuda") -> set[str]:
         spec = resolve_step({"model": "small", "precision": "bf16", "optimizer": "adamw_triton"} | given)
         return {change.words for change in changes_for(spec, kind, keep_precision=True)}
 
-    assert "precision bf16_master" in words()
-    assert "precision bf16_master" in words(**{"pass": "forward_backward"})
+    assert "precision bf16_master" in words({})
+    assert "precision bf16_master" in words({"pass": "forward_backward"})
     others: list[dict[str, object]] = [
         {"precision": "fp32"}, {"optimizer": "adamw_fused"}, {"accumulation": 2}, {"layout": "dp=2"},
     ]  # fmt: skip
     for given in others:
-        assert "precision bf16_master" not in words(**given)
-    assert "precision bf16_master" not in words("cpu")
+        assert "precision bf16_master" not in words(given)
+    assert "precision bf16_master" not in words({}, "cpu")
 
 
 # --- the record and its report ----------------------------------------------------------------------------

@@ -50,9 +50,13 @@ def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
         for name, value in fields.items()
         if name.startswith("model.")
     }
-    others = {name: value for name, value in fields.items() if not name.startswith("model.")}
-    valid = resolve_step(others)
-    changes: dict[str, object] = {FIELDS[name].attribute: FIELDS[name].read(valid) for name in others}
+    changes = {
+        FIELDS[name].attribute: FIELDS[name].parsed(value)
+        for name, value in fields.items()
+        if not name.startswith("model.")
+    }
+    if "model" in fields:
+        changes["model"] = model_spec(fields["model"], {})
     if sizes and spec.model.shape is not None:
         shape = dataclasses.replace(spec.model.shape, **sizes)
         changes["model"] = dataclasses.replace(spec.model, shape=shape)
