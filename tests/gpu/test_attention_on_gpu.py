@@ -8,7 +8,7 @@ import faulthandler
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from steplab.ops.attention import triton_tuning
+from steplab.errors import Unsupported
+from steplab.ops.attention import triton_backward, triton_forward, triton_repeats, triton_tuning
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.functions import FlashAttentionTriton
 
@@ -65,10 +66,17 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             pytest.skip("the Hopper kernels are for Triton 3.6")
     else:
         monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: False)
-    triton_tuning._found.cache_clear()
+    choose_anew()
     yield chosen
     monkeypatch.undo()
+    choose_anew()
+
+
+def choose_anew() -> None:
+    """Forget by which kernels calls were made."""
     triton_tuning._found.cache_clear()
+    triton_backward._layout.cache_clear()
+    triton_repeats.forget()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -399,6 +407,47 @@ def test_a_cuda_graph_replays_it(variant: str) -> None:
     graph.replay()
     for name, found, right in zip(names, captured, run(), strict=True):
         assert torch.equal(found, right), name
+
+
+def test_a_first_call_while_a_graph_is_captured_is_refused_in_one_line(variant: str) -> None:
+    """And forgotten: the next one, outside, is as any first call."""
+    q, k, v = (x.detach() for x in inputs(1, 3, 77, 64))
+    triton_forward._start.cache_clear()
+    refused = pytest.raises(Unsupported, match=r"first call of 'flash_triton' .* graph .* call it once before")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        FlashAttentionTriton.apply(q, k, v, True)
+    right = scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(FlashAttentionTriton.apply(q, k, v, True), right, rtol=0.02, atol=0.02)
+
+
+def test_a_call_on_the_memory_of_another_reads_what_is_there_now(variant: str) -> None:
+    """Calls are made again by addresses, where there are other numbers, shapes, strides, types, masks and scales."""
+    room = torch.empty(4, 2 * 3 * 256 * 64, device="cuda", dtype=BF16)
+    views: dict[str, Callable[[Tensor], Tensor]] = {
+        "heads first": lambda x: x.view(2, 3, 256, 64),
+        "positions first": lambda x: x.view(2, 256, 3, 64).transpose(1, 2),
+        "more heads": lambda x: x.view(2, 6, 128, 64),
+        "other type": lambda x: x.view(FP16).view(2, 3, 256, 64),
+    }
+    side = torch.cuda.Stream()
+    for i in range(4):
+        for name, view in views.items():
+            for causal, scale in ((True, 0.125), (False, 0.125), (True, 0.3)):
+                parts = [view(x) for x in room]
+                for j, part in enumerate(parts):
+                    part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(10 * i + j)))
+                q, k, v, do = (x.detach().requires_grad_() for x in parts)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(side if i == 3 else torch.cuda.current_stream()):
+                    out = FlashAttentionTriton.apply(q, k, v, causal, scale)
+                    found = (out, *torch.autograd.grad(out, (q, k, v), do))
+                torch.cuda.synchronize()
+                wide = [x.detach().double().requires_grad_() for x in parts[:3]]
+                expected = scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=causal, scale=scale)
+                right = (expected, *torch.autograd.grad(expected, wide, do.double()))
+                for x, y in zip(found, right, strict=True):
+                    assert (x.double() - y).norm() <= 0.01 * y.norm(), (i, name, causal, scale)
+    assert len(triton_repeats._known) >= 2 * 4 * 3, "calls were made again"
 
 
 def test_it_runs_on_the_stream_that_is_current() -> None:

@@ -14,8 +14,9 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from steplab.ops.attention import triton_forward
+from steplab.ops.attention import triton_backward, triton_forward
 from steplab.ops.attention.triton_backward import (
+    _layout,
     _start_for_keys,
     _start_for_queries,
     _start_of_prepare,
@@ -131,10 +132,18 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None
     noted = [KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.backward_kernel, portable.finish_kernel)]
     given = tiles_of("backward", "hopper", queries=64), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
     with patch.object(hopper, "backward_kernel", noted[0]), patch.object(portable, "finish_kernel", noted[1]):
-        start, finish, num_sums = _starts_of_one_sweep.__wrapped__(*given)
+        start, finish = _starts_of_one_sweep.__wrapped__(*given)
     check_both_starts(start, noted[0], 10)
     check_both_starts(finish, noted[1], 2)
-    assert num_sums == 4 * 128 * 64, "of 50 queries filled up to 128"
+
+
+def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
+    """50 queries of 4 heads are filled up to 128, and 64 columns are two parts of 32."""
+    with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper", queries=64)):
+        layout = _layout.__wrapped__((1, 4, 50, 64), torch.bfloat16, torch.device("cpu"))
+    assert layout.parts == [4 * 128, 4 * 128, 4 * 128 * 64, 4 * 2]
+    room = layout.room(torch.device("cpu"))
+    assert (room.numel(), room.dtype) == (sum(layout.parts), torch.float32)
 
 
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:

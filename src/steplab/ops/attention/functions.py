@@ -166,7 +166,8 @@ def _backward(ctx: Any, operators: Operators, grad: Tensor) -> Gradients:
         )
         dq, dk, dv = dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
     of_q, of_k, of_v = ctx.dtypes
-    dq, dk, dv = dq.to(of_q), dk.to(of_k), dv.to(of_v)
+    if not q.dtype == of_q == of_k == of_v:  # autocast changed them
+        dq, dk, dv = dq.to(of_q), dk.to(of_k), dv.to(of_v)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the gradients may be differentiated in turn
         dq, dk, dv = _Underivable.apply(dq, dk, dv, q, k, v, grad)  # type: ignore[no-untyped-call]
     return dq, dk, dv, None, None

@@ -18,6 +18,8 @@ from steplab.errors import Unsupported
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward
 from steplab.ops.attention.flops import register_formulas
 from steplab.ops.attention.shapes import refuse_unserved
+from steplab.ops.attention.triton_backward import triton_backward
+from steplab.ops.attention.triton_forward import triton_forward
 
 # Defined by Library and not by torch.library.custom_op, whose wrapper takes longer than some of these kernels.
 _library = Library("steplab", "FRAGMENT")
@@ -76,9 +78,9 @@ def _reference_backward(
 
 
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    _refuse_without_triton(q, k, causal)
-    from steplab.ops.attention.triton_forward import triton_forward
-
+    if q.is_cuda:
+        return triton_forward(q, k, v, causal=causal, scale=scale)
+    _refuse_without_interpreter(q, k, causal)
     if _interpreter_lacks(q):
         o, lse = triton_forward(q.float(), k.float(), v.float(), causal=causal, scale=scale)
         return o.to(q.dtype), lse
@@ -88,8 +90,6 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
 def _triton_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from steplab.ops.attention.triton_backward import triton_backward
-
     if _interpreter_lacks(q):
         wide = (grad.float(), q.float(), k.float(), v.float(), o.float())
         dq, dk, dv = triton_backward(*wide, lse, causal=causal, scale=scale)
@@ -99,13 +99,12 @@ def _triton_backward(
 
 def _interpreter_lacks(q: Tensor) -> bool:
     """Triton's interpreter, which is what runs on a CPU, multiplies the bits of bfloat16 as integers."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return q.is_cpu and q.dtype == torch.bfloat16
 
 
-def _refuse_without_triton(q: Tensor, k: Tensor, causal: bool) -> None:
-    on_cpu = q.device.type == "cpu"
-    refuse_unserved("flash_triton", q, k, causal=causal, device="cuda" if on_cpu else None)
-    if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+def _refuse_without_interpreter(q: Tensor, k: Tensor, causal: bool) -> None:
+    refuse_unserved("flash_triton", q, k, causal=causal, device="cuda" if q.is_cpu else None)
+    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise Unsupported(
             "attention 'flash_triton' on a CPU",
             "it needs TRITON_INTERPRET=1 in the environment (slow, for tests)",

@@ -22,8 +22,11 @@ from steplab.ops.attention.triton_launch import (
     sums_form,
     tile_form,
 )
+from steplab.ops.attention.triton_launcher import Launch
+from steplab.ops.attention.triton_repeats import call_key, keep, made_again, stream_of
 from steplab.ops.attention.triton_schedule import heads_a_group
 from steplab.ops.attention.triton_tensors import (
+    Columns,
     Shape,
     aligned,
     columns,
@@ -32,7 +35,7 @@ from steplab.ops.attention.triton_tensors import (
     strides_of,
     writable,
 )
-from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_if_any
+from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_on
 
 PREPARED = 64
 """Queries that a program of the first kernel prepares, and one of the last finishes."""
@@ -45,17 +48,25 @@ MOST_TOGETHER = 16
 class Operands:
     """What the kernels between the first and the last read; see `prepared`."""
 
+    one_sweep: Tiles | None
+    """Those of the kernel that makes all three gradients; None where there is none for such tensors."""
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
     minus_lse: Tensor
-    """-lse / log(2), [B, H, queries padded to a multiple of WIDEST_TILE]; like the others, as `prepare_kernel` says."""
+    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE; as `prepare_kernel` says."""
     minus_d: Tensor
     """-rowsum(dO o O)."""
+    sums: Tensor
+    """Room for the sums of dQ, where it is made in one sweep; else nothing."""
     turns: Tensor
     """Zeros, int32: one for every PREPARED queries."""
     call: Call
+    stream: int | None
+    """The raw stream, where the launches are to be made again."""
+    launches: list[Launch | None]
+    """Those made so far."""
 
 
 def triton_backward(
@@ -71,22 +82,53 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each laid out as its tensor; of any strides, as in `triton_forward`."""
     dq_BHSD, dk_BNKD, dv_BNKD = torch.empty_like(q_BHSD), torch.empty_like(k_BNKD), torch.empty_like(v_BNKD)
+    room = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device).room(q_BHSD.device)
+    inputs = q_BHSD, k_BNKD, v_BNKD, o_BHSD, do_BHSD, lse_BHS
+    key = call_key(inputs, (dq_BHSD, dk_BNKD, dv_BNKD, room), causal, scale, precision(q_BHSD.dtype))
+    if made_again(key):
+        return dq_BHSD, dk_BNKD, dv_BNKD
     if q_BHSD.numel() == 0 or k_BNKD.numel() == 0:
         return dq_BHSD.zero_(), dk_BNKD.zero_(), dv_BNKD.zero_()
     dq, dk, dv = writable(dq_BHSD), writable(dk_BNKD), writable(dv_BNKD)
+    if not (dq is dq_BHSD and dk is dk_BNKD and dv is dv_BNKD):
+        key = None  # copies have other addresses each time
     with on_device_of(q_BHSD):
-        operands = prepared(do_BHSD, q_BHSD, k_BNKD, v_BNKD, o_BHSD, lse_BHS, causal=causal, scale=scale)
-        tiles = one_sweep_tiles(operands.q)
-        if tiles is not None:
-            one_sweep(operands, dq, dk, dv, tiles)
+        given = do_BHSD, q_BHSD, k_BNKD, v_BNKD, o_BHSD, lse_BHS
+        operands = prepared(*given, causal=causal, scale=scale, room=room, stream=stream_of(key))
+        if operands.one_sweep is not None:
+            _one_sweep(operands, operands.one_sweep, dq, dk, dv)
         else:
             sweep_for_keys(operands, dk, dv)
             sweep_for_queries(operands, dq)
+    keep(key, operands.launches)
     if scale < 0:
         dq.neg_()
     for written, wanted in ((dq, dq_BHSD), (dk, dk_BNKD), (dv, dv_BNKD)):
         copy_back(written, wanted)
     return dq_BHSD, dk_BNKD, dv_BNKD
+
+
+class _Layout(NamedTuple):
+    """Which kernels are for some tensors, and the memory that these write for themselves, in one piece."""
+
+    one_sweep: Tiles | None
+    """As in `Operands`."""
+    parts: list[int]
+    """Numbers of 32 bits: -lse, -D, sums, turns. All but the last are multiples of 128, as the copy engine needs."""
+
+    def room(self, device: torch.device) -> Tensor:
+        """The memory."""
+        return torch.empty(sum(self.parts), dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=256)
+def _layout(q_shape: Shape, dtype: torch.dtype, device: torch.device) -> _Layout:
+    batch, num_heads, num_queries, head_dim = q_shape
+    rows = batch * num_heads * -(-num_queries // WIDEST_TILE) * WIDEST_TILE
+    parts = columns(head_dim)
+    tiles = tiles_on("backward", device, 8 * dtype.itemsize, max(64, parts.box), num_queries)
+    num_sums = 0 if tiles is None else rows * _num_parts(tiles, parts) * SUMS_WIDTH
+    return _Layout(tiles, [rows, rows, num_sums, rows // PREPARED])
 
 
 def prepared(
@@ -99,25 +141,29 @@ def prepared(
     *,
     causal: bool,
     scale: float,
+    room: Tensor | None = None,
+    stream: int | None = None,
 ) -> Operands:
-    """What the sweeps take, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated."""
+    """What the sweeps take, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated.
+
+    room is memory as `_layout` divides it, otherwise made here; with a raw stream the launches are kept.
+    """
     positive_q, positive = positive_scale(q_BHSD, scale)
     products = precision(q_BHSD.dtype)
     q, k, v, do = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD, do_BHSD))
-    parts = columns(q_BHSD.shape[-1])
     # D, which is to be the mean of dP, is made of dO as dP is: rounded where that is.
-    subtrahends = _subtrahends(readable(o_BHSD), do, lse_BHS, parts.box)
-    return Operands(q, k, v, do, *subtrahends, Call(parts, q.dtype, q.device, products, causal, positive))
-
-
-def _subtrahends(o: Tensor, do: Tensor, lse_BHS: Tensor, box: int) -> tuple[Tensor, Tensor, Tensor]:
-    batch, num_heads, num_queries, _ = o.shape
-    shape = batch, num_heads, -(-num_queries // WIDEST_TILE) * WIDEST_TILE
-    minus_lse, minus_d = (torch.empty(shape, dtype=torch.float32, device=o.device) for _ in range(2))
-    turns = torch.empty(batch * num_heads * shape[2] // PREPARED, dtype=torch.int32, device=o.device)
-    start = _start_of_prepare(box, o.dtype, o.device, o.shape, o.stride(), do.stride())
-    start(o, do, aligned(lse_BHS), minus_lse, minus_d, turns)
-    return minus_lse, minus_d, turns
+    o, lse = readable(o_BHSD), aligned(lse_BHS)
+    given = q_BHSD, k_BNKD, v_BNKD, do_BHSD, o_BHSD, lse_BHS
+    if any(x is not y for x, y in zip((q, k, v, do, o, lse), given, strict=True)):
+        stream = None
+    call = Call(columns(q_BHSD.shape[-1]), q.dtype, q.device, products, causal, positive)
+    layout = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device)
+    room = layout.room(q.device) if room is None else room
+    minus_lse, minus_d, sums, turns = room.split_with_sizes(layout.parts)
+    turns = turns.view(torch.int32)
+    start = _start_of_prepare(call.parts.box, o.dtype, o.device, o.shape, o.stride(), do.stride())
+    launch = start(o, do, lse, minus_lse, minus_d, turns, stream=stream)
+    return Operands(layout.one_sweep, q, k, v, do, minus_lse, minus_d, sums, turns, call, stream, [launch])
 
 
 @lru_cache(maxsize=256)
@@ -137,36 +183,36 @@ def _start_of_prepare(
 # --- in one sweep, on Hopper GPUs ----------------------------------------------------------------------------------
 
 
-def one_sweep_tiles(q: Tensor) -> Tiles | None:
-    """The tiles of the kernel that makes all three gradients; None where there is none for such tensors."""
-    return tiles_if_any("backward", q, max(64, columns(q.shape[-1]).box), q.shape[2])
+def _num_parts(tiles: Tiles, of_head: Columns) -> int:
+    """Parts of SUMS_WIDTH columns in which the sums of dQ lie."""
+    parts = columns(tiles.box) if of_head.box < tiles.box else of_head
+    return (parts.main + (max(parts.rest, SUMS_WIDTH) if parts.rest else 0)) // SUMS_WIDTH
 
 
-def one_sweep(operands: Operands, dq: Tensor, dk: Tensor, dv: Tensor, tiles: Tiles) -> None:
+def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Write all three, which the copy engine must take as they are.
 
     Takes B H S D * 4 bytes of memory for sums in float32, S and D filled up to multiples of WIDEST_TILE and 32.
     """
     x = operands
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride(), dq.stride()
-    start, finish, num_sums = _starts_of_one_sweep(tiles, x.call, x.q.shape, x.k.shape, strides)
-    sums = torch.empty(num_sums, dtype=torch.float32, device=dq.device)
-    start(x.q, x.k, x.v, x.do, sums, dk, dv, x.minus_lse, x.minus_d, x.turns)
-    finish(sums, dq)
+    start, finish = _starts_of_one_sweep(tiles, x.call, x.q.shape, x.k.shape, strides)
+    swept = start(x.q, x.k, x.v, x.do, x.sums, dk, dv, x.minus_lse, x.minus_d, x.turns, stream=x.stream)
+    x.launches.extend([swept, finish(x.sums, dq, stream=x.stream)])
 
 
 @lru_cache(maxsize=256)
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
-) -> tuple[Start, Start, int]:
-    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns) and for (sums, dq), and the number of sums."""
+) -> tuple[Start, Start]:
+    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns) and for (sums, dq)."""
     from steplab.ops.attention.triton_hopper_backward import backward_kernel
     from steplab.ops.attention.triton_portable_backward import finish_kernel
 
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q_shape, k_shape
     numbers = _numbers(q_shape, k_shape, call.scale)
     parts = columns(tiles.box) if call.parts.box < tiles.box else call.parts
-    num_parts = (parts.main + (max(parts.rest, SUMS_WIDTH) if parts.rest else 0)) // SUMS_WIDTH
+    num_parts = _num_parts(tiles, call.parts)
     num_rows = batch * num_heads * numbers.num_padded
     heads = batch * num_kv_heads
     # Of a head's queries, q, dO and the sums are read by every program.
@@ -193,7 +239,7 @@ def _starts_of_one_sweep(
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale
     sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": SUMS_WIDTH}
     finish = Start(finish_kernel, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
-    return start, finish, num_rows * num_parts * SUMS_WIDTH
+    return start, finish
 
 
 # --- in two sweeps -------------------------------------------------------------------------------------------------
@@ -205,7 +251,7 @@ def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | No
     tiles = tiles or tiles_for("backward_kv", x.q, x.call.parts.box, x.q.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
     start = _start_for_keys(tiles, x.call, x.q.shape, x.k.shape, strides)
-    start(x.q, x.k, x.v, x.do, dk, dv, x.minus_lse, x.minus_d)
+    x.launches.append(start(x.q, x.k, x.v, x.do, dk, dv, x.minus_lse, x.minus_d, stream=x.stream))
 
 
 @lru_cache(maxsize=256)
@@ -228,7 +274,7 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
     tiles = tiles or tiles_for("backward_q", x.q, x.call.parts.box, x.k.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
     start = _start_for_queries(tiles, x.call, x.q.shape, x.k.shape, strides)
-    start(x.q, x.k, x.v, x.do, dq, x.minus_lse, x.minus_d)
+    x.launches.append(start(x.q, x.k, x.v, x.do, dq, x.minus_lse, x.minus_d, stream=x.stream))
 
 
 @lru_cache(maxsize=256)

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from steplab.ops.attention.shapes import refuse_unserved
 from steplab.ops.attention.triton_launch import (
     ROWS_OF_A_CONSUMER,
     Call,
@@ -18,6 +19,7 @@ from steplab.ops.attention.triton_launch import (
     precision,
     tile_form,
 )
+from steplab.ops.attention.triton_repeats import call_key, keep, made_again, stream_of
 from steplab.ops.attention.triton_schedule import heads_a_group, task_table
 from steplab.ops.attention.triton_tensors import Shape, columns, copy_back, readable, writable
 from steplab.ops.attention.triton_tuning import Tiles, tiles_for
@@ -34,19 +36,26 @@ def triton_forward(
     """
     o_BHSD = torch.empty_like(q_BHSD)
     lse_BHS = torch.empty(q_BHSD.shape[:-1], dtype=torch.float32, device=q_BHSD.device)
+    products = precision(q_BHSD.dtype)
+    key = call_key((q_BHSD, k_BNKD, v_BNKD), (o_BHSD, lse_BHS), causal, scale, products, tiles)
+    if made_again(key):
+        return o_BHSD, lse_BHS
+    refuse_unserved("flash_triton", q_BHSD, k_BNKD, causal=causal, device="cuda")
     if o_BHSD.numel() == 0 or k_BNKD.shape[2] == 0:
         return o_BHSD.zero_(), lse_BHS.fill_(float("-inf"))
     parts = columns(q_BHSD.shape[-1])
-    q_BHSD, scale = positive_scale(q_BHSD, scale)
-    products = precision(q_BHSD.dtype)
-    q, k, v = (readable(x, products) for x in (q_BHSD, k_BNKD, v_BNKD))
+    positive_q, scale = positive_scale(q_BHSD, scale)
+    q, k, v = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD))
     o = writable(o_BHSD)
+    if not (q is q_BHSD and k is k_BNKD and v is v_BNKD and o is o_BHSD):
+        key = None  # copies have other addresses each time
     tiles = tiles or tiles_for("forward", q, parts.box, k.shape[2])
     strides = q.stride(), k.stride(), v.stride(), o.stride()
     with on_device_of(q):
         call = Call(parts, q.dtype, q.device, products, causal, scale)
         start, more = _start(tiles, call, q.shape, k.shape, strides)
-        start(q, k, v, o, lse_BHS, *more)
+        launch = start(q, k, v, o, lse_BHS, *more, stream=stream_of(key))
+    keep(key, [launch], more)
     copy_back(o, o_BHSD)
     return o_BHSD, lse_BHS
 

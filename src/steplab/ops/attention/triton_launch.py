@@ -1,17 +1,20 @@
 """What both passes of flash_triton have in common when they start a kernel."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from steplab.ops.attention.triton_launcher import Address, Launch, Launcher, launcher_of
+from steplab.ops.attention.triton_repeats import refuse_while_capturing
 from steplab.ops.attention.triton_tensors import Columns, Shape, strides_of
 from steplab.ops.attention.triton_tuning import Tiles
 
+Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
 """Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
@@ -82,7 +85,7 @@ class Form:
     fields: dict[str, Any]
     """What is in all descriptors of this form."""
 
-    def of(self, x: Tensor) -> Any:
+    def of(self, x: Tensor | Address) -> Any:
         """The tensor's descriptor, without the checks of its constructor, which take longer than some kernels."""
         descriptor = object.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=x)
@@ -145,19 +148,39 @@ class Start:
         self._kernel, self._grid, self._options = kernel, (num_programs, 1, 1), options
         self._forms, self._numbers = tuple(forms), tuple(numbers)
         self._compiled: Callable[..., None] | None = None
+        self._launcher: Launcher | None = None
         self._constants: list[Any] = []
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Start it on these tensors, on the current device and stream."""
-        described = [x if form is None else form.of(x) for form, x in zip(self._forms, tensors, strict=True)]
-        if self._compiled is not None:
+    def __call__(self, *tensors: Tensor, stream: int | None = None) -> Launch | None:
+        """Start it on these tensors, on the current device and stream.
+
+        Gives the launch, to be made again with the same tensors, if the raw stream is given and the kernel has run
+        before with any.
+        """
+        if self._compiled is None:
+            self._compile(tensors)
+            return None
+        if stream is None or self._launcher is None:
+            described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
             self._compiled(*described, *self._numbers, *self._constants)
-            return
+            return None
+        addresses = [x.data_ptr() for x in tensors]
+        given = [at if form is None else form.of(Address(at)) for form, at in self._pairs(addresses)]
+        launch = self._launcher.ready(stream, [*given, *self._numbers, *self._constants])
+        launch()
+        return launch
+
+    def _compile(self, tensors: Sequence[Tensor]) -> None:
+        refuse_while_capturing(tensors[0].device)
+        described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
         compiled = self._kernel[self._grid](*described, *self._numbers, **self._options)
         if compiled is not None:  # the interpreter compiles nothing
             names = self._kernel.arg_names[len(described) + len(self._numbers) :]
             self._constants = [self._options[name] for name in names]
-            self._compiled = compiled[self._grid]
+            self._compiled, self._launcher = compiled[self._grid], launcher_of(compiled, self._grid)
+
+    def _pairs(self, given: Sequence[Given]) -> Iterator[tuple[Form | None, Given]]:
+        return zip(self._forms, given, strict=True)
 
 
 def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:

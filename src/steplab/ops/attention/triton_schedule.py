@@ -10,6 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from steplab.ops.attention.triton_repeats import refuse_while_capturing
+
 CACHE_SHARE = 16 * 2**20
 """Bytes of the L2 cache (an H200's has 60 MiB) for what a group of heads reads: by trial, 8 to 32 MiB are alike."""
 START_OF_TASK = 0.6
@@ -68,6 +70,7 @@ def task_table(
     device: torch.device,
 ) -> Tensor:
     """int32 [programs, 2 + most tasks]: a program's number of tasks, these, and room to read one too many."""
+    refuse_while_capturing(device)
     lengths = lengths_of_tasks(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)
     lists = dealt(lengths, num_programs)
     width = max(map(len, lists)) + 2

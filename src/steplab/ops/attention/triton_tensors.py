@@ -4,7 +4,7 @@ Shape suffixes: B batch, H heads, S positions, D head dimension.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Columns:
     """Columns of a tile in shared memory, the power of two that holds them; the copy engine fills up with zeros."""
 
 
+@cache
 def columns(head_dim: int) -> Columns:
     """How `head_dim` columns are divided: in two where a half and less than another half hold them all.
 

@@ -60,7 +60,12 @@ def tiles_for(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles:
 
 def tiles_if_any(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles | None:
     """The same, or None."""
-    return _found(kernel, *_gpu(x.device), x.element_size() * 8, box, tokens)
+    return tiles_on(kernel, x.device, x.element_size() * 8, box, tokens)
+
+
+def tiles_on(kernel: Kernel, device: torch.device, bits: int, box: int, tokens: int) -> Tiles | None:
+    """The same for numbers of so many bits on a device."""
+    return _found(kernel, *_gpu(device), bits, box, tokens)
 
 
 @cache

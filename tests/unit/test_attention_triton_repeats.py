@@ -1,0 +1,185 @@
+"""Calls of flash_triton that are made again, and the launches that Triton's own launcher is spared."""
+
+import importlib.util
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from steplab.errors import Unsupported
+from steplab.ops.attention import triton_repeats
+from steplab.ops.attention.triton_launcher import Address, hooked, launcher_of
+from steplab.ops.attention.triton_repeats import call_key, forget, keep, made_again, refuse_while_capturing
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def test_a_call_that_is_known_is_made_again_and_no_other() -> None:
+    made: list[str] = []
+    keep("key", [lambda: made.append("first"), lambda: made.append("second")])
+    assert made_again("key")
+    assert made == ["first", "second"]
+    assert not made_again("another")
+    assert made == ["first", "second"]
+
+
+def test_a_call_without_a_key_or_with_a_launch_that_is_not_to_be_had_is_not_kept() -> None:
+    keep(None, [lambda: None])
+    keep("key", [lambda: None, None])
+    assert not made_again(None)
+    assert not made_again("key")
+
+
+def test_no_more_calls_are_kept_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_repeats, "MOST_KEPT", 3)
+    for i in range(4):
+        keep(i, [lambda: None])
+    assert [made_again(i) for i in range(4)] == [False, False, False, True]
+
+
+def test_nothing_is_made_again_past_those_who_want_to_be_told_of_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep("key", [lambda: None])
+    assert not hooked()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
+    assert hooked()
+    assert not made_again("key")
+
+
+def test_calls_on_a_cpu_have_no_key() -> None:
+    x = torch.zeros(1, 1, 4, 16)
+    assert call_key((x, x, x), (x,), True) is None
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        """The first."""
+        return 0
+
+
+def test_keys_differ_wherever_a_launch_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In address, shape, strides, type, what else is asked for, and stream; and not by the objects."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_repeats, "_stream", lambda device: 7)
+    room = torch.zeros(4, 1024, dtype=torch.bfloat16)
+
+    def key(*shape: int, at: int = 0, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
+        whole = room.view(dtype).as_subclass(OnDevice)
+        q, k, v, o = (whole[i, at : at + 512].view(shape) for i in range(4))
+        return call_key((q, k, v), (o,), causal)
+
+    first = key(2, 4, 64)
+    assert first == key(2, 4, 64)
+    assert triton_repeats.stream_of(first) == 7
+    others = [key(4, 2, 64), key(2, 4, 64, at=8), key(2, 4, 64, causal=False), key(2, 4, 64, dtype=torch.float16)]
+    monkeypatch.setattr(triton_repeats, "_stream", lambda device: 8)
+    others.append(key(2, 4, 64))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert key(2, 4, 64) is None, "of a device that is not current"
+    assert len({first, *others}) == 6
+
+
+def test_a_first_call_while_a_graph_is_captured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_while_capturing(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(Unsupported, match=r"first call of 'flash_triton' .* call it once before"):
+        refuse_while_capturing(torch.device("cuda:0"))
+
+
+# --- with Triton's launcher, and a driver that notes what it is asked for ------------------------------------------
+
+SIGNATURE = {0: "tensordesc<fp16[1,64]>", 1: "*fp32", 2: "i32", 3: "constexpr"}
+DESCRIPTOR = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 64], "fp4_padded": False}
+
+
+class Compiled(SimpleNamespace):
+    """What Triton's compiler gives, whose launcher is Triton's but for the function in C."""
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What descriptors the driver was asked to encode."""
+    asked: list[tuple[Any, ...]] = []
+
+    def encode(*given: Any) -> str:
+        asked.append(given)
+        return f"descriptor of {given[0]}"
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils))
+    return asked
+
+
+def compiled_kernel(started: list[tuple[Any, ...]], **metadata: int) -> Compiled:
+    run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
+    run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
+    scratch = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
+    vars(run).update(scratch)
+
+    def in_c(*given: Any) -> None:
+        started.append(given)
+
+    run.launch = nvidia.wrap_handle_tensordesc(in_c, SIGNATURE, [DESCRIPTOR])
+    return Compiled(
+        run=run,
+        src=SimpleNamespace(signature=SIGNATURE),
+        metadata=SimpleNamespace(**scratch | metadata, tensordesc_meta=[DESCRIPTOR]),
+        function=99,
+        packed_metadata=(4, 1, 0),
+    )
+
+
+def arguments(at: int) -> list[Any]:
+    shape = {"shape": [10, 64], "strides": [64, 1], "padding": "zero", "round_f32_to_tf32": False}
+    return [SimpleNamespace(base=Address(at), **shape), 2 * at, 5, True]
+
+
+def test_a_ready_launch_gives_the_driver_what_tritons_gives_and_encodes_nothing(encoded: list[tuple[Any, ...]]) -> None:
+    started: list[tuple[Any, ...]] = []
+    compiled = compiled_kernel(started)
+    launcher = launcher_of(compiled, (3, 1, 1))
+    assert launcher is not None
+    compiled.run(3, 1, 1, 7, compiled.function, compiled.packed_metadata, None, None, None, *arguments(16))
+    launch, other = launcher.ready(7, arguments(16)), launcher.ready(8, arguments(32))
+    assert len(started) == 1, "ready, and not started"
+    assert len(encoded) == 3
+    launch()
+    launch()
+    other()
+    assert started[0] == started[1] == started[2]
+    assert started[3] != started[0]
+    assert "descriptor of 16" in str(started[0])
+    assert "descriptor of 32" in str(started[3])
+    assert len(encoded) == 3
+
+
+def test_there_is_no_ready_launch_where_triton_is_built_otherwise_or_memory_is_made_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert launcher_of(compiled_kernel([], global_scratch_size=64), (1, 1, 1)) is None
+    assert launcher_of({(1, 1, 1): print}, (1, 1, 1)) is None
+    monkeypatch.delattr(nvidia, "wrap_handle_tensordesc")
+    assert launcher_of(compiled_kernel_without_wrapping(), (1, 1, 1)) is None
+
+
+def compiled_kernel_without_wrapping() -> Compiled:
+    metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=0)
+    return Compiled(run=SimpleNamespace(launch=print), src=None, metadata=metadata)
