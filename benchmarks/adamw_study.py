@@ -64,11 +64,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ours = OneKernelAdamW(parameters_of(count, options.tensors), **OPTIONS)
     runs: dict[str, Callable[[], object]] = {}
     if options.blocks:
-        for block, warps in BLOCKS:
-            # Tables are of a size of blocks, so each has an optimizer of its own, over the same tensors.
-            own = OneKernelAdamW(ours.param_groups[0]["params"], **OPTIONS)
-            own.state = ours.state
-            runs[f"one kernel, blocks of {block}, {warps} warps"] = with_block(own, block, warps)
+        for made, what in ((ours, ""), (with_masters(count, options.tensors), ", with masters")):
+            for block, warps in BLOCKS:
+                # Tables are of a size of blocks, so each has an optimizer of its own, over the same tensors.
+                kept = {weight: state["master"] for weight, state in made.state.items() if "master" in state}
+                own = OneKernelAdamW(made.param_groups[0]["params"], masters=kept, **OPTIONS)
+                own.state = made.state
+                runs[f"one kernel, blocks of {block}, {warps} warps{what}"] = with_block(own, block, warps)
     else:
         runs["one kernel"] = ours.step
         runs["one kernel, bfloat16 weights with masters"] = with_masters(count, options.tensors).step

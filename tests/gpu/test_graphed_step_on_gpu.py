@@ -99,6 +99,7 @@ def replayed(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tu
         {"compile": "block", "accumulation": 2, "optimizer": "adamw_triton"},
         {"compile": "block", "checkpointing": "full"},
         {"checkpointing": "selective", "precision": "bf16_pure"},
+        {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton"},
         {"pass": "forward_backward", "compile": "block"},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),

@@ -109,6 +109,15 @@ def test_a_checkpoint_loses_nothing() -> None:
             assert torch.equal(made.state[weight][name], loaded.state[other][name])
 
 
+def test_a_copy_goes_on_as_the_optimizer_does() -> None:
+    weights, made = optimizer_of(masters_of())
+    take_steps(weights, made, range(1, 3))
+    others, copied = copy.deepcopy((weights, made))
+    for each, optimizer in ((weights, made), (others, copied)):
+        take_steps(each, optimizer, range(3, 4))
+    assert all(torch.equal(weight, other) for weight, other in zip(weights, others, strict=True))
+
+
 def test_a_checkpoint_goes_to_float32_weights_and_back() -> None:
     values = masters_of()
     weights, made = optimizer_of(values)

@@ -61,6 +61,12 @@ class OneKernelAdamW(torch.optim.Optimizer):
                     self.state[parameter]["master"] = master
                 _refuse_unserved_parameter(parameter, master)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which torch makes of state and groups alone, and of a state that is loaded."""
+        super().__setstate__(state)
+        self.__dict__.setdefault("_tables", {})
+        self.__dict__.setdefault("_of_graphs", [])
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments and masters; each parameter that was saved with a master then has its value, rounded where the
