@@ -3,20 +3,25 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.unit.test_loop import FakeDevice
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported
-from steplab.measurement.step.graphed import GraphedStep
+from steplab.measurement.machine.device import open_device
+from steplab.measurement.memory.recorder import MemoryWatch
+from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.step import ModelStep, WholeStep
 from steplab.model.workload import Workload
 from steplab.plan.memory import predict_memory
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
+from steplab.records.memory_marks import Marks
 from steplab.specs.resolve import resolve_step
 
 CPU = torch.device("cpu")
@@ -36,6 +41,9 @@ class CallsAgain:
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         self.recorded.append(run)
         return run
+
+    def forget(self) -> None:
+        self.recorded.clear()
 
 
 class DoesNotBearIt(CallsAgain):
@@ -142,6 +150,37 @@ def test_the_peak_is_that_of_the_recording_and_the_step_has_the_largest() -> Non
     ]
 
 
+def test_a_step_whose_memory_is_looked_at_is_launched_again() -> None:
+    given = batches(2)
+    recorder = CallsAgain()
+    step = graphed(inner := step_of(Squares(), given), recorder)
+    step.record()
+    assert len(recorder.recorded) == 3
+    launched = step.launched()
+    assert launched is inner
+    assert launched.batches == given
+    assert recorder.recorded == []
+    launched.run()
+
+
+def test_the_memory_of_a_replayed_step_is_watched_as_that_of_the_launched_one(tmp_path: Path) -> None:
+    device, found = open_device("cpu"), []
+    spec = resolve_step({"model": "toy", "device": "cpu"})
+    for replayed in (False, True):
+        step: Step = step_of(Squares(), batches(2))
+        if replayed:
+            step = GraphedStep(step, device, "mine", CallsAgain())
+            step.record()
+        else:
+            for _ in range(3):
+                step.run()
+        watch = MemoryWatch(snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
+        watch.open(spec, device).record(step, lambda number: None)
+        found.append(msgspec.json.decode((tmp_path / "marks.json").read_bytes(), type=Marks))
+    assert found[0].block_bytes
+    assert found[0].block_bytes == found[1].block_bytes
+
+
 def test_a_step_that_cannot_be_captured_is_told_in_one_line_with_what_causes_that() -> None:
     step = graphed(step_of(Squares(), batches(1)), DoesNotBearIt())
     with pytest.raises(Unsupported) as refused:
@@ -171,7 +210,7 @@ def test_a_users_whole_step_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"device": "cpu"}, "cuda_graph step on cpu .* use --device cuda"),
+        ({"device": "cpu"}, "cuda_graph step on cpu .* or --device cuda"),
         ({"device": "mps"}, "cuda_graph step on mps"),
         ({"compile": "reduce-overhead"}, "records CUDA graphs of its own; use --compile block"),
         ({"compile": "max-autotune"}, "records CUDA graphs of its own"),

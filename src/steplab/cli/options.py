@@ -16,6 +16,7 @@ from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
 from steplab.limits import OPTION, Limits
+from steplab.specs.recipe import recipe_help
 from steplab.specs.step import FIELDS
 from steplab.specs.step_fields import StepField, option_name
 
@@ -28,6 +29,7 @@ _SIZES = Group.create_ordered("Sizes that replace those of a built-in model")
 _OUTPUT = Group.create_ordered("Store and output")
 
 Format = Literal["table", "json", "csv", "md", "latex"]
+Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=recipe_help(), group=STEP)]
 
 
 _GROUPS = {"step": STEP, "processes": SPREAD, "sizes": _SIZES}

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import platform
 from pathlib import Path
 
 from steplab.lab.keeping import Place, keep, open_store
@@ -39,3 +40,13 @@ def visible_gpus() -> int:
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return there if named is None else min(there, len([part for part in named.split(",") if part.strip()]))
+
+
+def device_kind_here(name: str) -> str:
+    """The kind of device that a name probably is on this machine, estimated without importing torch."""
+    kind = name.partition(":")[0]
+    if kind != "auto":
+        return kind
+    if visible_gpus():
+        return "cuda"
+    return "mps" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "cpu"

@@ -1,17 +1,18 @@
 """Measure one step, store its record and return it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.machine import device_kind_here
 from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.run import Run
-from steplab.specs.resolve import resolve_step
+from steplab.specs.recipe import resolve_with_recipe
 from steplab.specs.step import StepSpec
 
 
@@ -31,6 +32,7 @@ def measure(
 
         run = steplab.measure("small", context=256, precision="bf16")
         run = steplab.measure("tiny", **{"model.num_layers": 4})
+        run = steplab.measure("small", context=256, recipe="fast")  # precision, compile and others too
 
     With a layout of several processes these are started; under torchrun each of its processes calls this with the same
     arguments, and the first one stores the record of all.
@@ -52,13 +54,19 @@ def measure(
         return run
 
 
-def asked_step(caller: str, spec: StepSpec | str | None, fields: Mapping[str, object]) -> StepSpec:
-    """The step that a call of `caller(spec, **fields)` asks for. Raises UserError for an invalid request."""
+def asked_step(
+    caller: str,
+    spec: StepSpec | str | None,
+    fields: Mapping[str, object],
+    device_kind: Callable[[str], str] = device_kind_here,
+) -> StepSpec:
+    """The step that a call of `caller(spec, **fields)` asks for; `device_kind` gives the kind of a device by its name,
+    for a recipe. Raises UserError for an invalid request."""
     if isinstance(spec, StepSpec):
         if fields:
             raise UserError(f"{caller} takes either a StepSpec or fields, not both; leave out {', '.join(fields)}")
         return spec
-    return resolve_step(named_fields(spec, fields))
+    return resolve_with_recipe(named_fields(spec, fields), device_kind)
 
 
 def named_fields(model: str | None, fields: Mapping[str, object]) -> dict[str, object]:

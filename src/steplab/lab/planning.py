@@ -22,6 +22,12 @@ from steplab.specs.step import StepSpec
 
 T = TypeVar("T")
 
+
+def on_cuda(device: str) -> str:
+    """The kind of device that a step is predicted on, whatever this machine has."""
+    return "cuda"
+
+
 DEFAULT_GPU = "H200 SXM"
 """The GPU that steps are predicted for if none is named: the one whose records are fitted."""
 
@@ -36,7 +42,7 @@ def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **
 
     `plan_memory`, `plan_time`, `plan_layout` and `plan_accounting` have the options of the commands of their names.
     """
-    return plan_steps([asked_step("plan", spec, fields)], gpu=gpu)[0]
+    return plan_steps([asked_step("plan", spec, fields, on_cuda)], gpu=gpu)[0]
 
 
 def plan_memory(
@@ -60,7 +66,7 @@ def plan_memory(
 
     Raises UserError for an invalid request, Unsupported for a step whose memory cannot be predicted.
     """
-    asked = asked_step("plan_memory", spec, fields)
+    asked = asked_step("plan_memory", spec, fields, on_cuda)
     if not sequence_parallel and asked.layout.tp == 1:
         raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
     wanted = None if gpu is None else hardware_named(gpu).name
@@ -94,7 +100,7 @@ def plan_time(
     Raises UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    return _time_of(asked_step("plan_time", spec, fields), chosen)
+    return _time_of(asked_step("plan_time", spec, fields, on_cuda), chosen)
 
 
 def _memory_of(spec: StepSpec, variant: Variant | None = None, *, sequence_parallel: bool = True) -> MemoryPrediction:

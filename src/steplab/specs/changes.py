@@ -1,17 +1,23 @@
-"""Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries.
+"""Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries,
+and of which the recipe `fast` takes those that made steps faster.
 
 Each is one field of the step, and the lines that do the same in a training loop of the user's own. A change of the
 model, the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
 """
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from steplab.errors import UserError
 from steplab.specs.resolve import with_fields
 from steplab.specs.step import FIELDS, StepSpec
 
-_ANY = ("cuda", "cpu", "mps")
-_CUDA = ("cuda",)
+DeviceKind = Literal["cuda", "cpu", "mps"]
+_ANY: tuple[DeviceKind, ...] = ("cuda", "cpu", "mps")
+_CUDA: tuple[DeviceKind, ...] = ("cuda",)
+_EVERY_MODEL = ("transformer", "hf", "factory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +30,15 @@ class Change:
     """Its value with the change."""
     code: str
     """The lines of Python that do the same in a loop with `model`, `batch` and `optimizer`."""
-    devices: tuple[str, ...] = _ANY
+    devices: tuple[DeviceKind, ...] = _ANY
     """Kinds of devices on which it is worth trying."""
     replaces: tuple[str, ...] = ()
     """Present values for which it is tried; empty: all others."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
+
+    fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
+    """Kinds of models for which the recipe `fast` has it, by kind of device; empty: none."""
 
     @property
     def words(self) -> str:
@@ -38,14 +47,16 @@ class Change:
 
     def applies(self, spec: StepSpec, device_kind: str) -> bool:
         """Whether it changes this step on such a device."""
-        field, now = FIELDS[self.field], str(FIELDS[self.field].read(spec))
+        return device_kind in self.devices and self.matters(spec) and self._is_supported(spec)
+
+    def matters(self, spec: StepSpec) -> bool:
+        """Whether it replaces the present value of a field that has an effect on this step."""
+        changed, now = FIELDS[self.field], str(FIELDS[self.field].read(spec))
         return (
-            device_kind in self.devices
-            and now != self.value
+            now != self.value
             and (not self.replaces or now in self.replaces)
-            and field.about.applies(spec)
-            and field.unused(spec) is None
-            and self._is_supported(spec)
+            and changed.about.applies(spec)
+            and changed.unused(spec) is None
         )
 
     def _is_supported(self, spec: StepSpec) -> bool:
@@ -97,6 +108,7 @@ CHANGES = (
         code=_AUTOCAST,
         replaces=("fp32", "tf32"),
         numerics="matrix products take bf16, with 8 bits of precision for 24; weights and sums stay in fp32",
+        fast={"cuda": _EVERY_MODEL},
     ),
     Change(
         field="precision",
@@ -106,15 +118,31 @@ CHANGES = (
         replaces=("fp32",),
         numerics="matrix products round their fp32 inputs to 11 bits of precision",
     ),
-    Change(field="attention", value="auto", code=_own_attention("auto"), devices=_CUDA),
-    Change(field="attention", value="sdpa", code=_ATTENTION, devices=("cpu", "mps"), replaces=("plain",)),
+    Change(
+        field="attention", value="auto", code=_own_attention("auto"), devices=_CUDA, fast={"cuda": ("transformer",)}
+    ),
+    Change(
+        field="attention",
+        value="sdpa",
+        code=_ATTENTION,
+        devices=("cpu", "mps"),
+        replaces=("plain",),
+        fast={"cuda": ("hf",), "cpu": ("transformer", "hf")},
+    ),
     Change(
         field="compile",
         value="block",
+        fast={"cuda": ("transformer", "hf")},
         code="for block in model.blocks:\n    block.forward = torch.compile(block.forward)",
         replaces=("off",),
     ),
-    Change(field="compile", value="default", code="model = torch.compile(model)", replaces=("off", "block")),
+    Change(
+        field="compile",
+        value="default",
+        code="model = torch.compile(model)",
+        replaces=("off", "block"),
+        fast={"cuda": ("factory",)},
+    ),
     Change(field="loss", value="fused", code=_own_loss("fused"), devices=_CUDA),
     Change(field="loss", value="chunked", code=_own_loss("chunked"), replaces=("plain",)),
     Change(
@@ -137,6 +165,7 @@ CHANGES = (
         "optimizer = OneKernelAdamW(model.parameters(), lr=lr)",
         devices=_CUDA,
         replaces=("adamw_fused", "adamw_loop", "adamw_foreach"),
+        fast={"cuda": ("transformer",)},
     ),
     Change(
         field="precision",
@@ -151,7 +180,7 @@ CHANGES = (
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
     Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
     Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
-    Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA),
+    Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA, fast={"cuda": ("transformer",)}),
     Change(
         field="compile",
         value="reduce-overhead",

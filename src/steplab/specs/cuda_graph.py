@@ -4,7 +4,7 @@ from steplab.errors import Unsupported
 
 RECORD_THEIR_OWN = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record the model's launches as CUDA graphs and replay them."""
-_LEAVE_OUT = "or leave --cuda-graph out"
+_OFF = "or --cuda-graph off"
 
 
 def refuse_unserved_graph(device: str) -> None:
@@ -13,7 +13,7 @@ def refuse_unserved_graph(device: str) -> None:
     kind = device.partition(":")[0]
     if kind in ("cpu", "mps"):
         why = "CUDA graphs are recorded and replayed by a CUDA GPU"
-        raise Unsupported(f"cuda_graph step on {kind}", why, "leave --cuda-graph out, or use --device cuda")
+        raise Unsupported(f"cuda_graph step on {kind}", why, "use --cuda-graph off, or --device cuda")
 
 
 def refuse_unrecorded_step(*, compile: str, precision: str, num_processes: int) -> None:
@@ -21,11 +21,11 @@ def refuse_unrecorded_step(*, compile: str, precision: str, num_processes: int) 
     if compile in RECORD_THEIR_OWN:
         why = "that mode records CUDA graphs of its own"
         raise Unsupported(
-            f"cuda_graph step with compile {compile}", why, f"use --compile block, default or off, {_LEAVE_OUT}"
+            f"cuda_graph step with compile {compile}", why, f"use --compile block, default or off, {_OFF}"
         )
     if precision == "fp16":
         why = "its gradient scaler waits for the GPU in each step to look for overflows"
-        raise Unsupported("cuda_graph step with precision fp16", why, f"use --precision bf16, {_LEAVE_OUT}")
+        raise Unsupported("cuda_graph step with precision fp16", why, f"use --precision bf16, {_OFF}")
     if num_processes > 1:
         why = "steplab does not record communication between processes"
-        raise Unsupported(f"cuda_graph step with {num_processes} processes", why, f"use one process, {_LEAVE_OUT}")
+        raise Unsupported(f"cuda_graph step with {num_processes} processes", why, f"use one process, {_OFF}")

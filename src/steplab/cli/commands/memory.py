@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, Recipe, StepOptions
 from steplab.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def memory(
     *,
     step: StepOptions = StepOptions(),
+    recipe: Recipe = None,
     processes: ProcessOptions = ProcessOptions(),
     snapshot: Annotated[
         Path | None,
@@ -43,16 +44,18 @@ def memory(
 ) -> int:
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
+    from steplab.lab.machine import device_kind_here
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory import predicted_memory
     from steplab.lab.memory_reading import marks_beside
     from steplab.lab.memory_references import memory_references
     from steplab.lab.processes import fields_here
     from steplab.specs.model import refuse_planning_only
-    from steplab.specs.resolve import resolve_step
+    from steplab.specs.recipe import resolve_with_recipe
     from steplab.units import parse_duration
 
-    spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
+    fields = step.fields() | {"recipe": recipe}
+    spec = resolve_with_recipe(fields_here(fields, processes.gpus, processes.processes), device_kind_here)
     marks = marks_beside(snapshot) if snapshot else None
     chosen = chosen_format(out.format, out, beside=[snapshot, marks])
     prediction = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, FileOptions, GivenFields, step_options
+from steplab.cli.options import SPREAD, FileOptions, GivenFields, Recipe, step_options
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
 
@@ -71,6 +71,7 @@ def memory(
         str | None, Parameter(help="GPU of the catalogue that the step should fit [default: each of the catalogue]")
     ] = None,
     step: PlannedStepOptions = PlannedStepOptions(),
+    recipe: Recipe = None,
     variant: Annotated[
         str | None,
         Parameter(
@@ -100,11 +101,11 @@ def memory(
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
-    from steplab.lab.planning import plan_memory
+    from steplab.lab.planning import on_cuda, plan_memory
     from steplab.report.plan.document import plan_document
-    from steplab.specs.resolve import resolve_step
+    from steplab.specs.recipe import resolve_with_recipe
 
-    spec, chosen = resolve_step(step.fields()), _chosen(out)
+    spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
     _write(plan_document(spec, prediction), chosen, out, prediction)
 
@@ -125,6 +126,7 @@ def time(
         float | None, Parameter(help="Memory bandwidth that replaces the catalogue's, in bytes per second: 4.8e12")
     ] = None,
     step: PlannedStepOptions = PlannedStepOptions(),
+    recipe: Recipe = None,
     out: PlanOutputOptions = PlanOutputOptions(),
 ) -> None:
     """Predict the time of a step on a GPU, by phase and by kind of kernel, with a 90 % interval.
@@ -139,11 +141,11 @@ def time(
 
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
-    from steplab.lab.planning import chosen_gpu, plan_time
+    from steplab.lab.planning import chosen_gpu, on_cuda, plan_time
     from steplab.report.plan.time import time_document
-    from steplab.specs.resolve import resolve_step
+    from steplab.specs.recipe import resolve_with_recipe
 
-    spec, chosen = resolve_step(step.fields()), _chosen(out)
+    spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
     _write(time_document(spec, prediction), chosen, out, prediction)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, Recipe, StepOptions
 
 if TYPE_CHECKING:
     from steplab.records.run import Run
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def profile(
     *,
     step: StepOptions = StepOptions(),
+    recipe: Recipe = None,
     processes: ProcessOptions = ProcessOptions(),
     profiled_steps: Annotated[int, Parameter(help="Number of steps to profile, after the timed ones")] = 3,
     trace: Annotated[
@@ -37,13 +38,15 @@ def profile(
 ) -> int:
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
+    from steplab.lab.machine import device_kind_here
     from steplab.lab.processes import fields_here
     from steplab.lab.profiling import is_recorded_elsewhere
     from steplab.lab.profiling import profile as measure_and_profile
-    from steplab.specs.resolve import resolve_step
+    from steplab.specs.recipe import resolve_with_recipe
     from steplab.units import parse_duration
 
-    spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
+    fields = step.fields() | {"recipe": recipe}
+    spec = resolve_with_recipe(fields_here(fields, processes.gpus, processes.processes), device_kind_here)
     chosen = chosen_format(out.format, out, beside=[trace])
     with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         record = measure_and_profile(

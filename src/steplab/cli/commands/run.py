@@ -11,12 +11,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, Recipe, StepOptions
 
 
 def run(
     *,
     step: StepOptions = StepOptions(),
+    recipe: Recipe = None,
     processes: ProcessOptions = ProcessOptions(),
     name: Annotated[str, Parameter(help="Name of the run in listings")] = "",
     timeout: Annotated[
@@ -26,14 +27,16 @@ def run(
 ) -> int:
     from steplab.cli.output import chosen_format, emit, say, stdout_color
     from steplab.cli.progress import ProgressLine
+    from steplab.lab.machine import device_kind_here
     from steplab.lab.measuring import measure
     from steplab.lab.processes import fields_here, is_first_rank, is_told_here
     from steplab.report.kit.rendering import render
     from steplab.report.sections import SECTIONS, Context
-    from steplab.specs.resolve import resolve_step
+    from steplab.specs.recipe import resolve_with_recipe
     from steplab.units import parse_duration
 
-    spec = resolve_step(fields_here(step.fields(), processes.gpus, processes.processes))
+    fields = step.fields() | {"recipe": recipe}
+    spec = resolve_with_recipe(fields_here(fields, processes.gpus, processes.processes), device_kind_here)
     chosen = chosen_format(out.format, out)
     with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         record = measure(

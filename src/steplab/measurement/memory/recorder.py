@@ -29,7 +29,7 @@ from steplab.measurement.memory.cpu_history import cpu_snapshot, left_behind, st
 from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks
 from steplab.measurement.memory.python_lines import PythonLines
 from steplab.measurement.memory.sightings import StepSightings
-from steplab.measurement.step.graphed import Step
+from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.loop import OnStep
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
@@ -80,9 +80,6 @@ class MemoryRecorder:
         if device.torch_device.type not in ("cpu", "cuda"):
             why = "its allocator keeps no history and reports nothing to torch.profiler"
             raise Unsupported(f"memory on device {device.torch_device.type}", why, "use --device cpu")
-        if spec.cuda_graph == "step":
-            why = "a replay allocates nothing; its memory is what the step takes without CUDA graphs"
-            raise Unsupported("memory of a step replayed as CUDA graphs", why, "leave --cuda-graph out")
 
     @property
     def span(self) -> Span:
@@ -94,6 +91,8 @@ class MemoryRecorder:
 
         `on_export` is called when the steps are over. Whatever a step or torch raises passes through.
         """
+        if isinstance(step, GraphedStep):
+            step = step.launched()
         device = self._device.torch_device
         sightings = StepSightings(step, device, _mark_moment) if isinstance(step, ModelStep) else None
         lines = PythonLines(LINE) if self._lines_are_wanted(step) else None
@@ -199,6 +198,11 @@ class MemoryRecorder:
             notes.append(
                 "activations: CUDA graphs replay in a memory pool of their own, allocated before the step; what they "
                 "use of it is not recorded, and counts as workspaces"
+            )
+        if self._spec.cuda_graph == "step":
+            notes.append(
+                "CUDA graphs: a replay allocates nothing, so the memory is that of the step without them, which "
+                "allocates what the recording did"
             )
         if not self._on_cuda:
             notes.append("cpu allocator: memory that a library (MKL, oneDNN) allocates for itself is not recorded")

@@ -32,7 +32,7 @@ _STEPS_BEFORE = 3
 example of a whole step (pytorch.org/docs/stable/notes/cuda.html, "Whole-network capture")."""
 _REMOVE = (
     "remove what waits for the GPU or copies from it (.item(), .tolist(), .cpu(), a condition on a tensor's value, "
-    "torch.nonzero), or leave --cuda-graph out"
+    "torch.nonzero), or use --cuda-graph off"
 )
 
 
@@ -45,6 +45,9 @@ class Recorder(Protocol):
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Call `run` without executing what it launches; gives the function that executes that."""
 
+    def forget(self) -> None:
+        """Free what was recorded, and its memory."""
+
 
 class CudaGraphs:
     """Records CUDA graphs, which share one pool of memory because they are replayed in the order of their recording."""
@@ -53,6 +56,7 @@ class CudaGraphs:
         # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each.
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -75,7 +79,13 @@ class CudaGraphs:
                     raise
         except Exception as error:  # the end of a capture that has failed raises an error of its own
             raise first or error from None
+        self._graphs.append(graph)
         return graph.replay
+
+    def forget(self) -> None:
+        """Free the graphs; their replays are of no use from then on."""
+        while self._graphs:
+            self._graphs.pop().reset()
 
 
 class GraphedStep:
@@ -86,7 +96,7 @@ class GraphedStep:
         self._what = f"cuda_graph step for {model}"
         if not isinstance(step, ModelStep):
             why = "its factory returns a whole step, whose batches and optimizer are not known"
-            raise Unsupported(self._what, why, "have it return (module, make_batch), or leave --cuda-graph out")
+            raise Unsupported(self._what, why, "have it return (module, make_batch), or use --cuda-graph off")
         self._step, self._device = step, device
         self._recorder = recorder or CudaGraphs(device.torch_device)
         self._replayed = 0
@@ -112,6 +122,14 @@ class GraphedStep:
             self.phases = tuple(self._recorded(phase, inputs) for phase in self._step.phases)
         for peak in self.phase_peaks.values():
             self.peak = replace(peak.with_larger_of(self.peak or peak), phase="step")
+
+    def launched(self) -> ModelStep:
+        """The step as it was before the recording, which is freed: for whoever looks at what a step allocates."""
+        self.phases = ()
+        self._recorder.forget()
+        self._device.free_unused()
+        self._step.batches = self.batches
+        return self._step
 
     def _recorded(self, phase: Phase, inputs: Any) -> Phase:
         self._device.reset_peak()
@@ -166,7 +184,7 @@ def _copy(batch: Any, inputs: Any, what: str) -> None:
             _copy(value, static, what)
     elif type(batch) is not type(inputs) or isinstance(batch, (Tensor, dict, tuple, list)) or batch != inputs:
         why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
-        raise Unsupported(what, why, "make batches alike, or leave --cuda-graph out")
+        raise Unsupported(what, why, "make batches alike, or use --cuda-graph off")
 
 
 def _place(error: Exception) -> str:

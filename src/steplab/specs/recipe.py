@@ -1,0 +1,59 @@
+"""The recipe `fast`: fields of a step that made it faster where that was measured, set where they are not given."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import get_args
+
+from steplab.errors import Remark, Unsupported, UserError
+from steplab.specs.changes import CHANGES, DeviceKind
+from steplab.specs.resolve import resolve_step, with_fields
+from steplab.specs.step import StepSpec
+from steplab.specs.step_fields import option_name
+
+RECIPE = "recipe"
+"""Name of the request among the fields of a step; it is none, because a spec has what it sets."""
+RECIPES = ("fast",)
+_MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
+"""Where the fields that are set were measured, by kind of device."""
+
+
+def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
+    """Build the spec that `fields` describe, as resolve_step does, with what a recipe among them adds.
+
+    `device_kind` gives the kind of device behind a name, such as `auto`; it is asked only for a recipe. A Remark says
+    what was set, and what could not be. Raises UserError as resolve_step does, and for an unknown recipe.
+    """
+    given = dict(fields)
+    name = given.pop(RECIPE, None)
+    spec = resolve_step(given)
+    if name is None:
+        return spec
+    if name not in RECIPES:
+        raise UserError(f"recipe '{name}' is not known; choose one of {', '.join(RECIPES)}")
+    kind = device_kind(spec.device)
+    added, numerics, refused = list[str](), list[str](), list[str]()
+    for change in CHANGES:
+        if change.field in given or spec.model.kind not in change.fast.get(kind, ()) or not change.matters(spec):
+            continue
+        option = f"{option_name(change.field)} {change.value}"
+        try:
+            spec = with_fields(spec, {change.field: change.value})
+        except Unsupported as error:
+            refused.append(f"{option} is left out: {error.why}")
+        else:
+            added.append(option)
+            if change.numerics:
+                numerics.append(f"{option} changes the numbers")
+    sets = f"sets {' '.join(added)}, which made steps faster on {_MEASURED_ON[kind]}" if added else "sets nothing"
+    warnings.warn(Remark("; ".join([f"recipe {name} on {kind} {sets}", *numerics, *refused])), stacklevel=2)
+    return spec
+
+
+def recipe_help() -> str:
+    """Help of the option --recipe: what it sets for a built-in model on each kind of device."""
+    of_kinds = []
+    for kind in get_args(DeviceKind):
+        words = [change.words for change in CHANGES if "transformer" in change.fast.get(kind, ())]
+        if words:
+            of_kinds.append(f"on {kind} {', '.join(words)}")
+    return f"Set what the other options leave open: fast ({'; '.join(of_kinds)})"

@@ -1,0 +1,98 @@
+"""The recipe `fast`: what it sets, what it leaves, and what it says of that."""
+
+import warnings
+
+import pytest
+
+from steplab.cli.app import main
+from steplab.errors import Remark, UserError
+from steplab.lab.machine import device_kind_here
+from steplab.lab.measuring import asked_step
+from steplab.lab.planning import plan_time
+from steplab.specs.changes import CHANGES
+from steplab.specs.recipe import recipe_help, resolve_with_recipe
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+
+def resolved(kind: str, **fields: object) -> tuple[StepSpec, str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        spec = resolve_with_recipe({"recipe": "fast"} | fields, lambda name: kind)
+    (remark,) = found
+    assert remark.category is Remark
+    return spec, str(remark.message)
+
+
+def test_on_a_gpu_the_spec_is_that_of_the_options_that_it_names() -> None:
+    spec, said = resolved("cuda", model="small")
+    fields = {"precision": "bf16", "attention": "auto", "compile": "block", "cuda_graph": "step"}
+    assert spec == resolve_step({"model": "small", "optimizer": "adamw_triton"} | fields)
+    assert said.startswith("recipe fast on cuda sets --precision bf16 --attention auto --compile block ")
+    assert "which made steps faster on an H200; --precision bf16 changes the numbers" in said
+
+
+def test_on_a_cpu_it_sets_what_serves_there() -> None:
+    spec, said = resolved("cpu", model="small", device="cpu")
+    assert spec == resolve_step({"model": "small", "device": "cpu", "attention": "sdpa"})
+    assert said == "recipe fast on cpu sets --attention sdpa, which made steps faster on a CPU"
+    assert resolved("mps")[1] == "recipe fast on mps sets nothing"
+
+
+def test_what_is_given_wins_even_if_it_is_a_default() -> None:
+    spec, said = resolved("cuda", compile="off", precision="fp32", optimizer="sgd")
+    assert (spec.compile, spec.precision, spec.optimizer, spec.cuda_graph) == ("off", "fp32", "sgd", "step")
+    assert said == "recipe fast on cuda sets --attention auto --cuda-graph step, which made steps faster on an H200"
+
+
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [
+        ({"precision": "fp16"}, ["--cuda-graph step is left out: its gradient scaler waits"]),
+        ({"compile": "reduce-overhead"}, ["--cuda-graph step is left out: that mode records CUDA graphs of its own"]),
+        ({"layout": "fsdp=2"}, ["--optimizer adamw_triton is left out:", "--cuda-graph step is left out:"]),
+    ],
+)
+def test_what_a_step_does_not_support_is_left_out_and_said(fields: dict[str, object], left_out: list[str]) -> None:
+    spec, said = resolved("cuda", **fields)
+    assert spec.cuda_graph == "off"
+    assert all(part in said for part in left_out)
+    assert "--attention auto" in said
+
+
+def test_a_model_of_the_users_gets_what_every_model_bears() -> None:
+    spec, _ = resolved("cuda", model="mine:build")
+    assert spec == resolve_step({"model": "mine:build", "precision": "bf16", "compile": "default"})
+
+
+def test_without_gradients_no_optimizer_is_set() -> None:
+    assert "--optimizer" not in resolved("cuda", **{"pass": "forward"})[1]
+
+
+def test_the_table_sets_each_field_once_and_the_help_is_made_of_it() -> None:
+    for kind in ("cuda", "cpu", "mps"):
+        for model in ("transformer", "hf", "factory"):
+            fields = [change.field for change in CHANGES if model in change.fast.get(kind, ())]
+            assert len(fields) == len(set(fields))
+    assert "on cuda precision bf16, attention auto, compile block" in recipe_help()
+    assert "on cpu attention sdpa" in recipe_help()
+
+
+def test_a_recipe_is_a_field_for_python_and_a_plan_is_of_a_gpu() -> None:
+    with pytest.warns(Remark, match="recipe fast on cuda"):
+        planned = plan_time("small", context=512, recipe="fast")
+    assert planned.spec is not None
+    assert (planned.spec.compile, planned.spec.cuda_graph) == ("block", "step")
+    with pytest.warns(Remark, match="recipe fast on cpu sets --attention sdpa"):
+        assert asked_step("measure", "tiny", {"recipe": "fast", "device": "cpu"}).attention == "sdpa"
+    with pytest.raises(UserError, match="recipe 'quick' is not known; choose one of fast"):
+        asked_step("measure", "tiny", {"recipe": "quick"})
+    assert device_kind_here("cuda:1") == "cuda"
+
+
+def test_the_command_line_says_what_it_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "time", "--model", "small", "--recipe", "fast", "--optimizer", "adamw_fused"]) == 0
+    out, said = capsys.readouterr()
+    assert said.startswith("steplab: recipe fast on cuda sets --precision bf16")
+    assert "adamw_triton" not in said
+    assert "replayed as CUDA graphs" in out
