@@ -57,7 +57,10 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
         slow = f"a slow one up to {time(step.slow_host_s)}, and then the device waits"
     else:
         slow = f"a slow one {time(step.slow_host_s)}"
-    host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
+    if step.host_s:
+        host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
+    else:
+        host = "CUDA graphs are launched by a few calls: the step takes what the device takes."
     yield named_section("Phases", _phases(prediction), Sentences(texts=(host,)))
     yield named_section("Utilization", *utilization_figures(prediction.utilizations))
     yield named_section("Where the device's time goes", _parts(prediction))
@@ -89,8 +92,8 @@ def _phase(phase: PhaseTimes) -> Row:
         "low_s": phase.low_s,
         "high_s": phase.high_s,
         "device_s": phase.device_s,
-        "host_s": phase.host_s,
-        "slow_host_s": phase.slow_host_s,
+        "host_s": phase.host_s or None,  # none is predicted of what CUDA graphs replay
+        "slow_host_s": phase.slow_host_s or None,
         "bound": phase.bound,
     }
 
