@@ -166,14 +166,10 @@ def test_a_step_whose_memory_is_looked_at_is_launched_again() -> None:
 def test_the_memory_of_a_replayed_step_is_watched_as_that_of_the_launched_one(tmp_path: Path) -> None:
     device, found = open_device("cpu"), []
     spec = resolve_step({"model": "toy", "device": "cpu"})
-    for replayed in (False, True):
-        step: Step = step_of(Squares(), batches(2))
-        if replayed:
-            step = GraphedStep(step, device, "mine", CallsAgain())
-            step.record()
-        else:
-            for _ in range(3):
-                step.run()
+    (plain := step_of(Squares(), batches(2))).run()
+    (replayed := GraphedStep(step_of(Squares(), batches(2)), device, "mine", CallsAgain())).record()
+    steps: tuple[Step, ...] = (plain, replayed)
+    for step in steps:
         watch = MemoryWatch(snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
         watch.open(spec, device).record(step, lambda number: None)
         found.append(msgspec.json.decode((tmp_path / "marks.json").read_bytes(), type=Marks))
