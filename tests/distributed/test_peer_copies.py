@@ -1,7 +1,10 @@
 """Gradients that travel by copies into other ranks' memory: the same contract as by collectives."""
 
+import copy
 import gc
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from unittest.mock import patch
 from weakref import ref
 
@@ -157,6 +160,61 @@ def what_is_copied_is_what_a_ring_would_send() -> None:
     everyone = [0] * memory.size
     dist.all_gather_object(everyone, memory.copied_bytes)
     assert sum(everyone) == 2 * (memory.size - 1) * num_bytes
+
+
+class Copied(NamedTuple):
+    """A copy that a line has made: to which rank, to its landing places or to its averages, and when."""
+
+    target: int
+    lands: bool
+    began_s: float
+    ended_s: float
+
+
+class LoggedMemory(SharedMemory):
+    """Keeps a log of copies, each of which takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__(delay_s=0.002)
+        self.averages_bytes = 0
+        self.log: list[Copied] = []
+
+    def copy(self, line: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+        began_s: list[float] = []
+        self._lines[line].put(lambda: began_s.append(time.monotonic()))
+        super().copy(line, targets, sources, sizes_bytes)
+        (rank,) = {self.rank_of(target) for target in targets}
+        lands = targets[0] - self.everyone[rank].data_ptr() >= self.averages_bytes
+        self._lines[line].put(lambda: self.log.append(Copied(rank, lands, began_s[0], time.monotonic())))
+
+    def rank_of(self, address: int) -> int:
+        """The rank in whose memory an address lies."""
+        starts = [memory.data_ptr() for memory in self.everyone]
+        return next(r for r, start in enumerate(starts) if start <= address < start + self.everyone[r].nbytes)
+
+
+@cases
+def ranks_send_in_turns_and_the_next_bucket_before_the_means_of_the_last() -> None:
+    """In a turn each rank receives from one, and no rank begins one before the next has ended the turn before."""
+    memory = LoggedMemory()
+    rank, size = memory.rank, memory.size
+    layers = [nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)] * 2
+    model = DataParallel(nn.Sequential(*map(copy.deepcopy, layers)).double(), "overlap", transport=memory)
+    memory.averages_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    steps, count = 3, len(model.buckets)
+    for _ in range(steps):
+        model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        model.finish_gradient_synchronization()
+        model.zero_grad()
+    while len(memory.log) < steps * count * 2 * (size - 1):  # the means of the last bucket are there before its log is
+        time.sleep(0.001)
+    everyone: list[list[Copied]] = [[]] * size
+    dist.all_gather_object(everyone, memory.log)
+    for turn, mine in enumerate(memory.log):
+        assert sorted(logs[turn].target for logs in everyone) == list(range(size))
+        before = everyone[(rank + 1) % size][turn - 1]
+        assert size == 2 or turn == 0 or mine.began_s >= before.ended_s
+    assert [copied.lands for copied in memory.log[:: size - 1]] == steps * [True, *[True, False] * (count - 1), False]
 
 
 @cases

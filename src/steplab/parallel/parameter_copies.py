@@ -30,7 +30,8 @@ class ParameterCopies:
         with torch.cuda.device(self._gpu):
             self._own, self._bases = memory.allocate(end, 2 * memory.size)
         rank, everyone = memory.rank, range(memory.size)
-        self._peers = [peer for peer in everyone if peer != rank]
+        # From the next rank on: in any order that all ranks share, all would copy to one of them first.
+        self._peers = [(rank + step) % memory.size for step in range(1, memory.size)]
         self._done_reading = tuple(2 * peer for peer in self._peers)
         self._arrived = tuple(2 * other + 1 for other in everyone)
         self._tell_done_reading = tuple((peer, 2 * rank) for peer in self._peers)

@@ -2,19 +2,29 @@
 
 Each rank owns a part of every bucket. For a bucket, on two lines of work beside the backward pass:
 
-1. *outward*: from the tensors that autograd made, each rank copies what belongs to another's part into a landing place
-   on that one, and tells it.
-2. *homeward*: the owner, once it has sent what it has to and was told by the others, writes the mean of its own and the
-   landed gradients into its part of the bucket, copies that into the same part of everybody's, and tells all.
+1. *out*, on the line of copies: from the tensors that autograd made, each rank copies what belongs to another's part
+   into a landing place on that one, and tells it.
+2. on the line of means: the owner, once it was told by all others, writes the mean of its own and the landed gradients
+   into its part of the bucket.
+3. *home*, on the line of copies again: it copies that into the same part of everybody's, and tells all.
 
-When all have told, the bucket holds the averages, which are the parameters' gradients. Both lines' copies share one
-link, so a third line for the means would gain nothing. Where gradients go to their owners alone, a rank's part is what
-it owns, and the means stay there: nothing is copied back, and no rank has memory for the averages of others.
+When all have told, the bucket holds the averages, which are the parameters' gradients. Where gradients go to their
+owners alone, a rank's part is what it owns, and the means stay there: nothing is copied home, and no rank has memory
+for the averages of others.
+
+*One line has all copies*, because one copy engine of a GPU sends to all of its peers where they are connected by an
+NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a bucket are made, and
+the ranks tell each other, the engine sends the next bucket. The last bucket's means go home when it is waited for.
+
+*Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other. It would not stay
+so by itself: once two ranks copy to a third one, each gets half of its link, and another rank receives nothing. So a
+rank begins a turn when the next rank has ended the turn before. A bucket among n > 2 ranks takes 2 (n-1) turns. Where
+gradients go to owners there are none, because the parts of a bucket are too uneven.
 
 Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half of that where they go to
-owners; the copy engines move them. The
-multiprocessors read and write (n + 1)/n B for the means. A gradient is read where it was born, and never copied into a
-bucket first. The mean of an element is made by one rank alone, so all ranks have the same bits.
+owners; the copy engines move them. The multiprocessors read and write (n + 1)/n B for the means. A gradient is read
+where it was born, and never copied into a bucket first. The mean of an element is made by one rank alone, so all ranks
+have the same bits.
 
 Nobody overwrites what is still read. A landing place is used again when its bucket has come home, and so do gradients
 live till then: means of all ranks are made of all that I sent. A peer writes its part of my bucket after it got my
@@ -22,12 +32,12 @@ gradients of that part, so after the backward pass that made them, behind the op
 Averages may be changed in place (clipped, say) once a bucket is waited for, and my own part of them is what I send: so
 it has come home here only when I have told so myself, which is when that is copied, too.
 
-The n-th launch of a step is the n-th on every rank, so counters hold numbers of launches.
+The n-th launch of a step is the n-th on every rank, so counters hold numbers of launches, and one of turns.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from torch import Tensor, nn
 
@@ -36,11 +46,14 @@ from steplab.parallel.ownership import Owners
 from steplab.parallel.peer_memory import PeerMemory, Piece
 from steplab.parallel.peer_parts import Division, divided, pages
 
-OUTWARD, HOMEWARD = range(2)
+COPIES, MEANS = range(2)
 """The two lines."""
+Copies = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Copies to one peer: targets, sources and sizes in bytes."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-whose gradients come in bursts need not wait. At least three of the largest bucket, two on their way and one to come."""
+whose gradients come in bursts need not wait. At least three of the largest bucket: one on its way out, one whose means
+are made, and one on its way home."""
 
 
 def peer_buckets(
@@ -70,7 +83,9 @@ class PeerCopies:
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.num_launched = 0
         self._num_awaited = 0
+        self._num_turns = 0
         self.under_way: deque[PeerBucket] = deque()
+        self._unreturned: PeerBucket | None = None
         self.ring_bytes = ring_bytes
         self._rings_start, self._cursor = rings_start, 0
         self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
@@ -79,6 +94,12 @@ class PeerCopies:
         self.means_told = tuple(map(_means_told_by, everyone))
         self.tell_of_gradients = tuple((peer, _gradients_told_by(memory.rank)) for peer in self.peers)
         self.tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
+        # No rank tells itself of gradients, so its own counter of them is for the turns of the next rank.
+        previous = (memory.rank - 1) % memory.size
+        self._turns_told, self._tell_of_turns = (
+            (_gradients_told_by(memory.rank),),
+            ((previous, _gradients_told_by(previous)),),
+        )
 
     def landing(self, on_rank: int, of_rank: int) -> int:
         """The address of the ring on one rank in which another's gradients land; rings lie side by side."""
@@ -92,6 +113,8 @@ class PeerCopies:
         start, self._cursor = self._cursor, self._cursor + num_bytes
         while self._are_met(start, self._cursor):
             bucket = self.under_way.popleft()
+            if bucket is self._unreturned:
+                self._return_last()
             self._await(bucket.number)
             bucket.drop()
         return start
@@ -104,8 +127,48 @@ class PeerCopies:
                 return True
         return False
 
+    def start(self, bucket: "PeerBucket") -> None:
+        """Send a bucket's gradients out, have its means made, and send home those of the bucket before."""
+        memory, before = self.memory, self._unreturned
+        memory.follow_current(COPIES)
+        bucket.send_out()
+        if before is not None:
+            memory.follow_line(COPIES, MEANS)
+        # Behind the copies, so that a counter is looked at for as long as the ranks are apart, and not from the launch
+        # on: the launches of a whole step may be given to the lines before its forward pass begins.
+        memory.follow_line(MEANS, COPIES)
+        bucket.make_means()
+        if before is not None:
+            before.send_home()
+        self._unreturned = bucket if bucket.goes_home else None
+        self.under_way.append(bucket)
+
+    def _return_last(self) -> None:
+        """Send home the means of the last bucket, if they are not on their way."""
+        if self._unreturned is not None:
+            self.memory.follow_line(COPIES, MEANS)
+            self._unreturned.send_home()
+            self._unreturned = None
+
+    def copy_in_turns(self, copies: Sequence[Copies]) -> None:
+        """Copy to each peer, in the order of `peers`; a turn begins when the next rank has ended the turn before."""
+        for targets, sources, sizes in copies:
+            if self._num_turns:
+                self.memory.await_signals(COPIES, self._turns_told, self._num_turns)
+            if targets:
+                self.memory.copy(COPIES, targets, sources, sizes)
+            self._num_turns += 1
+            self.memory.signal(COPIES, self._tell_of_turns, self._num_turns)
+
+    def copy_at_once(self, copies: Sequence[Copies]) -> None:
+        """Copy to all peers in one call."""
+        targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
+        if targets:
+            self.memory.copy(COPIES, targets, sources, sizes)
+
     def await_all(self) -> None:
         """The current stream's next work waits until all launches have come home."""
+        self._return_last()
         if self._num_awaited < self.num_launched:
             self._await(self.num_launched)
         self._num_awaited = self.num_launched
@@ -125,6 +188,10 @@ class PeerBucket:
         self._strides = [layout_of(parameter) for parameter in self._parameters]
         self._dtype = self._parameters[0].dtype
         self._to_owners = division.owners is not None
+        self.goes_home = not self._to_owners
+        """Whether its means are sent to all ranks."""
+        in_turns = self.goes_home and len(copies.peers) > 1
+        self._copy = copies.copy_in_turns if in_turns else copies.copy_at_once
         self._landing_bytes = division.landing_bytes
         rank = copies.memory.rank
         self._kept = division.overlaps(rank)
@@ -151,16 +218,22 @@ class PeerBucket:
     def _plan(self, division: Division, starts: Sequence[int]) -> None:
         """Compute what is the same in every launch, when the host has no time."""
         copies, rank = self._copies, self._copies.memory.rank
-        sent = [(copies.landing(peer, rank), overlap) for peer in copies.peers for overlap in division.overlaps(peer)]
-        self._landings = [landing + overlap.in_part for landing, overlap in sent]
-        self._sent = [(overlap.gradient, overlap.in_gradient) for _, overlap in sent]
-        self._sizes = [overlap.num_bytes for _, overlap in sent]
+        self._sent = [
+            [
+                (copies.landing(peer, rank) + overlap.in_part, overlap.gradient, overlap.in_gradient)
+                for overlap in division.overlaps(peer)
+            ]
+            for peer in copies.peers
+        ]
+        self._sizes = [[overlap.num_bytes for overlap in division.overlaps(peer)] for peer in copies.peers]
         self._landed = copies.landing(rank, copies.peers[0])
         begin = 0 if self._to_owners else division.borders[rank]
         parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
         self._mine = parts[rank]
-        self._homes = [parts[peer] for peer in copies.peers] if self._kept and not self._to_owners else []
-        self._home_bytes = division.part_bytes(rank)
+        self._home: list[Copies] = [
+            ([parts[peer]], [self._mine], [division.part_bytes(rank)]) if self._kept else ([], [], [])
+            for peer in copies.peers
+        ]
 
     @property
     def shared_bytes(self) -> int:
@@ -180,10 +253,7 @@ class PeerBucket:
         self._addresses = [source.data_ptr() for source in self._sources]
         copies.num_launched += 1
         self.number = copies.num_launched
-        copies.memory.follow_current(OUTWARD)
-        self._send()
-        self._return()
-        copies.under_way.append(self)
+        copies.start(self)
 
     def wait(self) -> Sequence[Tensor | None]:
         """The averages of the last launch that this rank keeps, each shaped as its parameter."""
@@ -211,28 +281,31 @@ class PeerBucket:
         """Drop the gradients, which the current stream may then overwrite."""
         self._sources = []
 
-    def _send(self) -> None:
-        copies, memory, room, addresses = self._copies, self._copies.memory, self.landing[0], self._addresses
-        if self._sent:
-            targets = [landing + room for landing in self._landings]
-            sources = [addresses[index] + skipped for index, skipped in self._sent]
-            memory.copy(OUTWARD, targets, sources, self._sizes)
-        memory.signal(OUTWARD, copies.tell_of_gradients, self.number)
+    def send_out(self) -> None:
+        """Copy to each peer what belongs to its part, and tell it."""
+        copies, room, addresses = self._copies, self.landing[0], self._addresses
+        found: list[Copies] = []
+        for sent, sizes in zip(self._sent, self._sizes, strict=True):
+            targets = [landing + room for landing, _, _ in sent]
+            found.append((targets, [addresses[index] + skipped for _, index, skipped in sent], sizes))
+        self._copy(found)
+        copies.memory.signal(COPIES, copies.tell_of_gradients, self.number)
 
-    def _return(self) -> None:
+    def make_means(self) -> None:
+        """Make the means of this rank's part once all gradients of it have landed."""
         copies, memory, addresses = self._copies, self._copies.memory, self._addresses
-        # Behind the other line, so that a counter is looked at for as long as the ranks are apart, and not from the
-        # launch on: the launches of a whole step may be given to the lines before its forward pass begins.
-        memory.follow_line(HOMEWARD, OUTWARD)
-        memory.await_signals(HOMEWARD, copies.gradients_told, self.number)
+        memory.await_signals(MEANS, copies.gradients_told, self.number)
         if self._kept:
             pieces = [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
             landed = self._landed + self.landing[0]
-            memory.mean(HOMEWARD, pieces, self._mine, landed, copies.ring_bytes, self._dtype)
-        if self._homes:
-            count = len(self._homes)
-            memory.copy(HOMEWARD, self._homes, [self._mine] * count, [self._home_bytes] * count)
-        memory.signal(HOMEWARD, copies.tell_of_means, self.number)
+            memory.mean(MEANS, pieces, self._mine, landed, copies.ring_bytes, self._dtype)
+        if not self.goes_home:
+            memory.signal(MEANS, copies.tell_of_means, self.number)
+
+    def send_home(self) -> None:
+        """Copy this rank's means to all peers, and tell all ranks."""
+        self._copy(self._home)
+        self._copies.memory.signal(COPIES, self._copies.tell_of_means, self.number)
 
 
 def ring_bytes(divisions: Sequence[Division], size: int) -> int:
@@ -250,7 +323,7 @@ def ring_bytes(divisions: Sequence[Division], size: int) -> int:
 
 
 def _gradients_told_by(rank: int) -> int:
-    """The counter of launches whose gradients from this rank have landed."""
+    """The counter of launches whose gradients from this rank have landed; on that rank itself, of turns."""
     return 2 * rank
 
 
