@@ -163,12 +163,13 @@ def test_the_attention_choices_are_the_implementations_there_are() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in CHOICES.items() for value in values])
 def test_every_choice_is_accepted(field: str, value: str) -> None:
-    spread: dict[str, dict[str, object]] = {  # fields that one process has no use for
+    needs: dict[str, dict[str, object]] = {  # what fields that one process has no use for need, and one precision
+        "bf16_master": {"optimizer": "adamw_triton"},
         "data_parallel": {"layout": "dp=2"},
         "reshard_after_forward": {"layout": "fsdp=2"},
         "pipeline_schedule": {"layout": "pp=2", "model.num_layers": 4},
     }
-    assert getattr(resolve_step({KEYS[field]: value, **spread.get(field, {})}), field) == value
+    assert getattr(resolve_step({KEYS[field]: value, **needs.get(field, {}), **needs.get(value, {})}), field) == value
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "mps", "cuda", "cuda:0", "cuda:17"])
