@@ -51,12 +51,17 @@ class FakeSession:
             side.failure = Failure(kind="out_of_memory", message=outcome)
         return side
 
-    def measure(self, sides: Sequence[Side], steps: int) -> None:
+    def measure(
+        self, sides: Sequence[Side], steps: int, *, is_enough: Callable[[int], bool] = lambda rounds: False
+    ) -> None:
         if any(side.failure for side in sides):
             return  # as a session does, which measures no side by itself
-        for number in range(10):
+        turns = min(steps, 10)
+        for number in range(turns):
             for side in sides if number % 2 == 0 else reversed(sides):
-                self._turn(side, steps // 10)
+                self._turn(side, steps // turns)
+            if is_enough(number + 1):
+                return
 
     def _turn(self, side: Side, steps: int) -> None:
         seconds = self._told(side.spec)

@@ -9,7 +9,8 @@ from steplab.errors import Unsupported
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
-from steplab.ops.attention.choice import Choice, Measured, choice_for, choose, choose_from, table, unfit
+from steplab.ops.attention.choice import choice_for
+from steplab.ops.attention.choice_table import Choice, Measured, choose, choose_from, table, unfit
 from steplab.specs.resolve import resolve_step
 
 

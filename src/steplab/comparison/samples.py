@@ -174,10 +174,19 @@ def _medians(resampled: Any) -> Any:
 def _decided(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> Decision:
     if interval is None or p is None:
         return "undecided"
-    low, high = interval
+    found = by_interval(*interval, threshold)
+    if found in ("higher", "lower") and p >= alpha:
+        return "not higher" if found == "lower" else "undecided"
+    return found
+
+
+def by_interval(low: float | None, high: float | None, threshold: float) -> Decision:
+    """What the interval of a ratio says by itself."""
+    if low is None or high is None:
+        return "undecided"
     if 1 / (1 + threshold) <= low and high <= 1 + threshold:
         return "same"
-    if p < alpha and (low > 1 + threshold or high < 1 / (1 + threshold)):
+    if low > 1 + threshold or high < 1 / (1 + threshold):
         return "higher" if low > 1 else "lower"
     return "not higher" if high <= 1 + threshold else "undecided"
 

@@ -1,8 +1,9 @@
 """The ratio of the times of two runs that took turns on one device."""
 
+import math
 from collections.abc import Sequence
 
-from steplab.comparison.samples import Blocks, compare_samples
+from steplab.comparison.samples import Blocks, by_interval, compare_samples
 from steplab.records.comparison import Ratio
 from steplab.records.run import Run
 
@@ -43,6 +44,32 @@ def ratio_in_turns(
     blocks_a, blocks_b = ([samples for _, samples in placed] for placed in (placed_a, placed_b))
     alternating = bool(a.turns.alternating or b.turns.alternating)
     return _ratio(blocks_a, blocks_b, threshold, num_decided, alternating=alternating)
+
+
+def chained(ratios: Sequence[Ratio]) -> Ratio:
+    """The ratio of the last step to the first, from those of each step to the one before it.
+
+    Its logarithm is the sum of theirs. Each was measured by turns of its own, so that their errors are independent, and
+    half widths of intervals add up as the root of the sum of squares, on each side.
+    """
+    ratio = math.prod(each.ratio for each in ratios)
+    below = [math.log(each.ratio / each.low) for each in ratios if each.low]
+    above = [math.log(each.high / each.ratio) for each in ratios if each.high]
+    known = len(below) == len(above) == len(ratios)
+    low, high = (ratio / math.exp(math.hypot(*below)), ratio * math.exp(math.hypot(*above))) if known else (None, None)
+    threshold = max(each.threshold for each in ratios)
+    return Ratio(
+        a=ratios[0].a,
+        b=ratios[0].a * ratio,
+        num_a=ratios[0].num_a,
+        num_b=ratios[-1].num_b,
+        ratio=ratio,
+        low=low,
+        high=high,
+        p=ratios[0].p if len(ratios) == 1 else None,
+        threshold=threshold,
+        decision=by_interval(low, high, threshold),
+    )
 
 
 _Placed = tuple[tuple[int, tuple[float, ...]], ...]

@@ -1,7 +1,7 @@
 """Walk from a step to the fastest that is found, and record the walk."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +13,19 @@ from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.profiling import profile
 from steplab.lab.turns import STEPS, StoredSession, Taking
-from steplab.lab.walking import Attempt, Promise, Walk, step_s
+from steplab.lab.walking import Attempt, Outlook, Promise, Walk, step_s
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
+from steplab.plan.host import compile_s, on_the_host_of
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import new_id, now_utc
-from steplab.records.comparison import Ratio
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.finding import Finding
 from steplab.records.run import Run
+from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import Change, changes_for
 from steplab.specs.hardware import find_hardware
 from steplab.specs.resolve import with_fields
@@ -71,13 +72,18 @@ def advise(
         with taking:
             walk = Walk(
                 taking=taking,
-                changes=lambda spec: changes_for(spec, found.device_kind, keep_precision=keep_precision),
-                forecast=found.promise,
+                outlook=Outlook(
+                    changes=lambda spec: changes_for(spec, found.device_kind, keep_precision=keep_precision),
+                    forecast=found.promise,
+                    meant=found.meant,
+                    compile_s=found.compile_s,
+                ),
                 steps=asked.steps,
                 budget_s=budget_s,
                 clock=clock,
                 on_change=on_change,
                 on_start=found.look,
+                on_best=found.see,
             )
             try:
                 walk.go(asked)
@@ -109,17 +115,36 @@ class _Findings:
         self._planned: dict[StepSpec, float | None] = {}
         self._findings: Sequence[Finding] = ()
         self._step_s: float | None = None
+        self._device_name = ""
         self.device_kind = "cpu"
 
     def look(self, environment: Environment | None) -> None:
         """Find out what there is to predict by, once the device is known; before the first step takes its turns."""
         if environment is None:
             return
-        self.device_kind = environment.device.kind
-        known = find_hardware(environment.device.name)
+        self.device_kind, self._device_name = environment.device.kind, environment.device.name
+        known = find_hardware(self._device_name)
         self._gpu = gpu_named(known.name) if known else None
         if self._planned_s(self._spec) is None:
             self._explain()
+
+    def see(self, run: Run) -> None:
+        """Predict from now on by the pace of the host that a measured step shows."""
+        if self._gpu is None or run.spec is None or self._planned_s(run.spec) is None:
+            return
+        gpu = on_the_host_of(run, self._gpu)
+        if gpu is not self._gpu:
+            self._gpu, self._planned = gpu, {}
+
+    def compile_s(self, spec: StepSpec) -> float:
+        """Seconds that compiling a step takes; 0 where that is not known."""
+        return compile_s(spec, self._gpu) if self._gpu else 0.0
+
+    def meant(self, spec: StepSpec, field: str, value: str) -> str:
+        """What a value of a field comes to on the device: what `auto` chooses."""
+        if (field, value) != ("attention", "auto") or spec.model.shape is None:
+            return value
+        return chosen_by_auto(spec, spec.model.shape, self._device_name).implementation
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
         """The predicted gain of a change of a step."""
@@ -156,6 +181,7 @@ class _Findings:
 
 def _recorded(walk: Walk, found: _Findings, name: str) -> Advice:
     """The record of a walk that is over; its sides leave."""
+    untried = walk.untried
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
     return Advice(
@@ -166,24 +192,30 @@ def _recorded(walk: Walk, found: _Findings, name: str) -> Advice:
         environment=walk.best.environment,
         spec=walk.start.spec,
         failure=failure,
-        notes=("interrupted: what was not reached is listed as not tried",) if walk.interrupted else (),
+        notes=tuple(_notes(walk)),
         best=None if failure else walk.best.spec,
         start_id=start.id if start else None,
         best_id=best.id if best and not failure else None,
         start_s=step_s(start),
         best_s=step_s(best),
-        overall=walk.overall or _only(walk),
+        overall=walk.overall,
         tried=tuple(_tried(walk, attempt) for attempt in walk.attempts),
-        untried=tuple(change.words for change in walk.untried),
+        untried=tuple(candidate.change.words for candidate in untried),
+        untried_shares=tuple(candidate.promise.share if candidate.promise else None for candidate in untried),
+        untried_s=sum(candidate.takes_s for candidate in untried) if untried else None,
         by_hand=found.by_hand(best),
         alternating=walk.taking.alternating,
     )
 
 
-def _only(walk: Walk) -> Ratio | None:
-    """The ratio of the one change that was kept, which is that of the whole walk."""
-    kept = [attempt for attempt in walk.attempts if attempt.kept]
-    return kept[0].ratio if len(kept) == 1 else None
+def _notes(walk: Walk) -> Iterator[str]:
+    if walk.interrupted:
+        yield "interrupted: what was not reached is listed as not tried"
+    if not walk.met:
+        yield (
+            "the first step and the fastest did not take turns with each other: their ratio is the product of those of "
+            "the changes that were kept, each measured in turns"
+        )
 
 
 def _tried(walk: Walk, attempt: Attempt) -> Tried:
@@ -203,6 +235,7 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         before_bytes=_peak_bytes(base),
         run_id=run.id if run else None,
         base_id=base.id if base else None,
+        took_s=attempt.took_s,
     )
 
 

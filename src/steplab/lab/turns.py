@@ -41,8 +41,8 @@ class Taking(Protocol):
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
         """Build a step and warm it up."""
 
-    def measure(self, sides: Sequence[Any], steps: int) -> None:
-        """Measure further steps of each side, in turns."""
+    def measure(self, sides: Sequence[Any], steps: int, *, is_enough: Callable[[int], bool] = ...) -> None:
+        """Measure further steps of each side, in turns, until the number of rounds is enough."""
 
     def leave(self, side: Any) -> Run:
         """End a side; gives its record."""
@@ -87,9 +87,11 @@ class StoredSession:
         self._present.append(side)
         return side
 
-    def measure(self, sides: Sequence[Any], steps: int) -> None:
-        """Measure `steps` further steps of each side, in turns."""
-        self._session.measure(sides, steps)
+    def measure(
+        self, sides: Sequence[Any], steps: int, *, is_enough: Callable[[int], bool] = lambda rounds: False
+    ) -> None:
+        """Measure `steps` further steps of each side, in turns, or fewer if after a round that is enough."""
+        self._session.measure(sides, steps, is_enough=is_enough)
 
     def leave(self, side: Any) -> Run:
         """End a side, and store its record; a side that had no turn is measured by itself first."""

@@ -1,7 +1,12 @@
 """The walk from one step to a faster one: which change is tried next, and which is kept.
 
-Each change is measured in turns with the fastest step until then, the one that promises most first; it is kept only if
-the interval of the ratio says that it pays.
+Each change is measured in turns with the fastest step until then, and kept only if the interval of the ratio says that
+it pays. Next is the one that is predicted to save most for the time that trying it takes; then those of which nothing
+is predicted; then those that are predicted to save less than the noise of the comparisons lets be seen, the shortest
+trials first; last, those that should cost time.
+
+While the device waits for the host, the ways to launch kernels come first: until that is settled, the noise of the host
+is in every comparison, and what a change saves of the device's time is not seen.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,19 +14,29 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from steplab.comparison.turns import step_ratio
+from steplab.comparison.samples import FEWEST, IN_TURNS
+from steplab.comparison.turns import chained, step_ratio
 from steplab.errors import UserError
 from steplab.lab.explaining import failure_words
 from steplab.lab.turns import StoredSession
 from steplab.records.comparison import Ratio
 from steplab.records.environment import Environment
 from steplab.records.run import Run
+from steplab.records.timing import waits_for_host
 from steplab.specs.changes import Change
 from steplab.specs.resolve import with_fields
-from steplab.specs.step import StepSpec
+from steplab.specs.step import FIELDS, StepSpec
 
 _MAKE_ROOM = ("attention", "loss", "precision")
 """Fields whose changes need less memory, where the first step does not fit."""
+_LAUNCHING = ("compile", "cuda_graph")
+"""Fields that change how many kernels are launched, and how."""
+_FIRST_STEPS = 1
+"""How often the first step is measured by itself, to see whether the device waits for the host."""
+_PLAIN = 0.1
+"""A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
+_LEAST_TRIAL_S = 1.0
+"""What a trial is taken to need at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +47,6 @@ class Promise:
     """Share of the step that it saves; negative if it costs time."""
     source: str
     """What predicts it."""
-
-
-Forecast = Callable[[StepSpec, Change], Promise | None]
-"""Predicts what a change of a step saves; None: it is not known."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +62,32 @@ class Attempt:
     ratio: Ratio | None = None
     kept: bool = False
     failure: str | None = None
+    took_s: float = 0.0
+    """Seconds from its beginning until it was decided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A change of the fastest step that was not tried."""
+
+    change: Change
+    promise: Promise | None
+    takes_s: float
+    """Seconds that trying it takes, as far as is known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What is known beforehand of the changes of a step."""
+
+    changes: Callable[[StepSpec], Sequence[Change]]
+    """Gives those that apply to a step, in the order in which they are tried where nothing else decides."""
+    forecast: Callable[[StepSpec, Change], Promise | None]
+    """Predicts what a change of a step saves; None: it is not known."""
+    meant: Callable[[StepSpec, str, str], str]
+    """Gives what a value of a field of a step comes to on the device; two values may come to the same."""
+    compile_s: Callable[[StepSpec], float]
+    """Gives the seconds that compiling a step takes; 0 where that is not known."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,9 +95,7 @@ class Walk:
     """A walk under way, and what it has found so far."""
 
     taking: StoredSession
-    changes: Callable[[StepSpec], Sequence[Change]]
-    """Gives the changes that apply to a step, in the order in which they are tried where nothing is predicted."""
-    forecast: Forecast
+    outlook: Outlook
     steps: int
     """Measured steps of each side in a comparison."""
     budget_s: float | None
@@ -70,6 +105,8 @@ class Walk:
     """Called with what is measured next."""
     on_start: Callable[[Environment | None], None] = lambda environment: None
     """Called with the environment of the first step once that is built."""
+    on_best: Callable[[Run], None] = lambda run: None
+    """Called with the record of the fastest step when that has new samples."""
     attempts: list[Attempt] = field(default_factory=list)
     runs: dict[int, Run] = field(default_factory=dict)
     """The record of each side that has left, by the side's identity."""
@@ -78,31 +115,44 @@ class Walk:
     best: Any = None
     """The side of the fastest step until now; None: none has run."""
     overall: Ratio | None = None
-    """Time of the fastest step over that of the first, measured in turns; None if they were not."""
+    """Time of the fastest step over that of the first; None if nothing was kept that was compared."""
+    met: bool = True
+    """Whether `overall` was measured in turns of the two steps, rather than put together of the changes between."""
     interrupted: KeyboardInterrupt | None = None
     """What ended the walk before its end; None: nothing."""
-    _tried: set[Change] = field(default_factory=set)
-    _longest_s: float = 0.0
+    _tried: set[tuple[str, str]] = field(default_factory=set)
+    """The field and the meaning of each change that was tried, and its own value."""
+    _trials_s: list[float] = field(default_factory=list)
+    """Seconds of each trial without compilation; the first is that of building the first step."""
+    _noise: float = IN_TURNS
+    """The smallest share of a step that the last comparison could have shown."""
 
     def go(self, spec: StepSpec) -> None:
         """Walk from a step until no change is left, or the time is over."""
         self._began_s = self.clock()
         self.on_change("the step as given")
         self.start = self.best = self.taking.enter("start", spec)
+        self._trials_s.append(self.clock() - self._began_s - self.outlook.compile_s(spec))
         self.on_start(self.start.environment)
         if self.best.failure:
             self._make_room()
-        while self.best and not self.best.failure and (change := self._next()) and self._has_time():
-            self._try(change)
-        if self.best is not self.start and len(self._kept) > 1 and not self.start.failure and self._has_time():
+        if self._goes_on() and not self.taking.alternating:
+            self.taking.measure([self.best], _FIRST_STEPS)
+            self._look_at_best()
+        while self._goes_on() and (candidate := self._next()):
+            self._try(candidate)
+        if self.kept and not self.start.failure:
             self._compare_ends(spec)
 
     @property
-    def untried(self) -> list[Change]:
-        """The changes of the fastest step that were not tried."""
-        if self.best is None or self.best.failure:
-            return []
-        return self._untried_of(self.best.spec)
+    def kept(self) -> list[Attempt]:
+        """The changes that were kept, in their order."""
+        return [attempt for attempt in self.attempts if attempt.kept]
+
+    @property
+    def untried(self) -> list[Candidate]:
+        """The changes of the fastest step that were not tried, the next one first."""
+        return sorted(self._candidates(), key=self._rank) if self._goes_on() else []
 
     def leave(self, side: Any) -> Run | None:
         """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
@@ -112,35 +162,72 @@ class Walk:
             self.runs[id(side)] = self.taking.leave(side)
         return self.runs[id(side)]
 
-    @property
-    def _kept(self) -> list[Attempt]:
-        return [attempt for attempt in self.attempts if attempt.kept]
+    # --- what is next -------------------------------------------------------------------------------------
 
-    def _has_time(self) -> bool:
-        """Whether another change can be tried, if it takes as long as the longest until now; it may take no longer
-        than what is left."""
+    def _goes_on(self) -> bool:
+        return self.best is not None and not self.best.failure
+
+    def _next(self) -> Candidate | None:
+        """The change to try, among those for which there is time."""
+        fitting = [candidate for candidate in self._candidates() if self._has_time(candidate.takes_s)]
+        return min(fitting, key=self._rank, default=None)
+
+    def _rank(self, candidate: Candidate) -> tuple[int, float, float]:
+        """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
+        if candidate.promise is None:
+            return 2, candidate.takes_s, 0.0
+        share, takes_s = candidate.promise.share, max(candidate.takes_s, _LEAST_TRIAL_S)
+        if share < -self._noise:
+            return 4, takes_s, -share
+        if share <= self._noise:
+            return 3, takes_s, -share
+        return (0 if candidate.change.field in _LAUNCHING and self._waits() else 1), -share / takes_s, 0.0
+
+    def _waits(self) -> bool:
+        """Whether the device waits for the host in the fastest step."""
+        timing = self.best.run.timing if self.best.run else None
+        return timing is not None and waits_for_host(timing.back_to_back)
+
+    def _candidates(self) -> list[Candidate]:
+        spec, trial_s = self.best.spec, median(self._trials_s)
+        found = []
+        for change in self._untried_of(spec):
+            promise = self.outlook.forecast(spec, change)
+            changed = with_fields(spec, {change.field: change.value})
+            found.append(Candidate(change=change, promise=promise, takes_s=trial_s + self.outlook.compile_s(changed)))
+        return found
+
+    def _untried_of(self, spec: StepSpec) -> list[Change]:
+        """The changes of a step that would make another step than those tried, and are worth trying after them."""
+        timed = {(attempt.change.field, attempt.change.value) for attempt in self.attempts if attempt.ratio}
+        return [
+            change
+            for change in self.outlook.changes(spec)
+            if (change.field, change.value) not in self._tried
+            and self._meaning(spec, change) not in self._tried
+            and self._meaning(spec, change)[1] != self.outlook.meant(spec, *_now(spec, change))
+            and not any((change.field, value) in timed for value in change.pointless_after)
+        ]
+
+    def _meaning(self, spec: StepSpec, change: Change) -> tuple[str, str]:
+        return change.field, self.outlook.meant(spec, change.field, change.value)
+
+    def _has_time(self, takes_s: float) -> bool:
+        """Whether there is time for something; it may then take no longer than what is left."""
         if self.budget_s is None:
             return True
         left_s = self.budget_s - (self.clock() - self._began_s)
         self.taking.limit(max(left_s, 1.0))
-        return left_s >= self._longest_s
+        return left_s > 0 and left_s >= takes_s
 
-    def _next(self) -> Change | None:
-        """The change that promises most; after those, one of which nothing is predicted; last, one that should cost."""
-        promises = [(change, self.forecast(self.best.spec, change)) for change in self.untried]
+    # --- trying -------------------------------------------------------------------------------------------
 
-        def rank(entry: tuple[Change, Promise | None]) -> tuple[int, float]:
-            promise = entry[1]
-            return (1, 0.0) if promise is None else (0 if promise.share > 0 else 2, -promise.share)
-
-        return min(promises, key=rank)[0] if promises else None
-
-    def _try(self, change: Change) -> None:
+    def _try(self, candidate: Candidate) -> None:
         began_s = self.clock()
-        attempt = self._attempt(change)
+        attempt = self._attempt(candidate.change, candidate.promise)
         if attempt.side is None:
             return
-        self.taking.measure([self.best, attempt.side], self.steps)
+        self._measure([self.best, attempt.side])
         if attempt.side.run and self.best.run and not attempt.side.failure:
             attempt.ratio = step_ratio(self.best.run, attempt.side.run)
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -149,26 +236,54 @@ class Walk:
             self.best = attempt.side
         elif attempt.ratio is None:
             attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
-        self._longest_s = max(self._longest_s, self.clock() - began_s)
+        attempt.took_s = self.clock() - began_s
+        if attempt.ratio:
+            self._learn(attempt, attempt.ratio)
 
-    def _attempt(self, change: Change) -> Attempt:
+    def _measure(self, sides: Sequence[Any]) -> None:
+        """Measure two sides in turns until their difference is plain, at most as many steps as were asked for."""
+
+        def is_enough(rounds: int) -> bool:
+            if rounds < FEWEST or any(side.run is None or side.failure for side in sides):
+                return False
+            ratio = step_ratio(*(side.run for side in sides), threshold=_PLAIN)
+            return ratio is not None and ratio.decision in ("lower", "higher")
+
+        self.taking.measure(sides, self.steps, is_enough=is_enough)
+
+    def _learn(self, attempt: Attempt, ratio: Ratio) -> None:
+        """What a comparison shows of those to come."""
+        timing = attempt.side.run.timing
+        self._trials_s.append(attempt.took_s - (timing.first_step_s or 0.0))
+        if len(self._trials_s) == 2:
+            del self._trials_s[0]  # a trial is known now; that was the building alone
+        if ratio.low is not None and ratio.high is not None:
+            self._noise = max(IN_TURNS, (ratio.high - ratio.low) / 2)
+        self._look_at_best()
+
+    def _look_at_best(self) -> None:
+        if self.best.run and not self.best.failure:
+            self.on_best(self.best.run)
+
+    def _attempt(self, change: Change, promise: Promise | None) -> Attempt:
         """Build the fastest step with a change."""
-        self._tried.add(change)
+        spec = self.best.spec
+        self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.on_change(change.words)
-        attempt = Attempt(change=change, base=self.best, promise=self.forecast(self.best.spec, change))
+        attempt = Attempt(change=change, base=self.best, promise=promise)
         self.attempts.append(attempt)
         try:
-            attempt.side = self.taking.enter(change.words, with_fields(self.best.spec, {change.field: change.value}))
+            attempt.side = self.taking.enter(change.words, with_fields(spec, {change.field: change.value}))
         except UserError as error:  # the device, or this build of torch, does not do that
             attempt.failure = str(error)
         return attempt
 
     def _make_room(self) -> None:
         """Where the first step does not run, add the changes that need less memory until it does."""
-        for change in self.changes(self.start.spec):
+        for change in self.outlook.changes(self.start.spec):
             if change.field not in _MAKE_ROOM or change not in self._untried_of(self.best.spec):
                 continue
-            attempt = self._attempt(change)
+            attempt = self._attempt(change, self.outlook.forecast(self.best.spec, change))
             if attempt.side is None:
                 continue
             attempt.kept = True
@@ -178,17 +293,26 @@ class Walk:
                 return
             attempt.failure = self.best.failure.message
 
-    def _untried_of(self, spec: StepSpec) -> list[Change]:
-        return [change for change in self.changes(spec) if change not in self._tried]
-
     def _compare_ends(self, spec: StepSpec) -> None:
-        """Measure the first step again, in turns with the fastest."""
-        self.on_change("the step as given beside the fastest")
-        again = self.taking.enter("start again", spec)
-        self.taking.measure([self.best, again], self.steps)
-        if again.run and not again.failure:
-            self.overall = step_ratio(again.run, self.best.run)
-        self.leave(again)
+        """The fastest step beside the first: in turns again if there is time, otherwise by the changes between them."""
+        ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
+        if len(ratios) == len(self.kept):
+            self.overall = chained(ratios)
+        if len(ratios) < 2 or not self._goes_on():
+            return
+        self.met = False
+        if self._has_time(median(self._trials_s) + self.outlook.compile_s(spec)):
+            self.on_change("the step as given beside the fastest")
+            again = self.taking.enter("start again", spec)
+            self._measure([self.best, again])
+            if again.run and not again.failure and (ratio := step_ratio(again.run, self.best.run)):
+                self.overall, self.met = ratio, True
+            self.leave(again)
+
+
+def _now(spec: StepSpec, change: Change) -> tuple[str, str]:
+    """The field of a change and its present value."""
+    return change.field, str(FIELDS[change.field].read(spec))
 
 
 def step_s(run: Run | None) -> float | None:

@@ -8,15 +8,13 @@ from torch.nn.functional import cross_entropy
 
 from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
-from steplab.ops.attention.choice import Choice, choose, device_name
+from steplab.ops.attention.choice import device_name
 from steplab.ops.attention.plain import Span, no_span
 from steplab.ops.cross_entropy.api import linear_cross_entropy
 from steplab.ops.cross_entropy.implementations import implementation
-from steplab.specs.model import TransformerShape, refuse_planning_only
+from steplab.specs.attention_kernels import chosen_by_auto
+from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
-
-_ATTENTION_DTYPE = {"bf16": "bfloat16", "bf16_master": "bfloat16", "bf16_pure": "bfloat16", "fp16": "float16"}
-"""The type of queries, keys and values in a precision; float32 in any other."""
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
@@ -45,7 +43,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
     shape = spec.model.shape
     assert shape is not None
     refuse_planning_only(spec.model)
-    choice = _choose_attention(spec, shape, device) if spec.attention == "auto" else None
+    choice = chosen_by_auto(spec, shape, device_name(device)) if spec.attention == "auto" else None
     attention = choice.implementation if choice else spec.attention
     with device:
         module = Transformer(
@@ -62,19 +60,6 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
         num_layers=shape.num_layers,
         attention_width=shape.num_heads * shape.head_dim,
         notes=(f"attention auto: {choice.implementation}, {choice.reason}",) if choice else (),
-    )
-
-
-def _choose_attention(spec: StepSpec, shape: TransformerShape, device: torch.device) -> Choice:
-    """Choose before anything runs, so that the record can say it and the choice is compiled into the model."""
-    return choose(
-        device=device_name(device),
-        dtype=_ATTENTION_DTYPE.get(spec.precision, "float32"),
-        head_dim=shape.head_dim,
-        num_queries=spec.context,
-        num_keys=spec.context,
-        causal=True,
-        grouped=shape.num_kv_heads is not None,
     )
 
 

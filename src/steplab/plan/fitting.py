@@ -55,10 +55,10 @@ def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, else
 
 
 def _fit(records: Sequence[Record], hardware: HardwareSpec, source: str) -> GpuRates:
-    gpu = fit_kernels(records, hardware, source)
-    cells = phase_cells(_runs(records), gpu)
+    gpu, runs = fit_kernels(records, hardware, source), _runs(records)
+    cells = phase_cells(runs, gpu)
     paces = host_paces(cells)
-    return with_rates(gpu, host=fit_host(paces), step=fit_step(never_waited(cells, paces))).rates
+    return with_rates(gpu, host=fit_host(paces, runs), step=fit_step(never_waited(cells, paces))).rates
 
 
 def fit_kernels(records: Sequence[Record], hardware: HardwareSpec, source: str) -> Gpu:
@@ -91,7 +91,14 @@ def _unfitted(name: str, source: str) -> GpuRates:
         products={},
         streaming=StreamingRates(fixed_s=2e-6, cached_gain=0.3, cached_bytes=3e7, shares={"default": 0.7}),
         attention={},
-        host=HostRates(eager_s=0.0, eager_slow_s=0.0, compiled_s=0.0, compiled_slow_s=0.0),
+        host=HostRates(
+            eager_s=0.0,
+            eager_slow_s=0.0,
+            compiled_s=0.0,
+            compiled_slow_s=0.0,
+            compile_blocks_s=0.0,
+            compile_layer_s=0.0,
+        ),
         step=_ALONE,
     )
 
@@ -198,14 +205,39 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
     return {machine: median(paces) for machine, paces in found.items()}
 
 
-def fit_host(paces: Mapping[tuple[str, bool], float]) -> HostRates:
-    """The quickest and the slowest host of those that were measured."""
+def fit_host(paces: Mapping[tuple[str, bool], float], runs: Sequence[Run]) -> HostRates:
+    """The quickest and the slowest host of those that were measured, and what compiling takes."""
     of = {compiled: sorted(s for (_, c), s in paces.items() if c == compiled) for compiled in (False, True)}
     if not of[False] or not of[True]:
         raise UserError("no record tells how quick a host is; add steps of small models, eager and compiled")
+    blocks_s, layers_s = compile_times(runs)
+    if not blocks_s or not layers_s:
+        raise UserError(
+            "no record tells how long compiling takes; add steps with --compile block and with --compile default"
+        )
     return HostRates(
-        eager_s=of[False][0], eager_slow_s=of[False][-1], compiled_s=of[True][0], compiled_slow_s=of[True][-1]
+        eager_s=of[False][0],
+        eager_slow_s=of[False][-1],
+        compiled_s=of[True][0],
+        compiled_slow_s=of[True][-1],
+        compile_blocks_s=median(blocks_s),
+        compile_layer_s=median(layers_s),
     )
+
+
+def compile_times(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
+    """Seconds that compiling took, of blocks that are alike and of each block of a whole model: the longest of each
+    size, because others found a part in Inductor's cache."""
+    longest: tuple[dict[str, float], dict[str, float]] = {}, {}
+    for run in runs:
+        spec, timing = run.spec, run.timing
+        if spec is None or spec.model.shape is None or timing is None or timing.first_step_s is None:
+            continue
+        whole = spec.compile != "block"
+        each_s = timing.first_step_s / (spec.model.shape.num_layers if whole else 1)
+        of_size = longest[whole]
+        of_size[spec.model.label] = max(each_s, of_size.get(spec.model.label, 0.0))
+    return list(longest[False].values()), list(longest[True].values())
 
 
 def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], float]) -> list[PhaseCell]:

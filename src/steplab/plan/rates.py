@@ -62,7 +62,7 @@ class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long Python takes for each kernel, on hosts that were measured."""
+    """How long Python takes for each kernel, and to compile, on hosts that were measured."""
 
     eager_s: float
     """Seconds of the host per kernel of an eager step, on the quickest host."""
@@ -72,6 +72,10 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds of the host per kernel of a compiled step, on the quickest host."""
     compiled_slow_s: float
     """The same, on the slowest."""
+    compile_blocks_s: float
+    """Seconds to compile blocks that are alike, with nothing in Inductor's cache."""
+    compile_layer_s: float
+    """Seconds for each block of a model that is compiled as a whole, likewise."""
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

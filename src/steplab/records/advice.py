@@ -43,6 +43,8 @@ class Tried:
     """Id of the record with the change; None: it could not be built."""
     base_id: str | None = None
     """Id of the record without it."""
+    took_s: float | None = None
+    """Seconds from building the step until the change was decided; None: not known."""
 
     @property
     def words(self) -> str:
@@ -65,11 +67,16 @@ class Advice(StepRecord):
     best_s: float | None = None
     """Median time of the fastest step in seconds."""
     overall: Ratio | None = None
-    """Time of the fastest step over that of the first, measured in turns; None if they were not."""
+    """Time of the fastest step over that of the first: measured in turns, or where time was over (a note says so) the
+    product of the ratios of the changes that were kept; None if one of the two does not run."""
     tried: tuple[Tried, ...] = ()
     """The changes in the order in which they were tried."""
     untried: tuple[str, ...] = ()
-    """Changes that apply and were not tried, because time was over."""
+    """Changes that apply and were not tried, because time was over, the next one first."""
+    untried_shares: tuple[float | None, ...] = ()
+    """The predicted saving of each of them as a share of the fastest step; None: there was no prediction."""
+    untried_s: float | None = None
+    """Seconds that trying all of them takes, by what the trials before took; None: not known."""
     by_hand: tuple[Finding, ...] = ()
     """Findings whose change is no field of the step."""
     alternating: str | None = None

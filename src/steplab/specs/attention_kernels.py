@@ -1,9 +1,11 @@
-"""Which attention implementation can run a step on a CUDA device; `run` and `plan` share this check."""
+"""Which attention implementation runs a step: which ones can on a CUDA device, and which one `auto` chooses."""
 
 import dataclasses
 
 from steplab.errors import Unsupported
-from steplab.ops.attention.implementations import BF16, FP16, FP32, TABLE, why_not
+from steplab.ops.attention.choice_table import Choice, choose
+from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, why_not
+from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
 _DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_master": BF16, "bf16_pure": BF16}
@@ -27,6 +29,19 @@ def chosen_attention(spec: StepSpec) -> str:
     if spec.attention != "sdpa":
         return spec.attention
     return next(row.name for row in TABLE if row.chosen_by_sdpa and _why_not(row.name, spec) is None)
+
+
+def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str) -> Choice:
+    """What `auto` is for the step of a model of this shape; device_name: as ops.attention.choice.device_name has it."""
+    return choose(
+        device=device_name,
+        dtype=next(torch_name for torch_name, name in DTYPES.items() if name == _DTYPES[spec.precision]),
+        head_dim=shape.head_dim,
+        num_queries=spec.context,
+        num_keys=spec.context,
+        causal=True,
+        grouped=shape.num_kv_heads is not None,
+    )
 
 
 def _why_not(attention: str, spec: StepSpec) -> str | None:

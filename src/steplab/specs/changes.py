@@ -34,6 +34,8 @@ class Change:
     """Kinds of devices on which it is worth trying."""
     replaces: tuple[str, ...] = ()
     """Present values for which it is tried; empty: all others."""
+    pointless_after: tuple[str, ...] = ()
+    """Values of the field that do the same and more, so that this one saves no time once they were tried."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
 
@@ -144,7 +146,13 @@ CHANGES = (
         fast={"cuda": ("factory",)},
     ),
     Change(field="loss", value="fused", code=_own_loss("fused"), devices=_CUDA),
-    Change(field="loss", value="chunked", code=_own_loss("chunked"), replaces=("plain",)),
+    Change(
+        field="loss",
+        value="chunked",
+        code=_own_loss("chunked"),
+        replaces=("plain",),
+        pointless_after=("fused",),
+    ),
     Change(
         field="model.projections",
         value="merged",

@@ -9,7 +9,7 @@ own, and turns are longer: a record says so in `turns.alternating`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Self
@@ -106,14 +106,18 @@ class Session:
             self._start(side)
         return side
 
-    def measure(self, sides: Sequence[Side], steps: int) -> None:
+    def measure(
+        self, sides: Sequence[Side], steps: int, *, is_enough: Callable[[int], bool] = lambda rounds: False
+    ) -> None:
         """Measure `steps` further steps of each side, in turns; a side that fails is measured no further.
 
-        Of several sides, the last one is not measured by itself. Raises as `enter` does.
+        `is_enough` is asked after each round, with the number of rounds until then, and ends the measurement; where
+        each turn has a process of its own, it is not asked. Of several sides, the last one is not measured by itself.
+        Raises as `enter` does.
         """
         while not self.alternating:
             before = [side.run for side in sides]
-            if self._all_turns(sides, steps):
+            if self._all_turns(sides, steps, is_enough):
                 return
             for side, run in zip(sides, before, strict=True):
                 side.run = run  # the turns are taken again, in other processes
@@ -157,7 +161,7 @@ class Session:
         for side in self._sides:
             _end(side)
 
-    def _all_turns(self, sides: Sequence[Side], steps: int) -> bool:
+    def _all_turns(self, sides: Sequence[Side], steps: int, is_enough: Callable[[int], bool]) -> bool:
         """Whether the turns were taken; if not, the sides alternate from now on."""
         for number, turn_steps in enumerate(_in_turns(steps)):
             for side in sides if number % 2 == 0 else reversed(sides):
@@ -167,6 +171,8 @@ class Session:
                     self._turn(side, turn_steps)
                 if self.alternating:
                     return False
+            if is_enough(number + 1):
+                return True
         return True
 
     def _turn(self, side: Side, steps: int) -> None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from steplab.ops.attention.api import IMPLEMENTATIONS, attention
-    from steplab.ops.attention.choice import Choice, choose
+    from steplab.ops.attention.choice_table import Choice, choose
     from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
 
 __all__ = ["IMPLEMENTATIONS", "Choice", "FlashAttentionReference", "FlashAttentionTriton", "attention", "choose"]
@@ -12,8 +12,8 @@ __all__ = ["IMPLEMENTATIONS", "Choice", "FlashAttentionReference", "FlashAttenti
 _HOMES = {
     "IMPLEMENTATIONS": "api",
     "attention": "api",
-    "Choice": "choice",
-    "choose": "choice",
+    "Choice": "choice_table",
+    "choose": "choice_table",
     "FlashAttentionReference": "functions",
     "FlashAttentionTriton": "functions",
 }

@@ -1,6 +1,7 @@
 """The report of a walk to a faster step: its answer, every change that was tried, and how to make those that paid."""
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from steplab import units
 from steplab.records.advice import Advice, Tried
@@ -86,7 +87,23 @@ def _answer(advice: Advice) -> Iterator[str]:
     if missed := [tried.words for tried in advice.tried if not tried.kept]:
         yield f"Tried and not kept: {', '.join(missed)}."
     if advice.untried:
-        yield f"Not tried, because time was over: {', '.join(advice.untried)}."
+        yield f"Not tried, because time was over: {', '.join(_untried(advice))}.{_more_time(advice)}"
+
+
+def _untried(advice: Advice) -> Iterator[str]:
+    """Each change that was not reached, with what it is predicted to save."""
+    for words, share in zip_longest(advice.untried, advice.untried_shares):
+        gain_s = share * advice.best_s if share is not None and advice.best_s else None
+        if gain_s is None:
+            yield words
+        else:
+            yield f"{words} ({f'predicted to save {units.format_time(gain_s)}' if gain_s > 0 else 'no gain predicted'})"
+
+
+def _more_time(advice: Advice) -> str:
+    if advice.untried_s is None:
+        return ""
+    return f" Trying them takes about {units.format_time(advice.untried_s)} more of --budget."
 
 
 def _cautions(advice: Advice) -> Iterator[str]:
@@ -134,12 +151,13 @@ def _table(advice: Advice) -> Table:
             Column(key="peak_bytes", header="peak memory", quantity=BYTES, rank=1),
             Column(key="added_bytes", header="added", quantity=_SIGNED_BYTES, rank=4),
             Column(key="result", header="result", quantity=TEXT, wraps_from=12),
+            Column(key="took_s", header="took", quantity=TIME, rank=6),
             Column(key="run_id", header="record", quantity=LABEL, rank=5),
         ),
         rows=tuple(_row(tried) for tried in advice.tried),
         caption="Each change was measured in turns with the fastest step before it. Saved is the difference to the "
         "median of that step, from and to its 95 % interval; a change is kept if all of the interval pays. Peak memory "
-        f"is that {of_what}.",
+        f"is that {of_what}. Took is the time of the trial, from building the step until it was decided.",
         empty="no change was tried",
     )
 
@@ -165,6 +183,7 @@ def _row(tried: Tried) -> Row:
         "kept": tried.kept,
         "result": _result(tried),
         "numerics": tried.numerics or None,
+        "took_s": tried.took_s,
         "run_id": tried.run_id,
         "base_id": tried.base_id,
     }

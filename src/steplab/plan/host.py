@@ -1,0 +1,54 @@
+"""The host of a measured step: how long its Python takes for each kernel, where the device waited for it.
+
+Hosts differ by a factor of two and more, and one that others use as well is slower still. A measured step whose device
+waited shows the host's pace, by which other steps on the same machine are predicted better than by that of another.
+"""
+
+from statistics import median
+
+import msgspec
+
+from steplab.plan.kernel_fit import with_rates
+from steplab.plan.rates import Gpu
+from steplab.plan.time import predict_step_time
+from steplab.records.run import Run
+from steplab.records.timing import HARDLY_AHEAD, find_phase, lead_s
+from steplab.specs.step import StepSpec
+
+_LAUNCHED_BY_THE_MODEL = ("forward", "backward")
+
+
+def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
+    """The GPU with the pace of the host of a measured step; as it is where the device never waited.
+
+    The pace is seconds for each kernel, the median of the phases that waited: measured time over predicted number of
+    kernels. Of an eager step, that of compiled ones changes by the same factor, until one of them is seen. Raises
+    Unsupported for a step that cannot be predicted.
+    """
+    if run.spec is None or run.timing is None or run.spec.replays_model:
+        return gpu
+    phases, step = run.timing.back_to_back, run.timing.phase("step")
+    parts = predict_step_time(run.spec, gpu).parts
+    paces = []
+    for name in _LAUNCHED_BY_THE_MODEL:
+        samples, lead = find_phase(phases, name), lead_s(phases, name)
+        kernels = sum(part.kernels for part in parts if part.phase == name)
+        if step and samples and kernels and lead is not None and lead < HARDLY_AHEAD * median(step.best_s):
+            paces.append(median(samples.best_s) / kernels)
+    if not paces:
+        return gpu
+    host, pace = gpu.rates.host, median(paces)
+    compiled_s = pace
+    if run.spec.compile == "off":
+        compiled_s = host.compiled_s * pace / host.eager_s
+        host = msgspec.structs.replace(host, eager_s=pace, eager_slow_s=pace)
+    return with_rates(gpu, host=msgspec.structs.replace(host, compiled_s=compiled_s, compiled_slow_s=compiled_s))
+
+
+def compile_s(spec: StepSpec, gpu: Gpu) -> float:
+    """Seconds that compiling takes with an empty cache: of one block, or of as many as a whole model has; 0 where
+    nothing is compiled, or the number of blocks is not known."""
+    shape, host = spec.model.shape, gpu.rates.host
+    if spec.compile == "off" or shape is None:
+        return 0.0
+    return host.compile_blocks_s if spec.compile == "block" else host.compile_layer_s * shape.num_layers

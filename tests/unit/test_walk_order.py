@@ -1,0 +1,185 @@
+"""The order of a walk on an H200 behind a slow host, and one behind a quick one: what a step needs most comes first.
+
+The steps take what `plan time` says of the device and what a host of a given pace takes to launch them, with the
+noise of a host that others use where the device waits. The clock goes on by what building and compiling takes.
+"""
+
+import dataclasses
+import math
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.advice_records import ratio
+from tests.unit.taking import FakeSession
+
+from steplab.comparison.turns import chained
+from steplab.lab.advising import advise
+from steplab.measurement.processes.turns import Side
+from steplab.plan.host import compile_s, on_the_host_of
+from steplab.plan.rates import gpu_named
+from steplab.plan.time import predict_step_time
+from steplab.records.advice import Advice
+from steplab.records.step_time import StepTimePrediction
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.specs.changes import CHANGES
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+H200 = gpu_named("H200 SXM")
+START_S, TURNS_S = 10.0, 10.0
+"""Seconds to start a process, and of the turns of a comparison."""
+
+
+@cache
+def planned(spec: StepSpec) -> StepTimePrediction:
+    return predict_step_time(spec, H200)
+
+
+class HostSession(FakeSession):
+    """Steps of an H200 that a host launches with these seconds for each kernel, eager and compiled."""
+
+    def __init__(self, eager_s: float, compiled_s: float) -> None:
+        super().__init__(lambda spec: sum(seconds for seconds, _ in self.phases(spec).values()))
+        self._pace_s = {False: eager_s, True: compiled_s}
+        self._random = random.Random(0)
+        self.now_s = 0.0
+
+    def phases(self, spec: StepSpec) -> dict[str, tuple[float, float]]:
+        """Seconds and host lead of each phase."""
+        prediction, found = planned(spec), {}
+        for times in prediction.phases[:-1]:
+            kernels = sum(part.kernels for part in prediction.parts if part.phase == times.phase)
+            launched_s = kernels * self._pace_s[spec.compile != "off"]
+            if spec.replays_model or times.phase == "optimizer":
+                launched_s = 0.0
+            found[times.phase] = max(times.device_s, launched_s), max(times.device_s - launched_s, 0.0)
+        return found
+
+    def enter(self, label: str, spec: StepSpec, *further: Any) -> Side:
+        self.now_s += START_S + compile_s(spec, H200)
+        return super().enter(label, spec, *further)
+
+    def measure(self, sides: Any, steps: int, **options: Any) -> None:
+        self.now_s += TURNS_S if len(sides) > 1 else 0.0
+        super().measure(sides, steps, **options)
+
+    def _turn(self, side: Side, steps: int) -> None:
+        super()._turn(side, steps)
+        assert side.run is not None
+        assert side.run.turns is not None
+        assert side.run.timing is not None
+        phases = self.phases(side.spec)
+        waits = not all(lead for _, lead in phases.values())
+        before = side.run.turns.num_steps - steps
+        known = {phase.phase: phase.best_s for phase in getattr(side, "timed", ())}
+        noise = [1 + self._random.gauss(0.0, 0.08 if waits else 0.002) for _ in range(steps)]
+        phases["step"] = sum(s for s, _ in phases.values()), min(lead for _, lead in phases.values())
+        timed = tuple(
+            PhaseSamples(
+                phase=name,
+                device_s=(*known.get(name, ()), *(seconds * each for each in noise)),
+                lead_s=(lead,) * (before + steps),
+            )
+            for name, (seconds, lead) in phases.items()
+        )
+        side.timed = timed  # type: ignore[attr-defined]  # the next turn goes on from it
+        timing = Timing(warmup=(), back_to_back=timed, first_step_s=compile_s(side.spec, H200) or None)
+        side.run = dataclasses.replace(side.run, timing=timing)
+
+
+def walk(store: Path, *, eager_s: float, compiled_s: float, budget_s: float, **fields: object) -> Advice:
+    session = HostSession(eager_s, compiled_s)
+    spec = resolve_step({"context": 512, "precision": "bf16", "steps": 30, **fields})
+    return advise(spec, store=store, session=session, budget_s=budget_s, clock=lambda: session.now_s)
+
+
+@pytest.fixture(scope="module")
+def behind_a_slow_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
+    """As the H200 whose host others used as well: 20 us a kernel, and 33 in compiled code."""
+    store = tmp_path_factory.mktemp("slow") / "store.db"
+    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=260.0)
+
+
+@pytest.fixture(scope="module")
+def behind_a_quick_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
+    store = tmp_path_factory.mktemp("quick") / "store.db"
+    return walk(store, model="2.7b", eager_s=11e-6, compiled_s=11e-6, budget_s=300.0)
+
+
+def test_a_host_bound_step_gets_its_cuda_graph_before_anything_small(behind_a_slow_host: Advice) -> None:
+    words = [tried.words for tried in behind_a_slow_host.tried]
+    assert words[:2] == ["compile block", "cuda_graph step"]
+    best = behind_a_slow_host.best
+    assert best is not None
+    assert (best.compile, best.cuda_graph, best.attention) == ("block", "step", "auto")
+    fastest_s = predict_step_time(dataclasses.replace(best, optimizer="adamw_triton"), H200).step.device_s
+    assert behind_a_slow_host.best_s == pytest.approx(fastest_s, rel=0.02)
+
+
+def test_waits_of_the_host_are_in_the_prediction(behind_a_slow_host: Advice) -> None:
+    """What the graph saves is the host's time, which only the measured steps know."""
+    graph = behind_a_slow_host.tried[1]
+    assert graph.ratio is not None
+    assert graph.predicted_share == pytest.approx(1 - graph.ratio.ratio, abs=0.05)
+    assert graph.predicted_share is not None
+    assert graph.predicted_share > 0.3
+
+
+@pytest.mark.parametrize("told", ["behind_a_slow_host", "behind_a_quick_host"])
+def test_what_cannot_be_seen_in_the_noise_comes_last_and_what_is_the_same_step_never(
+    told: str, request: pytest.FixtureRequest
+) -> None:
+    advice: Advice = request.getfixturevalue(told)
+    shares = [tried.predicted_share for tried in advice.tried]
+    seen = [share is not None and share > 0.01 for share in shares]
+    assert seen == sorted(seen, reverse=True)
+    words = {tried.words for tried in advice.tried} | set(advice.untried)
+    assert "attention auto" in words
+    assert "attention sdpa_cudnn" not in words  # what auto chooses on an H200
+    assert "loss fused" in words
+    assert "loss chunked" not in words
+
+
+def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice) -> None:
+    words = [tried.words for tried in behind_a_quick_host.tried]
+    assert words[:2] == ["compile block", "attention auto"]
+    assert words.index("cuda_graph step") > words.index("optimizer adamw_triton")
+
+
+def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_slow_host: Advice) -> None:
+    overall = behind_a_slow_host.overall
+    assert overall is not None
+    assert overall.ratio == pytest.approx(
+        math.prod(tried.ratio.ratio for tried in behind_a_slow_host.kept if tried.ratio), rel=1e-9
+    )
+    assert "did not take turns" in behind_a_slow_host.notes[0]
+
+
+def test_errors_of_chained_ratios_add_up_as_squares() -> None:
+    found = chained([ratio(4.0, 2.0, "lower"), ratio(2.0, 1.8, "lower")])
+    assert (found.a, found.b, found.ratio, found.decision) == (4.0, pytest.approx(1.8), pytest.approx(0.45), "lower")
+    assert found.high is not None
+    assert math.log(found.high / 0.45) == pytest.approx(math.hypot(math.log(0.51 / 0.5), math.log(0.91 / 0.9)))
+    without = dataclasses.replace(ratio(2.0, 1.8, "undecided"), low=None, high=None)
+    assert chained([ratio(4.0, 2.0, "lower"), without]).decision == "undecided"
+
+
+def test_the_pace_of_a_host_is_seen_where_the_device_waited(behind_a_slow_host: Advice) -> None:
+    """Of phases without a lead; a step whose host is ahead shows nothing."""
+    slow, quick = HostSession(20e-6, 33e-6), HostSession(1e-6, 1e-6)
+    spec = resolve_step({"model": "large", "context": 512, "precision": "bf16", "steps": 10})
+    for session, expected_s in ((slow, 20e-6), (quick, H200.rates.host.eager_s)):
+        side = session.enter("start", spec)
+        session.measure([side], 10)
+        assert side.run is not None
+        host = on_the_host_of(side.run, H200).rates.host
+        assert host.eager_s == pytest.approx(expected_s, rel=0.1)
+        assert host.compiled_s / host.eager_s == pytest.approx(H200.rates.host.compiled_s / H200.rates.host.eager_s)
+
+
+def test_what_makes_another_pointless_is_a_value_of_the_same_field() -> None:
+    named = {(change.field, value) for change in CHANGES for value in change.pointless_after}
+    assert named <= {(change.field, change.value) for change in CHANGES}
