@@ -30,7 +30,9 @@ def records(name: str, kind: type[Record]) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def studies() -> dict[str, DdpRun]:
-    return {run.name: run for run in records("ddp_h200_202611.jsonl.gz", DdpRun)}
+    """By id; the first three by their names."""
+    runs = records("ddp_h200_202611.jsonl.gz", DdpRun)
+    return {run.id: run for run in runs} | {run.name: run for run in runs[:3]}
 
 
 def cell(run: DdpRun, label: str) -> DdpCell:
@@ -43,6 +45,8 @@ def cell(run: DdpRun, label: str) -> DdpCell:
         ("compiled-2", "bucketed 100 MB, peer_copy", 0.29, 0.30),
         ("eager-2", "bucketed 10 MB, peer_copy", 0.35, 0.36),
         ("compiled, 4 GPUs", "bucketed 200 MB, peer_copy", 0.33, 0.34),
+        ("3d6a55bb805c", "bucketed 200 MB, peer_copy", 0.31, 0.32),
+        ("f260de00d084", "bucketed 200 MB, peer_copy", 0.32, 0.33),
     ],
 )
 def test_peer_copies_expose_about_a_third_of_what_torch_ddp_does(

@@ -104,7 +104,7 @@ def test_the_peak_of_every_recorded_variant_is_within_three_percent() -> None:
             again = study.facts.gradient_bytes if study.facts else 0  # both sets of buckets are there for a while
             found += again
         if cell.contender.kind == "sharded":  # its gradients go one by one, of which the plan keeps some too long
-            assert 0 < found / real - 1 < 0.04
+            assert 0 < found / real - 1 < (0.04 if study.study.processes == 2 else 0.05)
             continue
         errors.append(found / real - 1)
     assert len(errors) >= 22
@@ -125,7 +125,7 @@ def test_every_rank_of_every_recorded_layout() -> None:
             assert rank.peak_bytes == pytest.approx(real.peak_allocated_bytes, rel=tolerated), said
             assert rank.reserved_bytes == pytest.approx(real.peak_reserved_bytes, rel=0.08), said
             compared += 1
-    assert compared == 24
+    assert compared == 26
 
 
 # --- against the dry run of one process ---------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from steplab.records.codec import decode
 from steplab.records.comm import CommFit, CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.run import Run
+from steplab.report.ddp import figures
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
@@ -52,6 +53,12 @@ def cells() -> list[tuple[DdpRun, DdpCell]]:
 def is_of_earlier_code(cell: DdpCell) -> bool:
     """Whether every rank had all averages, as the sharded optimizer had them when it was last recorded over NCCL."""
     return cell.contender.kind == "sharded" and cell.contender.transport == "collectives"
+
+
+def waited_for_python(cell: DdpCell) -> bool:
+    """Whether the head start was too short for Python to be ahead of the devices, which the clock here assumes."""
+    lead_s = figures.host_lead_s(cell)
+    return lead_s is not None and lead_s < 0.01 * median_s(cell)
 
 
 def on_ranks(study: DdpRun) -> StepSpec:
@@ -204,7 +211,7 @@ def test_every_recorded_strategy_is_within_eight_percent_in_the_median() -> None
     clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None), head_start=True)
     errors: dict[str, list[float]] = {}
     for study, cell in cells():
-        if is_of_earlier_code(cell):
+        if is_of_earlier_code(cell) or waited_for_python(cell):
             continue
         time = clock.time(on_ranks(study), cell.contender, sharing(study, cell))
         assert time is not None
