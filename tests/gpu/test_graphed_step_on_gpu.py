@@ -17,6 +17,7 @@ from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
+from steplab.units import MIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,7 +96,7 @@ def replayed(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tu
         {"compile": "block", "optimizer": "adamw_triton"},
         {"compile": "block", "optimizer": "adamw_fused", "attention": "flash_triton"},
         {"compile": "block", "optimizer": "adamw_triton", "attention": "flash_triton", "loss": "fused"},
-        {"compile": "default", "loss": "chunked"},
+        {"compile": "block", "loss": "chunked"},
         {"compile": "block", "accumulation": 2, "optimizer": "adamw_triton"},
         {"compile": "block", "checkpointing": "full"},
         {"checkpointing": "selective", "precision": "bf16_pure"},
@@ -117,6 +118,7 @@ def test_replayed_steps_give_the_losses_and_the_state_of_launched_ones_to_the_bi
 
 def measured(**fields: object) -> Run:
     gc.collect()  # what an earlier test in this process made would count towards the peak
+    torch._C._cuda_clearCublasWorkspaces()
     return measure_here(resolve_step({"model": "tiny", "warmup": 3, "steps": 5} | fields), Observer())
 
 
@@ -132,8 +134,8 @@ def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one() -> N
         peak, expected = graph.memory.peak(phase), plain.memory.peak(phase)
         assert peak is not None
         assert expected is not None
-        # Tables of the optimizer and the copy of the batch; blocks are rounded alike.
-        assert peak.peak_allocated_bytes == pytest.approx(expected.peak_allocated_bytes, rel=0.02)
+        # The copy of the batch, and what is rounded up to a block.
+        assert peak.peak_allocated_bytes == pytest.approx(expected.peak_allocated_bytes, abs=32 * MIB)
         assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
     assert graph.median_s is not None
     assert plain.median_s is not None
@@ -168,10 +170,17 @@ def asks(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
     return Asks().to(device), lambda: torch.ones(4, 8, device=device)
 
 
+def test_a_compiled_model_whose_sums_have_no_order_learns_the_same_to_rounding() -> None:
+    """The compiler adds up the embedding's gradient by atomic additions."""
+    fields: dict[str, object] = {"compile": "default", "precision": "fp32"}
+    data = tokens(BEFORE + STEPS)
+    losses, _ = launched(fields, data)
+    found, _ = replayed(fields, data)
+    assert [float(loss) for loss in found] == pytest.approx([float(loss) for loss in losses[BEFORE:]], rel=1e-4)
+
+
 def test_a_model_that_waits_for_the_gpu_is_told_where() -> None:
     run = measured(model=f"{__name__}:asks", cuda_graph="step")
     assert run.failure is not None
     assert "its forward cannot be captured at test_graphed_step_on_gpu.py:" in run.failure.message
     assert ".item()" in run.failure.message
-    torch.cuda.synchronize()  # and the device can be used on
-    assert float(torch.ones(2, device="cuda").sum()) == 2

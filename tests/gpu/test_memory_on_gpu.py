@@ -180,3 +180,11 @@ def test_a_step_of_cuda_graphs_is_recorded_and_the_record_says_what_is_not_seen(
     _, profile = measured(model="tiny", compile="reduce-overhead", precision="bf16", attention="sdpa", warmup=5)
     assert sum(profile.at_peak.values()) == profile.peak_bytes
     assert any("CUDA graphs" in note for note in profile.notes)
+
+
+def test_a_replayed_step_has_the_memory_of_the_launched_one(measured: Measured) -> None:
+    fields = {"model": "tiny", "compile": "block", "precision": "bf16", "attention": "sdpa", "warmup": 2}
+    _, launched = measured(**fields)
+    _, replayed = measured(**fields, cuda_graph="step")
+    assert replayed.at_peak["activations"] == launched.at_peak["activations"]
+    assert any(note.startswith("CUDA graphs: ") for note in replayed.notes)

@@ -12,6 +12,7 @@ while it is recorded and never again.
 
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -115,8 +116,11 @@ class GraphedStep:
     def record(self) -> None:
         """Run a few steps, then record one. Raises Unsupported for a step that cannot be recorded."""
         with self._recorder.apart():
-            for _ in range(_STEPS_BEFORE):
-                self._step.run()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*capturable=True.*")  # it is captured below
+                for _ in range(_STEPS_BEFORE):
+                    self._step.run()
+            self._device.free_unused()
             inputs = _static(self.batches[0])
             self._step.batches = [inputs]
             self.phases = tuple(self._recorded(phase, inputs) for phase in self._step.phases)
