@@ -113,6 +113,7 @@ class StepSpec:
             help="Kernels that are recorded once as CUDA graphs and then replayed, each graph by one launch",
             meanings={"off": "none but those of compile", "step": "those of each phase of the step"},
             header="CUDA graph",
+            axis_name="graph",
             said="CUDA graph: {}",
             words={"off": "no CUDA graph", "step": "replayed as CUDA graphs"},
             quiet=True,
