@@ -1,13 +1,15 @@
 """The bus bandwidth that `steplab comm` finds beside that of a bare loop of torch.distributed's calls, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/comm_bare_loop.py [--size 1MB,10MB,100MB,1GB] [--turns 5]
+    torchrun --nproc-per-node 2 benchmarks/comm_bare_loop.py [--size 1MB,10MB,100MB,1GB] [--collective all_reduce,...]
+        [--turns 5]
 
 The two take turns on every cell, and begin in turn. The bare loop: some calls to warm up, then rows of calls, so many
 in all as steplab makes, a mark before a row and one after it, and nothing between; of the ranks, the slowest. A row
 begins with a barrier, a call that is not counted and, on a GPU, with the device held until Python has started the row:
 short calls take Python longer to start than a GPU to make, and the loop would time Python. steplab's figure is the one
 that its record shows. Medians over turns; on NCCL they should lie within 3 %. On a CPU they need not: the loop's mean
-has every hiccup of the scheduler in it, and its ranks run out of step.
+has every hiccup of the scheduler in it, and its ranks run out of step. Each row is printed when it is measured, which
+takes some four seconds with two turns.
 """
 
 import argparse
@@ -115,24 +117,22 @@ def main() -> None:
     lists |= {"collective": options.collective.split(",")} if options.collective else {}
     cells = comm_cells(lists, num_processes=world.size, on_gpus=world.backend == "nccl")
     study = CommStudy(cells=cells, num_processes=world.size)
-    rows, far = [], []
-    for spec in cells:
-        ours, bare = compare(spec, world, study, options.turns)
-        if abs(ours / bare - 1) > WITHIN:
-            far.append(f"{spec.collective} {format_message(spec.size_bytes)}")
-        rows.append(
-            f"| {spec.collective} | {format_message(spec.size_bytes)} | {ours / 1e9:.4g} | {bare / 1e9:.4g} | "
-            f"{ours / bare:.3f} |"
-        )
     if world.rank == 0:
         where = torch.cuda.get_device_name() if world.backend == "nccl" else "CPU"
         print(f"{world.size} ranks, {world.backend}, {where}, torch {torch.__version__}\n")
         print("| collective | size | steplab comm, busbw GB/s | bare loop, busbw GB/s | ratio |")
-        print("|---|---|---|---|---|", *rows, sep="\n")
-        print(
-            f"\n{len(cells) - len(far)} of {len(cells)} within {WITHIN:.0%}"
-            + (f"; not: {', '.join(far)}" if far else "")
-        )
+        print("|---|---|---|---|---|", flush=True)
+    far = []
+    for spec in cells:
+        ours, bare = compare(spec, world, study, options.turns)
+        if abs(ours / bare - 1) > WITHIN:
+            far.append(f"{spec.collective} {format_message(spec.size_bytes)}")
+        if world.rank == 0:
+            figures = f"{ours / 1e9:.4g} | {bare / 1e9:.4g} | {ours / bare:.3f}"
+            print(f"| {spec.collective} | {format_message(spec.size_bytes)} | {figures} |", flush=True)
+    if world.rank == 0:
+        others = f"; not: {', '.join(far)}" if far else ""
+        print(f"\n{len(cells) - len(far)} of {len(cells)} within {WITHIN:.0%}{others}")
     world.leave()
 
 
