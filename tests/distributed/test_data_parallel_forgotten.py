@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.distributed import modules
 from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_equal_over_ranks
 from tests.distributed.ranks import Cases
+from tests.distributed.shared_memory import SharedMemory
 
 from steplab.errors import UserError
 from steplab.parallel import DataParallel, ShardedOptimizer
@@ -73,3 +74,34 @@ def a_model_that_is_dropped_between_steps_is_no_matter() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del model
+
+
+@cases
+def modules_whose_backward_passes_have_another_order_on_a_rank_are_refused_on_all() -> None:
+    """Their gradients were averaged with each other's, which nothing else would show."""
+    x = torch.ones(2, 8, dtype=torch.float64)
+    for strategy, transport in (("overlap", "collectives"), ("bucketed", None)):
+        models = [DataParallel(modules.plain(), strategy, transport=transport or SharedMemory()) for _ in range(2)]
+        order = models if dist.get_rank() != 1 else models[::-1]
+        for model in order:
+            model(x).sum().backward()
+        told = "sent gradients of several DataParallel in different orders: run their backward passes and"
+        with pytest.raises(UserError, match=told):
+            models[0].finish_gradient_synchronization()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # they are dropped with gradients under way
+            del models, model, order
+
+
+@cases
+def modules_that_are_synchronised_in_another_order_on_a_rank_are_refused_on_all() -> None:
+    x = torch.ones(2, 8, dtype=torch.float64)
+    models = [DataParallel(modules.plain(), "flat") for _ in range(2)]
+    for model in models:
+        model(x).sum().backward()
+    first = models[dist.get_rank() == 1]
+    with pytest.raises(UserError, match="the ranks synchronise different DataParallel: run their backward"):
+        first.finish_gradient_synchronization()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        del models, model, first

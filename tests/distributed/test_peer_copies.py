@@ -85,6 +85,16 @@ def landing_places_are_used_again() -> None:
 
 
 @cases
+def several_late_passes_of_an_awkward_module() -> None:
+    """Gradients that come after their bucket was sent, while what was sent is late, in rings without room to spare."""
+    with patch.object(peer_copies, "WINDOW_BYTES", 1):
+        assert_trains_alike(
+            modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
+            bucket_size_mb=TINY_MB, transport=SharedMemory(delay_s=0.001),
+        )  # fmt: skip
+
+
+@cases
 def averages_may_be_changed_as_soon_as_they_are_there() -> None:
     """Though peers may have to fetch this rank's part of them still."""
     model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.01))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.distributed import modules
 from tests.distributed.parity import TINY_MB, Loss, batches, mean_square
-from tests.distributed.ranks import Cases, on_ranks
+from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.transports import Delays
 from torch import Tensor, nn
@@ -28,10 +28,6 @@ STEPS = 4
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_to_owners(size: int, subtests: pytest.Subtests) -> None:
     cases.run(size, subtests)
-
-
-def test_eight_ranks() -> None:
-    on_ranks(8, tied_unused_and_rank_dependent_parameters_train_as_without_sharding)
 
 
 def ways(delay_s: float = 0.0) -> list[dict[str, Any]]:
