@@ -122,8 +122,10 @@ class Walk:
     """What ended the walk before its end; None: nothing."""
     _tried: set[tuple[str, str]] = field(default_factory=set)
     """The field and the meaning of each change that was tried, and its own value."""
-    _trials_s: list[float] = field(default_factory=list)
-    """Seconds of each trial without compilation; the first is that of building the first step."""
+    _built_s: list[float] = field(default_factory=list)
+    """Seconds that building each step took, without compilation."""
+    _turns: list[float] = field(default_factory=list)
+    """Seconds that the turns of each comparison took, over the sum of both step times."""
     _noise: float = IN_TURNS
     """The smallest share of a step that the last comparison could have shown."""
 
@@ -132,7 +134,7 @@ class Walk:
         self._began_s = self.clock()
         self.on_change("the step as given")
         self.start = self.best = self.taking.enter("start", spec)
-        self._trials_s.append(self.clock() - self._began_s - self.outlook.compile_s(spec))
+        self._built_s.append(self.clock() - self._began_s - self.outlook.compile_s(spec))
         self.on_start(self.start.environment)
         if self.best.failure:
             self._make_room()
@@ -189,13 +191,18 @@ class Walk:
         return timing is not None and waits_for_host(timing.back_to_back)
 
     def _candidates(self) -> list[Candidate]:
-        spec, trial_s = self.best.spec, median(self._trials_s)
+        spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
         found = []
         for change in self._untried_of(spec):
             promise = self.outlook.forecast(spec, change)
             changed = with_fields(spec, {change.field: change.value})
             found.append(Candidate(change=change, promise=promise, takes_s=trial_s + self.outlook.compile_s(changed)))
         return found
+
+    def _trial_s(self, other_s: float | None) -> float:
+        """Seconds of a comparison of the fastest step with another of that length, without compilation."""
+        known_s = [each for each in (step_s(self.best.run), other_s) if each]
+        return median(self._built_s) + (median(self._turns) * sum(known_s) if self._turns else 0.0)
 
     def _untried_of(self, spec: StepSpec) -> list[Change]:
         """The changes of a step that would make another step than those tried, and are worth trying after them."""
@@ -227,7 +234,9 @@ class Walk:
         attempt = self._attempt(candidate.change, candidate.promise)
         if attempt.side is None:
             return
+        built_s = self.clock()
         self._measure([self.best, attempt.side])
+        decided_s = self.clock()
         if attempt.side.run and self.best.run and not attempt.side.failure:
             attempt.ratio = step_ratio(self.best.run, attempt.side.run)
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -236,9 +245,11 @@ class Walk:
             self.best = attempt.side
         elif attempt.ratio is None:
             attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
-        attempt.took_s = self.clock() - began_s
+        attempt.took_s = decided_s - began_s
         if attempt.ratio:
-            self._learn(attempt, attempt.ratio)
+            self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
+            self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
+            self._see_noise(attempt.ratio)
 
     def _measure(self, sides: Sequence[Any]) -> None:
         """Measure two sides in turns until their difference is plain, at most as many steps as were asked for."""
@@ -251,12 +262,7 @@ class Walk:
 
         self.taking.measure(sides, self.steps, is_enough=is_enough)
 
-    def _learn(self, attempt: Attempt, ratio: Ratio) -> None:
-        """What a comparison shows of those to come."""
-        timing = attempt.side.run.timing
-        self._trials_s.append(attempt.took_s - (timing.first_step_s or 0.0))
-        if len(self._trials_s) == 2:
-            del self._trials_s[0]  # a trial is known now; that was the building alone
+    def _see_noise(self, ratio: Ratio) -> None:
         if ratio.low is not None and ratio.high is not None:
             self._noise = max(IN_TURNS, (ratio.high - ratio.low) / 2)
         self._look_at_best()
@@ -301,7 +307,7 @@ class Walk:
         if len(ratios) < 2 or not self._goes_on():
             return
         self.met = False
-        if self._has_time(median(self._trials_s) + self.outlook.compile_s(spec)):
+        if self._has_time(self._trial_s(step_s(self.leave(self.start))) + self.outlook.compile_s(spec)):
             self.on_change("the step as given beside the fastest")
             again = self.taking.enter("start again", spec)
             self._measure([self.best, again])
