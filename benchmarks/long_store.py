@@ -105,6 +105,7 @@ def commands(path: Path, folder: Path, num_records: int) -> Iterator[tuple[str, 
     yield "--version", ("--version",)
     yield "list --limit 20", ("list", *store, "--limit", "20")
     yield "list --where context=1000 --limit 20", ("list", *store, "--where", "context=1000", "--limit", "20")
+    yield "list --sort step_time_s --limit 20", ("list", *store, "--sort", "step_time_s", "--limit", "20")
     yield "list --kind study --limit 20", ("list", *store, "--kind", "study", "--limit", "20")
     yield "show ID", ("show", *store, one)
     yield "report ID ID ID ID ID ID", ("report", *store, *few)

@@ -115,7 +115,7 @@ def _found(text: str, records: Sequence[Record]) -> Found:
 
 
 def _in_store(opened: Store, text: str) -> list[Record]:
-    rows = opened.rows(kind=None)
+    rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
     if text == "last" or text.startswith(_BACK):
         return [opened.get(_newest(rows, text, opened.path))]
     ids = [str(row["id"]) for row in rows if str(row["id"]).startswith(text)]

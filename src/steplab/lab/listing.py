@@ -3,10 +3,11 @@
 import difflib
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import cast
 
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
@@ -67,51 +68,77 @@ def list_records(
     if STUDY in kinds and len(kinds) > 1:
         raise UserError("studies are listed by themselves; give --kind study alone")
     earliest = _earliest(since) if since else ""
+    conditions = _conditions(where) if where else []
+    sort_key, descending = _order(sort) if sort else (None, False)
+    keys = [condition.key for condition in conditions] + ([sort_key] if sort_key else [])
+    decisive = [*keys, *(["kind"] if kinds else []), *(["created_utc"] if since else [])]
     with open_store(store, write=False) as opened:
+        study_id = opened.study_id(study) if study else None
+        rows: Iterable[Row]
         if STUDY in kinds:
             rows = opened.studies()
+        elif decisive:
+            rows = opened.rows_in_part(decisive, study=study_id, name=name)
         else:
-            whole = not (kinds or where or since or sort)
-            most = limit + 1 if limit is not None and whole else None
-            rows = opened.rows(kind=None, study=opened.study_id(study) if study else None, name=name, limit=most)
-            rows = [row for row in rows if not kinds or row["kind"] in kinds]
+            rows = opened.rows(kind=None, study=study_id, name=name, limit=None if limit is None else limit + 1)
+        found, fields_seen = list[Row](), set[str]()
+        for row in rows:
+            if kinds and STUDY not in kinds and row["kind"] not in kinds:
+                continue
+            fields_seen.update(row)
+            if (not since or str(row["created_utc"]) >= earliest) and all(one.holds(row) for one in conditions):
+                found.append(row)
+        lacking = set(keys) - fields_seen
+        if fields_seen and lacking:
+            fields = opened.fields_of_rows(study=study_id, name=name)
+            known = opened.studies() if STUDY in kinds else [fields[kind] for kind in kinds or fields if kind in fields]
+            raise _no_field(min(lacking), dict.fromkeys(field for some in known for field in some))
+        if sort_key:
+            found = _sorted(found, sort_key, descending)
+        shown = found if limit is None else found[:limit]
+        if decisive and STUDY not in kinds:
+            shown = opened.rows_of([cast(int, row["seq"]) for row in shown])
         unknown = opened.of_unknown_kind()
-    conditions = _conditions(where, rows) if where else []
-    found = [
-        row for row in rows if str(row["created_utc"]) >= earliest and all(condition(row) for condition in conditions)
-    ]
-    if sort:
-        found = _sorted(found, sort, rows)
-    shown = found if limit is None else found[:limit]
     return Listing(rows=tuple(shown), num_left_out=len(found) - len(shown), unknown=tuple(unknown))
 
 
 def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """Names of fields from a list with commas. Raises UserError for one that no row has."""
-    return tuple(_key(part.strip(), rows) for part in text.split(","))
+    known, keys = dict.fromkeys(key for row in rows for key in row), [_key(part.strip()) for part in text.split(",")]
+    for key in keys if rows else ():
+        if key not in known:
+            raise _no_field(key, known)
+    return tuple(keys)
 
 
-def _key(given: str, rows: Sequence[Row]) -> str:
-    """The field of that name, in which hyphens stand for underscores."""
-    known = dict.fromkeys(key for row in rows for key in row)
-    name = given.replace("-", "_")
-    if name in known or not rows:
-        return name
+def _key(given: str) -> str:
+    """The name of a field, in which hyphens stand for underscores."""
+    return given.replace("-", "_")
+
+
+def _no_field(name: str, known: Mapping[str, object]) -> UserError:
     near = difflib.get_close_matches(name, known, n=1)
-    raise UserError(f"no field '{given}'; " + (f"did you mean {near[0]}?" if near else f"choose of {', '.join(known)}"))
+    return UserError(f"no field '{name}'; " + (f"did you mean {near[0]}?" if near else f"choose of {', '.join(known)}"))
 
 
-def _conditions(where: str, rows: Sequence[Row]) -> list[Callable[[Row], bool]]:
-    return [_condition(part, rows) for part in re.split(r"\s+and\s+|\s*,\s*", where.strip())]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Condition:
+    key: str
+    """The field that decides."""
+    holds: Callable[[Row], bool]
 
 
-def _condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
+def _conditions(where: str) -> list[_Condition]:
+    return [_condition(part) for part in re.split(r"\s+and\s+|\s*,\s*", where.strip())]
+
+
+def _condition(text: str) -> _Condition:
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise UserError(
             f"'{text}' is not a condition; write it as model=small, step_time_s<50ms or device~H200, joined by 'and'"
         )
-    key, compare, wanted = _key(match[1], rows), _OPERATORS[match[2]], match[3].strip("'\"")
+    key, compare, wanted = _key(match[1]), _OPERATORS[match[2]], match[3].strip("'\"")
 
     def holds(row: Row) -> bool:
         value = row.get(key)
@@ -121,7 +148,7 @@ def _condition(text: str, rows: Sequence[Row]) -> Callable[[Row], bool]:
             return compare(value, wanted)
         return compare(value, _number(key, wanted))
 
-    return holds
+    return _Condition(key=key, holds=holds)
 
 
 def _number(key: str, text: str) -> float:
@@ -137,18 +164,22 @@ def _number(key: str, text: str) -> float:
     raise UserError(f"{key} is a number, and '{text}' is none")
 
 
-def _sorted(rows: Sequence[Row], sort: str, known: Sequence[Row]) -> list[Row]:
-    """Rows with a value in its order, numbers before texts; then those without."""
+def _order(sort: str) -> tuple[str, bool]:
+    """The field to sort by, and whether the largest comes first."""
     name, _, order = sort.partition(":")
     if order not in ("", "asc", "desc"):
         raise UserError(f"--sort takes FIELD, FIELD:asc or FIELD:desc, not '{sort}'")
-    key = _key(name, known)
+    return _key(name), order == "desc"
+
+
+def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
+    """Rows with a value in its order, numbers before texts; then those without."""
 
     def place(row: Row) -> tuple[bool, Scalar]:
         return isinstance(row[key], str), row[key]
 
     having = [row for row in rows if row.get(key) is not None]
-    having.sort(key=place, reverse=order == "desc")
+    having.sort(key=place, reverse=descending)
     return having + [row for row in rows if row.get(key) is None]
 
 

@@ -2,18 +2,19 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import astuple
 
 from steplab.errors import LeftOut, SteplabError
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of, summary_row
-from steplab.records.rows import Row
+from steplab.records.rows import Row, Scalar
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection, text_of
@@ -21,6 +22,16 @@ from steplab.store.prefix import unique_id
 from steplab.store.selection import Selection
 
 _ROWS = msgspec.json.Decoder(Row)
+_DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
+"""Errors of decoding a damaged row."""
+_BESIDE = ("id", "created_utc", "kind", "name", "status")
+"""Fields of a row that have columns of their own, which are right though the row is damaged."""
+_SURE = ("id", "created_utc", "name", "status")
+"""Those that say the same as the row; the column `kind` is that of the record, and the row says how it was made."""
+_COLUMNS = f"{', '.join(_BESIDE)}, summary"
+_NEWEST_FIRST = "ORDER BY created_utc DESC, seq DESC"
+_MOST_NUMBERS = 500
+"""Number of records that one query names; SQLite takes 999 and, since 3.32, 32,766."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,28 +94,87 @@ def find(connection: Connection, record_id: str) -> Record | None:
         return None
 
 
-def rows(connection: Connection, selection: Selection, limit: int | None) -> list[Row]:
+def rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
     """Flat rows of the records that match, newest first; for a damaged row, only the columns that the table has
     beside it."""
-    found = connection.query(
-        f"SELECT id, created_utc, kind, name, status, summary FROM record WHERE {selection.condition()}"
-        " ORDER BY created_utc DESC, seq DESC LIMIT ?",
+    found = connection.stream(
+        f"SELECT {_COLUMNS} FROM record WHERE {selection.condition()} {_NEWEST_FIRST} LIMIT ?",
         *selection.values(),
         -1 if limit is None else max(0, limit),
     )
-    return [_row([text_of(value) for value in columns], summary) for *columns, summary in found]
+    return (_row([text_of(value) for value in columns], summary) for *columns, summary in found)
+
+
+def rows_in_part(connection: Connection, selection: Selection, keys: Collection[str]) -> Iterator[Row]:
+    """As `rows`, but of each row only these fields, and `seq`, by which `rows_of` finds it."""
+    # a number, because making texts of 100,000 ids takes as long as reading the figures
+    columns = ["seq", *(key for key in _BESIDE if key in keys)]
+    figures = [key for key in dict.fromkeys(keys) if key not in _SURE]
+    sql = f"SELECT {', '.join(columns)}, {'summary' if figures else 'NULL'} FROM record"
+    decode = msgspec.json.Decoder(_part_of_row(figures)).decode
+    for *values, summary in connection.stream(
+        f"{sql} WHERE {selection.condition()} {_NEWEST_FIRST}", *selection.values()
+    ):
+        row: Row = dict(zip(columns, values, strict=True))
+        if "kind" in row:
+            row["kind"] = _verb(text_of(row["kind"]))
+        if figures:
+            try:
+                found = decode(summary)
+            except _DAMAGE as error:
+                _leave_out_figures(_only(connection, "SELECT id FROM record WHERE seq = ?", row["seq"])[0], error)
+            else:
+                for key, value in zip(figures, astuple(found), strict=True):
+                    if value is not msgspec.UNSET:
+                        row[key] = value
+        yield row
+
+
+def rows_of(connection: Connection, numbers: Sequence[int]) -> list[Row]:
+    """Flat rows of the records with these `seq`, in this order; a record that is gone has none."""
+    found = dict[int, Row]()
+    for first in range(0, len(numbers), _MOST_NUMBERS):
+        some = numbers[first : first + _MOST_NUMBERS]
+        marks = ", ".join("?" * len(some))
+        sql = f"SELECT seq, {_COLUMNS} FROM record WHERE seq IN ({marks})"
+        for number, *columns, summary in connection.stream(sql, *some):
+            found[number] = _row([text_of(value) for value in columns], summary)
+    return [found[number] for number in numbers if number in found]
+
+
+def fields_of_rows(connection: Connection, selection: Selection) -> dict[str, dict[str, None]]:
+    """The fields that rows of each kind have, in their order, by the rows' field `kind`."""
+    fields = dict[str, dict[str, None]]()
+    for row in rows(connection, selection, None):
+        fields.setdefault(str(row["kind"]), {}).update(dict.fromkeys(row))
+    return fields
+
+
+def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
+    """The type of a row of which only these fields are read; one that is missing is UNSET."""
+    names = {f"field_{place}": key for place, key in enumerate(keys)}
+    fields = [(name, Scalar | msgspec.UnsetType, msgspec.UNSET) for name in names]
+    return msgspec.defstruct("PartOfRow", fields, rename=names)
 
 
 def _row(columns: Sequence[str], summary: bytes) -> Row:
     """The row as it was stored; a row of an earlier version lacks its kind."""
     record_id, created_utc, kind, name, status = columns
-    verb = KINDS[kind].verb if kind in KINDS else kind
+    verb = _verb(kind)
     sure: Row = {"id": record_id, "created_utc": created_utc, "name": name, "status": status}
     try:
         return {"kind": verb} | _ROWS.decode(summary) | sure
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
-        _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
+    except _DAMAGE as error:
+        _leave_out_figures(record_id, error)
         return {"kind": verb} | sure
+
+
+def _verb(kind: str) -> str:
+    return KINDS[kind].verb if kind in KINDS else kind
+
+
+def _leave_out_figures(record_id: str, error: Exception) -> None:
+    _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
 
 
 def iterate(connection: Connection, selection: Selection, newest: int | None) -> Iterator[Record]:
@@ -135,7 +205,7 @@ def latest_ceilings(connection: Connection, device_name: str) -> Ceilings | None
 
 def ceilings(connection: Connection, device_name: str) -> Iterator[Ceilings]:
     """All ceilings measured on a device of that name, newest first."""
-    for row in rows(connection, Selection(kind="ceilings"), None):
+    for row in list(rows(connection, Selection(kind="ceilings"), None)):
         if row.get("device") == device_name:
             record = find(connection, str(row["id"]))
             if isinstance(record, Ceilings):
@@ -144,6 +214,9 @@ def ceilings(connection: Connection, device_name: str) -> Iterator[Ceilings]:
 
 def of_unknown_kind(connection: Connection) -> list[tuple[str, str]]:
     """Id and kind of each record of a kind that this version does not know."""
+    # the kinds alone are read of an index, without a look at the records
+    if all(kind in KINDS for (kind,) in connection.query("SELECT DISTINCT kind FROM record")):
+        return []
     marks = ", ".join("?" * len(KINDS))
     found = connection.query(f"SELECT id, kind FROM record WHERE kind NOT IN ({marks}) ORDER BY seq", *KINDS)
     return [(text_of(record_id), text_of(kind)) for record_id, kind in found]
@@ -160,7 +233,7 @@ def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
     ]
 
 
-def _only(connection: Connection, sql: str, record_id: str) -> tuple[Any, ...]:
+def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:
     """The row of a record that was found before. Raises SteplabError if it is not there: an index is damaged."""
     found = connection.query(sql, record_id)
     if not found:
