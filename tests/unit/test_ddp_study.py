@@ -60,6 +60,7 @@ def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
         ({"compile": "default"}, {}, "compile 'default' is not supported here, .* choose one of off, block"),
         ({"pass": "forward"}, {}, "use --pass train"),
         ({"precision": "fp16"}, {}, "use --precision bf16"),
+        ({"cuda_graph": "step"}, {}, "use --cuda-graph off"),
         ({"layout": "dp=2"}, {}, "leave --layout out"),
     ],
 )

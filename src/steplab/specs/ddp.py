@@ -130,6 +130,8 @@ class DdpStudy:
             raise UserError(
                 "precision fp16 is not supported here, because it needs a gradient scaler; use --precision bf16"
             )
+        if self.step.cuda_graph == "step":
+            raise UserError("cuda_graph step is not supported here, because ranks communicate; use --cuda-graph off")
         if self.step.precision == "bf16_master":
             raise UserError(
                 "precision bf16_master is not supported here, because ranks would add up their gradients in bf16; use "
